@@ -1,0 +1,1 @@
+"""Machinery that knows no operator."""

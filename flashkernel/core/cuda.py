@@ -1,0 +1,320 @@
+"""CUDA C++ text -> machine code -> launch on torch's stream.
+
+A `Module` is a .cu file. Its kernels are compiled when first used, by NVRTC, for the GPU at hand, and the machine code
+is kept on disk under a hash of everything it depends on. cuda-core loads and launches it. A kernel may be a template
+instance, `module.kernel("row_sum<__nv_bfloat16>")`; each is compiled by itself, so only what is used costs time.
+
+    SUM = Module(Path(__file__).with_name("kernel.cu")).kernel("row_sum<float>", "pointer, pointer, int32")
+    SUM.launch((rows,), (256,), (x, out, x.shape[1]))
+
+Launches neither synchronise nor allocate and may be captured into a CUDA graph, even the first one. Compiling needs
+NVRTC and the CUDA headers but no GPU: `Module.compile(name, arch)` gives the code for any architecture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashkernel.core import device as devices
+from flashkernel.core import env, nvrtc
+from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
+
+SCHEMA = 1
+MOST_LAUNCH_CONFIGS = 4096  # kept ready; grids follow the shapes, so there may be many
+
+__all__ = [
+    "ARGUMENT_TYPES",
+    "CompileError",
+    "CompiledCubin",
+    "Kernel",
+    "Module",
+    "available",
+    "can_compile",
+    "compile_cubin",
+]
+
+# Names for kernel parameters, as they are declared: `kernel(name, "pointer, int32, float32")`.
+ARGUMENT_TYPES: dict[str, type] = {
+    "pointer": ctypes.c_void_p,
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+    "bool": ctypes.c_bool,
+}
+
+
+_has_gpu = cache(torch.cuda.is_available)
+
+
+def available() -> str | None:
+    """The reason why CUDA C++ kernels cannot run here, or None; a pretended GPU counts as one."""
+    reason = can_compile()
+    if reason is None and not devices.pretending() and not _has_gpu():
+        return "torch sees no CUDA GPU"
+    return reason
+
+
+class Module:
+    """A .cu file and how to compile it.
+
+    `defines` become macros; `options` are NVRTC's ("--use_fast_math"); `include` are folders of project headers. With
+    `specific`, sm_90 and up compile for their own instructions (sm_90a). With `virtual_arch`, kernels are compiled to
+    PTX for that older architecture and finished by the driver: an sm_75 path can be proven on any newer GPU.
+    """
+
+    def __init__(
+        self,
+        source_path: Path,
+        *,
+        defines: Mapping[str, Any] | None = None,
+        options: Sequence[str] = (),
+        include: Sequence[Path] = (),
+        specific: bool = False,
+        virtual_arch: int | None = None,
+    ) -> None:
+        self.source_path = Path(source_path)
+        self.include = (self.source_path.parent, *map(Path, include))
+        self.specific = specific
+        self.virtual_arch = virtual_arch
+        macros = [f"--define-macro={name}={_macro(value)}" for name, value in (defines or {}).items()]
+        self.options = (*options, *macros)
+        self._kernels: dict[tuple[str, str | None], Kernel] = {}
+
+    def kernel(self, name: str, arguments: str | None = None) -> Kernel:
+        """A kernel by name expression. `arguments` declares its parameters ("pointer, int32, float32"), so that plain
+        Python numbers can be passed; without it, scalars must come as ctypes or numpy values."""
+        key = (name, arguments)
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(self, name, arguments)
+        return self._kernels[key]
+
+    def target(self, arch: int) -> str:
+        """NVRTC's name for what a GPU of this architecture gets."""
+        if self.virtual_arch is not None:
+            return f"compute_{self.virtual_arch}"
+        return f"sm_{arch}a" if self.specific and arch >= 90 else f"sm_{arch}"
+
+    def compile(self, name: str, arch: int) -> CompiledCubin:
+        """One kernel's code for `sm_<arch>`, from the disk where it was compiled before."""
+        source = self.source_path.read_text(encoding="utf-8")
+        reason = can_compile()
+        if reason is not None:
+            raise CompileError(f"{self.source_path.name}: {reason}")
+        path = env.cache_dir() / "cuda" / f"{self._digest(source, name, arch)}.json"
+        compiled = nvrtc.read_cached(path, name)
+        if compiled is None:
+            file_name, options = self.source_path.name, self.options
+            target, include = self.target(arch), self.include
+            compiled = compile_cubin(source, [name], target, options, file_name=file_name, include=include)
+            nvrtc.write_cached(path, compiled)
+        return compiled
+
+    def _digest(self, source: str, name: str, arch: int) -> str:
+        """A hash of all that the code depends on: text, project headers, options, target, compiler, CUDA headers."""
+        headers = [(path.name, path.read_bytes()) for path in _project_headers(self.source_path, self.include)]
+        toolkit = [nvrtc.header_version(folder) for folder in nvrtc.include_dirs()]
+        how = (name, self.target(arch), self.options, nvrtc.version(), toolkit)
+        return hashlib.sha256(repr((SCHEMA, source, headers, how)).encode()).hexdigest()
+
+
+def _macro(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _project_headers(source_path: Path, folders: Sequence[Path]) -> list[Path]:
+    """Files of the project's folders that a source includes, directly or through one another, in order."""
+    found: dict[Path, None] = {}
+    waiting = [source_path]
+    while waiting:
+        current = waiting.pop(0)
+        text = current.read_text(encoding="utf-8")
+        for name in re.findall(r'^\s*#\s*include\s*[<"]([^">]+)[">]', text, re.MULTILINE):
+            for folder in (current.parent, *folders):
+                header = (folder / name).resolve()
+                if header.is_file():
+                    if header not in found:
+                        found[header] = None
+                        waiting.append(header)
+                    break
+    return list(found)
+
+
+_streams: dict[tuple[int, int], Any] = {}
+_launch_configs: dict[tuple[Any, Any, int], Any] = {}
+_thread = threading.local()  # .devices: indices whose context this thread has made current
+_load_lock = threading.Lock()
+
+
+class Kernel:
+    """A kernel of a module, compiled and loaded on each GPU when first launched there."""
+
+    def __init__(self, module: Module, name: str, arguments: str | None) -> None:
+        self.module = module
+        self.name = name
+        self.arguments = None if arguments is None else tuple(part.strip() for part in arguments.split(","))
+        unknown = [part for part in self.arguments or () if part not in ARGUMENT_TYPES]
+        if unknown:
+            raise ValueError(f"{name}: argument type {unknown[0]!r} is not one of {', '.join(ARGUMENT_TYPES)}")
+        self._loaded: dict[int, Any] = {}  # by device index
+        self._shared: dict[int, int] = {}  # dynamic shared memory allowed so far, by device index
+
+    def launch(
+        self,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: Sequence[Any],
+        shared: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Run on the current stream of `device` (by default the first tensor's); an empty grid launches nothing.
+
+        Tensors pass their data pointer and None a null pointer; numbers follow the declared arguments. `shared` is
+        dynamic shared memory in bytes.
+        """
+        if grid == 0 or (isinstance(grid, tuple) and 0 in grid):
+            return
+        if device is None:
+            device = next((value.device for value in args if isinstance(value, torch.Tensor)), torch.device("cuda"))
+        if device.type != "cuda":
+            raise ValueError(f"{self.name}: tensors are on {device}; CUDA kernels need them on a GPU")
+        current = torch.cuda.current_device()
+        if device.index is None or device.index == current:
+            return self._launch(current, grid, block, args, shared)
+        with torch.cuda.device(device):
+            return self._launch(device.index, grid, block, args, shared)
+
+    def _launch(self, index: int, grid: Any, block: Any, args: Sequence[Any], shared: int) -> None:
+        kernel = self._loaded.get(index) or self.load(index)
+        if index not in getattr(_thread, "devices", ()):
+            _adopt_context(index)
+        if shared > self._shared.get(index, 0):
+            self._allow_shared(index, kernel, shared)
+        key = (grid, block, shared)
+        config = _launch_configs.get(key)
+        if config is None:
+            if len(_launch_configs) >= MOST_LAUNCH_CONFIGS:
+                _launch_configs.clear()
+            config = _launch_configs[key] = core().LaunchConfig(grid=grid, block=block, shmem_size=shared)
+        handle = torch._C._cuda_getCurrentRawStream(index)
+        stream = _streams.get((index, handle))
+        if stream is None:
+            stream = _streams[index, handle] = core().Stream.from_handle(handle)
+        core().launch(stream, config, kernel, *self.pack(args, index))
+
+    def load(self, index: int) -> Any:
+        """Compile (or take from the disk) and load for the GPU of this index; launches do it themselves."""
+        with _load_lock, torch.cuda.device(index), _loading_allowed():
+            if index not in self._loaded:
+                _adopt_context(index)
+                major, minor = torch.cuda.get_device_capability(index)
+                compiled = self.module.compile(self.name, 10 * major + minor)
+                kind = core().ObjectCode
+                code = (kind.from_cubin if self.module.virtual_arch is None else kind.from_ptx)(compiled.code)
+                kernel = code.get_kernel(compiled.names[self.name])
+                self._check_declaration(kernel)
+                _driver("cuKernelGetFunction", kernel.handle)  # loads the code now, not at a launch inside a capture
+                self._loaded[index] = kernel
+        return self._loaded[index]
+
+    def pack(self, args: Sequence[Any], index: int) -> list[Any]:
+        """Arguments as cuda-core takes them: pointers as ints, scalars as ctypes or numpy values."""
+        if self.arguments is None:
+            return [_undeclared(self.name, value, index) for value in args]
+        if len(args) != len(self.arguments):
+            wanted = f"{len(self.arguments)} arguments ({', '.join(self.arguments)})"
+            raise TypeError(f"{self.name} takes {wanted}, {len(args)} were given")
+        return [_declared(self.name, kind, value, index) for kind, value in zip(self.arguments, args)]
+
+    def _check_declaration(self, kernel: Any) -> None:
+        """Compare the declared arguments with the compiled kernel's parameters, where the driver can list them."""
+        if self.arguments is None:
+            return
+        with suppress(NotImplementedError, AttributeError):  # a driver before CUDA 12.4
+            actual = [parameter.size for parameter in kernel.arguments_info]
+            declared = [ctypes.sizeof(ARGUMENT_TYPES[kind]) for kind in self.arguments]
+            if actual != declared:
+                text = f"{self.name}: declared ({', '.join(self.arguments)}), of {declared} bytes"
+                raise TypeError(f"{text}, but the kernel's parameters are of {actual} bytes")
+
+    def _allow_shared(self, index: int, kernel: Any, shared: int) -> None:
+        """Dynamic shared memory beyond 48 KiB must be asked for, kernel by kernel."""
+        properties: Any = torch.cuda.get_device_properties(index)
+        most = properties.shared_memory_per_block_optin
+        if shared > most:
+            raise ValueError(f"{self.name}: {shared} bytes of shared memory; this GPU gives a block at most {most}")
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _driver("cuKernelSetAttribute", attribute, shared, kernel.handle, _driver("cuDeviceGet", index))
+        self._shared[index] = shared
+
+
+def _undeclared(name: str, value: Any, index: int) -> Any:
+    if isinstance(value, torch.Tensor) or value is None:
+        return _declared(name, "pointer", value, index)
+    if type(value) in (bool, int, float):
+        text = f"{name}: {value!r} has no declared type; pass a ctypes or numpy value, or declare the arguments"
+        raise TypeError(f"{text}: kernel({name!r}, 'pointer, int32, ...')")
+    return value
+
+
+def _declared(name: str, kind: str, value: Any, index: int) -> Any:
+    if kind == "pointer":
+        if value is None:
+            return 0
+        if isinstance(value, torch.Tensor):
+            if value.get_device() != index:
+                raise ValueError(f"{name}: a tensor is on {value.device} and the launch on cuda:{index}; move one")
+            return value.data_ptr()
+        if type(value) is int:
+            return value
+        raise TypeError(f"{name}: a pointer argument takes a tensor, None or an address, not {value!r}")
+    made = ARGUMENT_TYPES[kind](value)
+    if made.value != value and kind not in ("float32", "float64"):
+        raise OverflowError(f"{name}: {value!r} does not fit {kind}")
+    return made
+
+
+def _driver(function: str, *args: Any) -> Any:
+    """Call the CUDA driver; its result, or an error that names the call."""
+    from cuda.bindings import driver
+
+    status, *results = getattr(driver, function)(*args)
+    if int(status) != 0:
+        raise RuntimeError(f"{function} failed: {status.name}")
+    return results[0] if results else None
+
+
+def _adopt_context(index: int) -> None:
+    """Make torch's context current for driver calls: a thread that only ran autograd so far may have none."""
+    with _loading_allowed():
+        core().Device(index).set_current()
+    _thread.devices = {*getattr(_thread, "devices", ()), index}
+
+
+@contextmanager
+def _loading_allowed() -> Iterator[None]:
+    """Allow set-up while this thread captures a graph: loading code is no work on the stream."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    from cuda.bindings import driver
+
+    before = _driver("cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        _driver("cuThreadExchangeStreamCaptureMode", before)

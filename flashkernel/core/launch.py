@@ -1,0 +1,125 @@
+"""The one place that launches a Triton kernel, records a launch, or compiles one for a GPU that is not here.
+
+Rooms call `launch(kernel, grid, *args, **constants)`. Inside `recording()` nothing runs: the launches are kept, and
+`compile_for(launch, arch)` turns each into machine code with its registers, stack and shared memory, on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+_recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments it would have been launched with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the compiler made of a launch."""
+
+    registers: int
+    stack: int  # bytes per thread; anything above zero is a spill or a run-time-indexed array
+    shared: int  # bytes per block
+    sass: str
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run `kernel` over `grid` on the current stream of its first tensor's device; a grid of zero launches nothing."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.append(Launch(kernel, grid, args, constants))
+        return
+    if 0 in grid:
+        return
+    device = args[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **constants)
+    else:
+        kernel[grid](*args, **constants)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches instead of running them."""
+    launches: list[Launch] = []
+    token = _recorder.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorder.reset(token)
+
+
+def compile_for(recorded: Launch, arch: int) -> Machine:
+    """Compile a recorded launch for `sm_<arch>`, with the specialisations its real arguments would have had."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: value for name, value in recorded.constants.items() if name in _OPTIONS}
+    constants = {name: value for name, value in recorded.constants.items() if name not in _OPTIONS}
+    signature, attributes = {}, {}
+    values = {**dict(zip(recorded.kernel.arg_names, recorded.args)), **constants}
+    for position, name in enumerate(recorded.kernel.arg_names):
+        value = values[name]
+        kind, divisible = _argument(value, constexpr=name in constants)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = value
+        elif divisible:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    places = {(recorded.kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(recorded.kernel, signature, constexprs=places, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, stack, sass = _inspect(compiled.asm["cubin"])
+    return Machine(registers, stack, compiled.metadata.shared, sass)
+
+
+def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
+    """Triton's type name of an argument, and whether it counts as divisible by 16."""
+    from triton.runtime.jit import mangle_type
+
+    if constexpr or value is None or (type(value) is int and value == 1):
+        return "constexpr", False
+    if isinstance(value, torch.Tensor):
+        return mangle_type(value), True  # torch aligns allocations far beyond 16 bytes
+    return mangle_type(value), type(value) is int and value % 16 == 0
+
+
+def _inspect(cubin: bytes) -> tuple[int, int, str]:
+    """Registers, stack bytes and disassembly of a cubin, by the tools in Triton's wheel."""
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    if found is None:
+        raise RuntimeError(f"cuobjdump gave no resource usage:\n{usage.stdout}{usage.stderr}")
+    return int(found[1]), int(found[2]), sass

@@ -1,0 +1,62 @@
+"""Kernels as citizens of torch: one registration that serves eager mode, autograd, torch.compile and opcheck.
+
+A `KernelOp` wraps a pair of plain functions, forward and backward, that launch kernels. In eager mode it calls them
+directly, or through a thin autograd.Function, because the dispatcher's route through Python costs tens of
+microseconds. Under torch.compile, FakeTensor, functorch or any dispatch mode it calls the operator registered
+with torch.library, which the tracers understand. Both routes run the same functions.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NAMESPACE = "flashkernel"
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether something other than plain eager execution is looking at this call."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+class KernelOp:
+    """A function that launches kernels, registered as `flashkernel::<name>`.
+
+    `forward` carries real annotations (torch infers the schema from them); its first argument is a tensor, and its
+    outputs alias no input. `fake` gives the outputs' shapes. With `setup_context` and `backward`, in the form
+    torch.library.register_autograd takes, it is differentiable. `mutates` names the arguments it writes to.
+    """
+
+    def __init__(self, name, forward, fake, *, setup_context=None, backward=None, mutates=()):
+        self.name = name
+        self.forward = forward
+        self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=mutates)
+        self.registered.register_fake(fake)
+        self.function = None
+        if backward is not None:
+            self.registered.register_autograd(backward, setup_context=setup_context)
+            self.function = _autograd_function(name, forward, setup_context, backward)
+
+    def __call__(self, *args):
+        if traced(args[0]):
+            return self.registered(*args)
+        if self.function is not None and torch.is_grad_enabled():
+            for value in args:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    return self.function.apply(*args)
+        return self.forward(*args)
+
+
+def _autograd_function(name, forward, setup_context, backward):
+    def run_forward(ctx, *args):
+        output = forward(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    body = {"forward": staticmethod(run_forward), "backward": staticmethod(once_differentiable(backward))}
+    return type(name, (torch.autograd.Function,), body)

@@ -1,0 +1,236 @@
+"""What an operator is.
+
+An operator is declared once, as an `Op`, in its room's `spec.py`. The tests, the benchmarks, the roofline points, the
+support matrix and the command line are all derived from that declaration; nothing else in the project lists shapes,
+tolerances or backends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from flashkernel.core.device import Device
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = ("contiguous", "padded", "transposed")
+
+Axes = Mapping[str, Any]  # axis name -> size, or a tuple of sizes for an axis used as "*axis"
+Draw = Callable[[tuple[int, ...], Axes, torch.Generator], torch.Tensor]
+
+
+def normal(scale: float = 1.0, shift: float = 0.0) -> Draw:
+    """Gaussian values; the default for activations."""
+    return lambda shape, axes, generator: (
+        torch.randn(shape, generator=generator, device=generator.device) * scale + shift
+    )
+
+
+def integers(axis: str | int, marker: int | None = None, every: int = 7) -> Draw:
+    """Integers in [0, axis); with `marker`, every so many of them are replaced by it (an ignore_index, say)."""
+
+    def draw(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> torch.Tensor:
+        high = axes[axis] if isinstance(axis, str) else axis
+        values = torch.randint(0, max(1, high), shape, generator=generator, device=generator.device)
+        if marker is not None and values.numel():
+            values.view(-1)[::every] = marker
+        return values
+
+    return draw
+
+
+def booleans(share: float = 0.75) -> Draw:
+    """True with probability `share`."""
+    return lambda shape, axes, generator: torch.rand(shape, generator=generator, device=generator.device) < share
+
+
+_NORMAL = normal()
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor argument: its dims by axis name ("*rows" splices a tuple of sizes), dtype and distribution."""
+
+    dims: tuple[str, ...]
+    dtype: torch.dtype | None = None  # None: the dtype of the case
+    draw: Draw = _NORMAL
+    grad: bool = True
+    optional: bool = False
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        sizes: list[int] = []
+        for dim in self.dims:
+            value = axes[dim.lstrip("*")]
+            sizes.extend(value if isinstance(value, tuple) else (value,))
+        return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: axis sizes, options, and which optional inputs are present."""
+
+    name: str
+    axes: Axes
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    present: tuple[str, ...] = ()  # optional inputs that are given
+    layout: str = "contiguous"
+    dtype_of: Mapping[str, torch.dtype] = field(default_factory=dict)  # inputs whose dtype differs in this case
+    gradients: bool = True
+    check_axes: Axes = field(default_factory=dict)  # smaller axes for the check of a benchmark too large for float64
+
+    def at(self, **axes: Any) -> Case:
+        return replace(self, axes={**self.axes, **axes})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work a direction must do: floating-point operations and bytes through device memory."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Error allowed: `factor` times torch's own error in the same dtype, plus `floor` roundings of the output's scale.
+
+    Roundings are those of the output's dtype, or of the inputs' where intermediate results are rounded to it.
+    """
+
+    factor: float = 2.0
+    floor: float = 2.0
+    of_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend is asked about: where, in which dtype, and the static facts its room finds relevant."""
+
+    device: Device
+    dtype: torch.dtype
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run an operator. `supports` answers None, or the reason why not; `target` is imported at first use.
+
+    A composite backend is a plain differentiable function with the reference's signature; any other is a module of
+    kernel launchers that the room's api calls. An operator lists its backends in order of preference;
+    `automatic` says on which kinds of device a backend is picked without being asked for.
+    """
+
+    name: str
+    target: str  # "package.module" or "package.module:attribute"
+    supports: Callable[[Call], str | None]
+    composite: bool = False
+    automatic: tuple[str, ...] = ("cuda",)
+
+    @cached_property
+    def run(self) -> Any:
+        return resolve(self.target)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Somebody else's implementation, timed beside ours. `target(op, case)` gives a function of the op's signature;
+    it may raise ImportError (the peer is absent) or ValueError (it cannot do this case)."""
+
+    name: str
+    target: str
+
+
+@cache
+def resolve(target: str) -> Any:
+    """Import `package.module` or `package.module:attribute`, once."""
+    module, _, attribute = target.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """The declaration of an operator."""
+
+    name: str
+    summary: str
+    function: str  # the public function: all inputs and options by keyword, plus `backend`
+    reference: str  # the same without `backend`: plain torch, any precision
+    inputs: Mapping[str, Input]
+    backends: tuple[Backend, ...]
+    cases: tuple[Case, ...]
+    benches: tuple[Case, ...]
+    cost: Callable[[Case, torch.dtype], Mapping[str, Cost]]  # by direction: "fwd", "bwd"
+    tolerance: Tolerance = Tolerance()
+    baselines: tuple[Baseline, ...] = ()
+    differentiable: bool = True
+    ranges: Mapping[str, tuple[int, int, int]] = field(
+        default_factory=dict
+    )  # axis -> least, most, step: for random cases
+    declared: ClassVar[dict[str, Op]] = {}
+
+    def __post_init__(self) -> None:
+        self.declared[self.name] = self
+
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        return resolve(self.function)
+
+    @cached_property
+    def plain(self) -> Callable[..., Any]:
+        return resolve(self.reference)
+
+    def backend(self, name: str) -> Backend:
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        raise ValueError(
+            f"{self.name}: unknown backend {name!r}; it has {', '.join(backend.name for backend in self.backends)}"
+        )
+
+    def make_inputs(
+        self, case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Random inputs for a case, drawn on the device and laid out as the case says."""
+        generator = torch.Generator(device).manual_seed(seed)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, spec in self.inputs.items():
+            if spec.optional and name not in case.present:
+                continue
+            values = spec.draw(spec.shape(case.axes), case.axes, generator)
+            wanted = case.dtype_of.get(name, spec.dtype or (dtype if values.is_floating_point() else values.dtype))
+            tensors[name] = lay_out(values.to(wanted), case.layout)
+        return tensors
+
+
+def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values behind other strides: rows padded apart, or the first two dims stored swapped."""
+    if layout == "contiguous" or values.ndim < 2:
+        return values
+    if layout == "padded":
+        storage = torch.full((*values.shape[:-1], values.shape[-1] + 3), 0, dtype=values.dtype, device=values.device)
+        view = storage[..., : values.shape[-1]]
+        view.copy_(values)
+        return view
+    if layout == "transposed":
+        return values.transpose(0, 1).contiguous().transpose(0, 1)
+    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(LAYOUTS)}")
+
+
+def grid_of_cases(op: Op) -> Iterator[tuple[Case, torch.dtype]]:
+    """Every (case, dtype) pair of an operator, in declaration order."""
+    for case in op.cases:
+        for dtype in case.dtypes:
+            yield case, dtype
+
+
+def count(sizes: Any) -> int:
+    """Number of elements of an axis: its size, or the product where the axis is a tuple of leading dims."""
+    return math.prod(sizes) if isinstance(sizes, tuple) else sizes

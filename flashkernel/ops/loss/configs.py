@@ -1,0 +1,72 @@
+"""Launch configs of the loss kernels, and how many rows of logits the fused linear form holds at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable
+
+CHUNK_BYTES = 560 * 10**6  # of logits: large enough for full-speed matrix products, far below all of them
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What kind of cross-entropy: the same for every row. A softcap of zero is none."""
+
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    softcap: float
+    reduction: str
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One program scans a row of logits in blocks."""
+
+    block: int
+    warps: int
+
+
+def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:
+    """Rows of logits per chunk: a multiple of 256, so that the matrix products keep whole tiles."""
+    fitting = CHUNK_BYTES // max(1, classes * element_bytes)
+    return min(max(256, fitting // 256 * 256), max(1, rows))
+
+
+def _power_of_2(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _scan(block: int, warps: int) -> Callable[[Device, Mapping[str, int]], Scan]:
+    """Measured on long rows; rows shorter than a block get a block of their size, and warps to match."""
+
+    def heuristic(device: Device, shape: Mapping[str, int]) -> Scan:
+        fitting = min(block, _power_of_2(shape["classes"]))
+        return Scan(fitting, max(1, min(warps, fitting // 128)))
+
+    return heuristic
+
+
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Scan]:
+    for block in (1024, 2048, 4096, 8192, 16384, 32768):
+        for warps in (4, 8, 16, 32):
+            yield Scan(block, warps)
+
+
+def _valid(config: Scan, device: Device, shape: Mapping[str, int]) -> str | None:
+    elements = config.block / (32 * config.warps)
+    return None if elements <= 64 else f"{elements:.0f} values a thread do not fit its registers"
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (_power_of_2(shape["classes"]), shape["bytes"])
+
+
+# A scan that only reads wants many small programs; one that reads its row again wants the row still in the L2 cache,
+# hence few programs with large blocks.
+FORWARD = Tunable("cross_entropy_forward", Scan, _scan(2048, 4), _space, _valid, _bucket)
+IN_PLACE = Tunable("cross_entropy_in_place", Scan, _scan(32768, 32), _space, _valid, _bucket)
+BACKWARD = Tunable("cross_entropy_backward", Scan, _scan(16384, 16), _space, _valid, _bucket)

@@ -1,0 +1,99 @@
+"""Linear + cross-entropy, chunk by chunk: cuBLAS for the matrix products, one scan for the loss and its gradient.
+
+A chunk of rows goes through logits = x W^T, the in-place gradient, dx = dlogits W and dW += dlogits^T x before the
+next chunk takes over its memory: three matrix products in all, and never more than one chunk of logits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashkernel.ops.loss import triton as kernels
+from flashkernel.ops.loss.configs import Settings, chunk_rows
+
+
+class _Gradients:
+    """Accumulates dx, dweight and dbias from chunks of dlogits; those not wanted stay empty."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, bool, bool]) -> None:
+        self.x, self.weight = x, weight
+        self.dx = torch.empty(x.shape if wanted[0] else 0, dtype=x.dtype, device=x.device)
+        self.dweight = torch.empty(weight.shape if wanted[1] else 0, dtype=weight.dtype, device=x.device)
+        self.dbias = torch.zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float32, device=x.device)
+        self.bias_dtype = x.dtype if bias is None else bias.dtype
+        self.wanted = wanted
+
+    def add(self, dlogits: Tensor, rows: slice) -> None:
+        if self.wanted[0]:
+            torch.mm(dlogits, self.weight, out=self.dx[rows])
+        if self.wanted[1]:
+            if rows.start == 0:
+                torch.mm(dlogits.t(), self.x[rows], out=self.dweight)
+            else:
+                self.dweight.addmm_(dlogits.t(), self.x[rows])
+        if self.wanted[2]:
+            self.dbias += dlogits.sum(0, dtype=torch.float32)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.wanted[1] and self.x.shape[0] == 0:
+            self.dweight.zero_()
+        return self.dx, self.dweight, self.dbias.to(self.bias_dtype)
+
+
+def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Pairs (rows, logits of those rows); every chunk reuses the same memory."""
+    rows, classes = x.shape[0], weight.shape[0]
+    step = chunk_rows(rows, classes, x.element_size())
+    buffer = torch.empty((step, classes), dtype=x.dtype, device=x.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        logits = buffer[: part.stop - part.start]
+        if bias is None:
+            torch.mm(x[part], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x[part], weight.t(), out=logits)
+        yield part, logits
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    settings: Settings,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, normalisers, dx, dweight, dbias), the gradients for a loss gradient of one; `wanted` says which."""
+    loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    normalisers = torch.empty_like(loss)
+    gradients = _Gradients(x, weight, bias, wanted)
+    count = (target != settings.ignore_index).sum() if settings.reduction == "mean" else None
+    for part, logits in _chunks(x, weight, bias):
+        kernels.scan_forward(logits, target[part], loss[part], normalisers[part], count, settings, any(wanted))
+        if any(wanted):
+            gradients.add(logits, part)
+    if settings.reduction != "none":
+        loss, _ = kernels.reduced(loss, target, settings)
+    return loss, normalisers, *gradients.result()
+
+
+def backward(
+    upstream: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    normalisers: Tensor,
+    settings: Settings,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) for a loss per row, whose weights were not known in forward: the logits are made again."""
+    gradients = _Gradients(x, weight, bias, wanted)
+    for part, logits in _chunks(x, weight, bias):
+        kernels.scan_backward(logits, target[part], normalisers[part], upstream[part], None, logits, settings)
+        gradients.add(logits, part)
+    return gradients.result()
+
+
+scaled = kernels.scaled  # the api looks for it in the module a backend names

@@ -1,0 +1,161 @@
+"""The public norms: argument checks, dispatch, autograd."""
+
+import torch
+from torch import Tensor
+
+from flashkernel.core.dispatch import choose
+from flashkernel.core.library import KernelOp
+from flashkernel.core.op import resolve
+from flashkernel.ops.norm import spec
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root-mean-square normalisation over the last dim: x / rms(x) * (weight + offset) + bias.
+
+    With `residual`, normalises x + residual and returns (y, x + residual), both from one pass. Gemma's norms
+    take offset=1. Statistics are in float32; the output has x's dtype, whatever the weight's.
+    """
+    _check("rms_norm", x, weight, bias, residual)
+    chosen = choose(spec.RMS_NORM, backend, x.device, x.dtype, width=x.shape[-1])
+    if chosen.composite:
+        return chosen.run(x, weight, bias, residual, eps=eps, offset=offset)
+    y, total, _, _ = _norm(x, weight, bias, residual, eps, offset, True, chosen.target)
+    return y if residual is None else (y, total)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer normalisation over the last dim: (x - mean(x)) / std(x) * weight + bias.
+
+    With `residual`, normalises x + residual and returns (y, x + residual), both from one pass.
+    """
+    _check("layer_norm", x, weight, bias, residual)
+    chosen = choose(spec.LAYER_NORM, backend, x.device, x.dtype, width=x.shape[-1])
+    if chosen.composite:
+        return chosen.run(x, weight, bias, residual, eps=eps)
+    y, total, _, _ = _norm(x, weight, bias, residual, eps, 0.0, False, chosen.target)
+    return y if residual is None else (y, total)
+
+
+def _check(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{name}: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}"
+        )
+    for label, vector in (("weight", weight), ("bias", bias)):
+        if vector is None:
+            continue
+        if vector.ndim != 1 or vector.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"{name}: {label} has shape {tuple(vector.shape)}; x has {x.shape[-1]} columns, so it must be ({x.shape[-1]},)"
+            )
+        if vector.device != x.device:
+            raise ValueError(f"{name}: {label} is on {vector.device} but x is on {x.device}; move one of them")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
+        raise ValueError(
+            f"{name}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}; "
+            f"it must match x: {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[rows, width] with unit stride along the row; a view where the layout allows one."""
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    rms: bool,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, total, mean, rstd); total is empty without a residual."""
+    flat_residual = None if residual is None else _flat(residual)
+    y, total, mean, rstd = resolve(kernels).forward(_flat(x), weight, bias, flat_residual, eps, offset, rms)
+    return y.view(x.shape), total if residual is None else total.view(x.shape), mean, rstd
+
+
+def _fake_forward(x, weight, bias, residual, eps, offset, rms, kernels):
+    rows = x.shape[:-1].numel()
+    y = x.new_empty(x.shape)
+    total = x.new_empty(0 if residual is None else x.shape)
+    mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
+    return y, total, mean, x.new_empty(rows, dtype=torch.float32)
+
+
+def _backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    bias: Tensor | None,
+    offset: float,
+    rms: bool,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias); a gradient without its parameter is empty."""
+    flat_dtotal = None if dtotal is None else _flat(dtotal)
+    bias_dtype = None if bias is None else bias.dtype
+    dx, dweight, dbias = resolve(kernels).backward(
+        _flat(dy), flat_dtotal, _flat(total), weight, mean, rstd, bias_dtype, offset, rms
+    )
+    return dx.view(dy.shape), dweight, dbias
+
+
+def _fake_backward(dy, dtotal, total, weight, mean, rstd, bias, offset, rms, kernels):
+    nothing = dy.new_empty(0, dtype=torch.float32)
+    dweight = nothing if weight is None else weight.new_empty(weight.shape)
+    dbias = nothing.clone() if bias is None else bias.new_empty(bias.shape)
+    return total.new_empty(dy.shape), dweight, dbias
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, residual, _, offset, rms, kernels = inputs
+    _, total, mean, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
+    ctx.settings = (offset, rms, kernels)
+    ctx.has_residual = residual is not None
+
+
+def _pull_back(ctx, dy, dtotal, _dmean, _drstd):
+    total, weight, bias, mean, rstd = ctx.saved_tensors
+    if not ctx.has_residual:
+        dtotal = None  # the empty placeholder's gradient
+    if dy is None:
+        dy = torch.zeros_like(total)
+    dx, dweight, dbias = _norm_backward(dy, dtotal, total, weight, mean, rstd, bias, *ctx.settings)
+    return (
+        dx,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+        dx if ctx.has_residual else None,
+        None, None, None, None,
+    )  # fmt: skip
+
+
+_norm_backward = KernelOp("norm_backward", _backward, _fake_backward)
+_norm = KernelOp("norm", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)

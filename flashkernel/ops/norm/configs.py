@@ -1,0 +1,111 @@
+"""Launch configs of the norm kernels: rows per tile, warps, programs per multiprocessor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable
+
+MAX_WIDTH = 65536  # a whole row lives in registers: 64 values a thread at 32 warps
+
+
+def power_of_2(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tile of whole rows."""
+
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Programs that walk over the rows, `per_sm` of them on each multiprocessor."""
+
+    rows: int
+    warps: int
+    per_sm: int
+    stages: int  # rows in flight per program: the copies of later rows overlap this one's arithmetic
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A tile of a column sum."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (power_of_2(shape["rows"]), power_of_2(shape["width"]), shape.get("bytes", 4))
+
+
+def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
+    width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
+    rows = max(1, min(2048 // width, count))
+    if count < device.sms * rows:
+        # Too few rows to fill the GPU: what counts is how soon one row is done.
+        return Rows(1, min(32, max(1, width // 512)))
+    # Many rows: up to 64 values a thread, so that each warp has much in flight and synchronises with few others.
+    return Rows(rows, min(32, max(1, rows * width // 2048, min(2, rows * width // 1024))))
+
+
+def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:
+    for rows in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16, 32):
+            yield Rows(rows, warps)
+
+
+def _rows_valid(config: Rows, device: Device, shape: Mapping[str, int]) -> str | None:
+    elements = config.rows * power_of_2(shape["width"]) / (32 * config.warps)
+    return None if elements <= 128 else f"{elements:.0f} values a thread do not fit its registers"
+
+
+def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
+    width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
+    rows = max(1, min(2048 // width, count))
+    warps = min(32, max(1, rows * width // 512 if width != 4096 else 16))
+    # Few rows: every program's partial weight gradient costs as much as a row, so one program a multiprocessor.
+    return Walk(rows, warps, 1 if count < 64 * device.sms else max(1, min(3, 8192 // (rows * width))), stages=3)
+
+
+def _walk_space(device: Device, shape: Mapping[str, int]) -> Iterator[Walk]:
+    for rows in (1, 2, 4):
+        for warps in (4, 8, 16, 32):
+            for per_sm in (1, 2, 3, 4, 6, 8):
+                for stages in (1, 2, 3, 4):
+                    yield Walk(rows, warps, per_sm, stages)
+
+
+def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str | None:
+    if device.threads_per_sm and config.per_sm * config.warps * 32 > device.threads_per_sm:
+        return f"{config.per_sm} programs of {config.warps} warps do not fit a multiprocessor at once"
+    elements = config.rows * power_of_2(shape["width"]) / (32 * config.warps)
+    return None if elements <= 64 else f"{elements:.0f} values a thread do not fit its registers"
+
+
+def _columns_heuristic(device: Device, shape: Mapping[str, int]) -> Columns:
+    return Columns(rows=min(64, power_of_2(shape["rows"])), block=32, warps=4)
+
+
+def _columns_space(device: Device, shape: Mapping[str, int]) -> Iterator[Columns]:
+    for rows in (16, 32, 64, 128):
+        for block in (16, 32, 64, 128):
+            for warps in (2, 4, 8):
+                yield Columns(rows, block, warps)
+
+
+def _columns_valid(config: Columns, device: Device, shape: Mapping[str, int]) -> str | None:
+    elements = config.rows * config.block / (32 * config.warps)
+    return None if elements <= 128 else f"{elements:.0f} values a thread do not fit its registers"
+
+
+FORWARD = Tunable("norm_forward", Rows, _rows_heuristic, _rows_space, _rows_valid, _bucket)
+BACKWARD = Tunable("norm_backward", Walk, _walk_heuristic, _walk_space, _walk_valid, _bucket)
+COLUMN_SUM = Tunable("norm_column_sum", Columns, _columns_heuristic, _columns_space, _columns_valid, _bucket)

@@ -1,0 +1,191 @@
+"""RMSNorm and LayerNorm in Triton: one forward and one backward kernel for both.
+
+Forward: a tile holds whole rows, so each element is read once and written once. Backward: as many programs as the
+GPU can hold walk over the rows, each adding its rows' share of the weight gradient in registers; the rows to come are
+copied into shared memory meanwhile, which is what hides the memory's latency. A second, small kernel adds the
+programs' partial weight gradients.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch
+from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, FORWARD
+
+
+@triton.jit
+def _load_row(vector, columns, inside, EXISTS: tl.constexpr):
+    if EXISTS:
+        return tl.load(vector + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros_like(columns).to(tl.float32)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def norm_forward(
+    x, residual, weight, bias, y, total, mean, rstd,
+    x_stride, residual_stride, rows, width, eps, offset,
+    RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = (row < rows)[:, None] & (column < width)[None, :]  # [ROWS, BLOCK]
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
+        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside)
+    scale = _load_row(weight, column, column < width, HAS_WEIGHT)  # [BLOCK]
+    shift = _load_row(bias, column, column < width, HAS_BIAS)  # [BLOCK]
+    if RMS:
+        centred = value
+    else:
+        centre = tl.sum(value, 1) / width  # [ROWS]
+        centred = tl.where(inside, value - centre[:, None], 0.0)
+        tl.store(mean + row, centre, mask=row < rows)
+    inverse = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)  # [ROWS]
+    tl.store(rstd + row, inverse, mask=row < rows)
+    result = centred * inverse[:, None]
+    if HAS_WEIGHT:
+        result *= (scale + offset)[None, :]
+    if HAS_BIAS:
+        result += shift[None, :]
+    tl.store(y + row[:, None] * width + column[None, :], result, mask=inside)
+
+
+@triton.jit
+def norm_backward(
+    dy, dtotal, total, weight, mean, rstd, dx, dweight, dbias,
+    dy_stride, dtotal_stride, total_stride, rows, width, offset,
+    RMS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, RELOAD: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    step = tl.num_programs(0) * ROWS
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    lane = tl.arange(0, ROWS)  # [ROWS]
+    in_width = (column < width) | EVEN
+    if not RELOAD:
+        scale = _load_row(weight, column, in_width, HAS_WEIGHT) + offset  # [BLOCK]
+    weight_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+
+    for first in tl.range(program * ROWS, rows, step, num_stages=STAGES):
+        row = (first + lane).to(tl.int64)
+        inside = (row < rows)[:, None] & in_width[None, :]
+        value = tl.load(total + row[:, None] * total_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]  # [ROWS, 1]
+        if RMS:
+            normal = value * inverse
+        else:
+            normal = (value - tl.load(mean + row, mask=row < rows, other=0.0)[:, None]) * inverse
+        if HAS_WEIGHT:
+            weight_sum += gradient * normal
+        if HAS_BIAS:
+            bias_sum += gradient
+        if HAS_WEIGHT:
+            if RELOAD:  # a wide row leaves no registers for the weight; it stays in the L1 cache
+                scale = tl.load(weight + column, mask=in_width, other=0.0, eviction_policy="evict_last") + offset
+            gradient *= scale[None, :]
+        if RMS:
+            result = gradient - normal * (tl.sum(normal * gradient, 1) / width)[:, None]
+        else:
+            along, across = tl.reduce((normal * gradient, gradient), 1, _add_pairs)  # one exchange between warps
+            result = gradient - normal * (along / width)[:, None] - (across / width)[:, None]
+        result *= inverse
+        if HAS_DTOTAL:
+            result += tl.load(dtotal + row[:, None] * dtotal_stride + column[None, :], mask=inside, other=0.0)
+        tl.store(dx + row[:, None] * width + column[None, :], result, mask=inside)
+
+    if HAS_WEIGHT:
+        tl.store(dweight + program.to(tl.int64) * width + column, tl.sum(weight_sum, 0), mask=in_width)
+    if HAS_BIAS:
+        tl.store(dbias + program.to(tl.int64) * width + column, tl.sum(bias_sum, 0), mask=in_width)
+
+
+@triton.jit
+def column_sum(partial, result, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """result[c] = sum over r of partial[r, c], in a fixed order."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(partial + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
+    tl.store(result + column, tl.sum(total, 0), mask=column < width)
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    rms: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, total, mean, rstd) of x and residual seen as [rows, width]; what is not needed comes back empty."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    total = torch.empty_like(y) if residual is not None else y.new_empty(0)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty(0 if rms else rows, dtype=torch.float32, device=x.device)
+    config = tune.pick(FORWARD, device.facts(x.device), {"rows": rows, "width": width, "bytes": x.element_size()})
+    launch(
+        norm_forward, (triton.cdiv(rows, config.rows),),
+        x, residual, weight, bias, y, total, mean, rstd,
+        x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
+        RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        ROWS=config.rows, BLOCK=triton.next_power_of_2(width), num_warps=config.warps,
+    )  # fmt: skip
+    return y, total, mean, rstd
+
+
+def backward(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    bias_dtype: torch.dtype | None,
+    offset: float,
+    rms: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx, dweight, dbias) for [rows, width] gradients; a gradient without its parameter comes back empty."""
+    rows, width = dy.shape
+    facts = device.facts(dy.device)
+    config = tune.pick(BACKWARD, facts, {"rows": rows, "width": width, "bytes": dy.element_size()})
+    programs = max(1, min(triton.cdiv(rows, config.rows), config.per_sm * facts.sms))
+    dx = torch.empty((rows, width), dtype=total.dtype, device=dy.device)
+    has_weight, has_bias = weight is not None, bias_dtype is not None
+    dweight = torch.empty((programs, width) if has_weight else 0, dtype=torch.float32, device=dy.device)
+    dbias = torch.empty((programs, width) if has_bias else 0, dtype=torch.float32, device=dy.device)
+    launch(
+        norm_backward, (programs,),
+        dy, dtotal, total, weight, mean, rstd, dx, dweight, dbias,
+        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), total.stride(0), rows, width, offset,
+        RMS=rms, HAS_DTOTAL=dtotal is not None, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
+        ROWS=config.rows, BLOCK=triton.next_power_of_2(width), STAGES=config.stages,
+        EVEN=width == triton.next_power_of_2(width), RELOAD=width > 8192, num_warps=config.warps,
+    )  # fmt: skip
+    return dx, _summed(dweight, weight.dtype if has_weight else None), _summed(dbias, bias_dtype)
+
+
+def _summed(partial: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None:
+        return partial
+    rows, width = partial.shape
+    result = torch.empty(width, dtype=dtype, device=partial.device)
+    config = tune.pick(COLUMN_SUM, device.facts(partial.device), {"rows": rows, "width": width})
+    grid = (triton.cdiv(width, config.block),)
+    launch(column_sum, grid, partial, result, rows, width, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
+    return result

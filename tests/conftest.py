@@ -1,0 +1,31 @@
+"""Set-up of the three tiers: CPU (the default), compile (`-m compile`) and GPU (`-m gpu`).
+
+Without a GPU, Triton kernels run under its interpreter, which must be switched on before triton is imported; the
+compile tier needs the real compiler and therefore a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not HAS_GPU and config.option.markexpr != "compile":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache of tuned configs."""
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))

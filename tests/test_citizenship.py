@@ -1,0 +1,174 @@
+"""Torch citizenship, generated from the declarations: opcheck, torch.compile, autocast, CUDA graphs, gradcheck.
+
+The kernels' own registrations are checked under Triton's interpreter on a CPU and for real on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashkernel
+from flashkernel.core.check import compare, execute, named, wanted_gradients
+from flashkernel.core.library import KernelOp
+from flashkernel.core.op import Case, Op
+from flashkernel.ops import registry
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+OPS = list(registry().values())
+by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def _some_cases(op: Op) -> list[Case]:
+    """The first case, the one with most optional inputs, and the one with most options."""
+    whole = [case for case in op.cases if case.gradients]
+    picks = [whole[0], max(whole, key=lambda case: len(case.present)), max(whole, key=lambda case: len(case.options))]
+    return list({case.name: case for case in picks}.values())
+
+
+def _by_case() -> list[object]:
+    return [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in _some_cases(op)]
+
+
+by_case = pytest.mark.parametrize("op, case", _by_case())
+
+
+def _kernel_backend(op: Op, device: str) -> str:
+    return "triton" if any(backend.name == "triton" for backend in op.backends) else "torch"
+
+
+@on_devices
+@by_case
+def test_opcheck(op: Op, case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, fake kernel and autograd registration of every registered operator that the call passes through."""
+    seen: list[tuple[KernelOp, tuple]] = []
+    call = KernelOp.__call__
+
+    def recorded(self: KernelOp, *args: object) -> object:
+        seen.append((self, args))
+        return call(self, *args)
+
+    monkeypatch.setattr(KernelOp, "__call__", recorded)
+    inputs = op.make_inputs(case, torch.float32, device)
+    options = {**case.options, "backend": _kernel_backend(op, device)}
+    execute(op.call, inputs, options, wanted_gradients(op, case, inputs))
+    monkeypatch.undo()
+    assert seen, f"{op.name} passed through no registered operator"
+    for kernel, args in seen:
+        torch.library.opcheck(kernel.registered, tuple(_fresh(value, kernel.function is not None) for value in args))
+
+
+def _fresh(value: object, differentiable: bool) -> object:
+    """A leaf of its own; an operator without a gradient (a backward pass, say) gets inputs that want none."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(differentiable and value.requires_grad)
+
+
+@on_devices
+@by_case
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile_fullgraph(op: Op, case: Case, device: str, dynamic: bool) -> None:
+    """One graph without breaks, forward and backward, equal to eager mode on the same backend."""
+    torch._dynamo.reset()
+    inputs = op.make_inputs(case, torch.float32, device)
+    wanted = wanted_gradients(op, case, inputs)
+    backends = ["torch"] if device == "cpu" else ["torch", _kernel_backend(op, device)]
+    for backend in dict.fromkeys([*backends, _kernel_backend(op, device)]):
+        options = {**case.options, "backend": backend}
+        compiled = torch.compile(
+            op.call, fullgraph=True, dynamic=dynamic, backend="aot_eager" if device == "cpu" else "inductor"
+        )
+        mine, eager = execute(compiled, inputs, options, wanted), execute(op.call, inputs, options, wanted)
+        for name in eager.outputs:
+            report = compare(name, mine.outputs[name], eager.outputs[name].double())
+            assert report.ok, report.message
+        for name in wanted:
+            report = compare(f"d{name}", mine.gradients[name], eager.gradients[name].double(), eager.gradients[name])
+            assert report.ok, report.message
+
+
+@by_case
+def test_gradcheck(op: Op, case: Case) -> None:
+    """The reference's gradients are those of its values, in float64."""
+    if not op.differentiable:
+        pytest.skip("not differentiable")
+    inputs = op.make_inputs(case, torch.float64)
+    wanted = wanted_gradients(op, case, inputs)
+
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = named(op.plain(**{**inputs, **dict(zip(wanted, values))}, **case.options))
+        return tuple(value for value in outputs.values() if value.is_floating_point())
+
+    assert torch.autograd.gradcheck(
+        function, [inputs[name].clone().requires_grad_() for name in wanted], fast_mode=True
+    )
+
+
+@on_devices
+@by_op
+def test_autocast(op: Op, device: str) -> None:
+    """Under autocast a call runs, gives finite values, and its gradients keep the parameters' dtype."""
+    case = op.cases[0]
+    inputs = op.make_inputs(case, torch.float32, device)
+    wanted = wanted_gradients(op, case, inputs)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        run = execute(op.call, inputs, case.options, wanted)
+    plain = execute(op.call, inputs, case.options, wanted)
+    for name, value in run.outputs.items():
+        assert value.shape == plain.outputs[name].shape
+        assert torch.isfinite(value).all()
+    for name in wanted:
+        assert run.gradients[name].dtype == inputs[name].dtype
+
+
+@pytest.mark.gpu
+@by_op
+def test_cuda_graph(op: Op) -> None:
+    """A captured call replays on new inputs."""
+    case = op.cases[0]
+    inputs = op.make_inputs(case, torch.float16, "cuda")
+    run = lambda: named(op.call(**inputs, **case.options))  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        run()
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    fresh = op.make_inputs(case, torch.float16, "cuda", seed=5)
+    for name, value in inputs.items():
+        value.copy_(fresh[name])
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        eager = run()
+    for name in eager:
+        assert torch.equal(captured[name], eager[name])
+
+
+@by_op
+def test_overrides_and_explanations(op: Op) -> None:
+    """Per-call and scoped choice of a backend; refusals name every backend with its reason."""
+    case = op.cases[0]
+    inputs = op.make_inputs(case, torch.float32)
+    assert flashkernel.explain(op.call, **inputs, **case.options).chosen == "torch"
+    with flashkernel.use_backend("reference"):
+        assert flashkernel.explain(op.call, **inputs, **case.options).chosen == "reference"
+    with flashkernel.use_backend(**{op.name: "reference"}):
+        assert flashkernel.explain(op.call, **inputs, **case.options).chosen == "reference"
+        assert flashkernel.explain(op.call, **inputs, **case.options, backend="torch").chosen == "torch"
+    with pytest.raises(flashkernel.BackendError) as refusal:
+        op.call(**inputs, **case.options, backend="abacus")
+    for backend in op.backends:
+        assert backend.name in str(refusal.value)
+
+
+@by_op
+def test_declining_backend_raises_with_its_reason(op: Op) -> None:
+    case = op.cases[0]
+    inputs = op.make_inputs(case, torch.float64)
+    with pytest.raises(flashkernel.BackendError, match="float64"):
+        op.call(**inputs, **case.options, backend=_kernel_backend(op, "cpu"))

@@ -1,0 +1,50 @@
+"""The generated matrix: every operator, case, dtype and backend, forward and backward, on the CPU and on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashkernel.core.check import verify
+from flashkernel.core.op import Backend, Case, Op, grid_of_cases
+from flashkernel.ops import registry
+
+
+def _runs_on(backend: Backend, device: str, dtype: torch.dtype) -> bool:
+    if device == "cuda":
+        return True
+    # Triton's interpreter computes bfloat16 wrongly: it is covered on the GPU.
+    return backend.name == "torch" or (backend.name == "triton" and dtype != torch.bfloat16)
+
+
+def _matrix() -> Iterator[object]:
+    for device in ("cpu", "cuda"):
+        for op in registry().values():
+            for case, dtype in grid_of_cases(op):
+                for backend in op.backends:
+                    if backend.name != "reference" and _runs_on(backend, device, dtype):
+                        name = str(dtype).removeprefix("torch.")
+                        yield pytest.param(
+                            op, case, dtype, backend, device,
+                            id=f"{op.name}-{case.name}-{name}-{backend.name}-{device}",
+                            marks=[pytest.mark.gpu] if device == "cuda" else [],
+                        )  # fmt: skip
+
+
+@pytest.mark.parametrize("op, case, dtype, backend, device", list(_matrix()))
+def test_matrix(op: Op, case: Case, dtype: torch.dtype, backend: Backend, device: str) -> None:
+    """A backend that serves a case is right; one that declines says why."""
+    inputs = op.make_inputs(case, dtype, device)
+    if reason := _declines(op, case, inputs, backend):
+        pytest.skip(f"{backend.name} declines: {reason}")
+    failures = [report.message for report in verify(op, case, dtype, backend.name, device) if not report.ok]
+    assert not failures, "\n".join(failures)
+
+
+def _declines(op: Op, case: Case, inputs: dict[str, torch.Tensor], backend: Backend) -> str | None:
+    from flashkernel.core.dispatch import explain
+
+    verdicts = explain(op.call, **inputs, **case.options).verdicts
+    return next(verdict.reason for verdict in verdicts if verdict.backend == backend.name)
