@@ -61,6 +61,6 @@ def test_wrong_inputs(norm: object) -> None:
 
 
 def test_rows_too_wide_for_the_kernels_are_declined() -> None:
-    x = torch.empty(1, 70000, device="meta")
-    with pytest.raises(fk.BackendError, match="65536"):
+    x = torch.empty(1, 20000, device="meta")
+    with pytest.raises(fk.BackendError, match="16384"):
         fk.rms_norm(x, backend="triton")

@@ -28,6 +28,7 @@ class Scan:
 
     block: int
     warps: int
+    stages: int = 1  # blocks in flight
 
 
 def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:
@@ -40,12 +41,12 @@ def _power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def _scan(block: int, warps: int) -> Callable[[Device, Mapping[str, int]], Scan]:
+def _scan(block: int, warps: int, stages: int = 1) -> Callable[[Device, Mapping[str, int]], Scan]:
     """Measured on long rows; rows shorter than a block get a block of their size, and warps to match."""
 
     def heuristic(device: Device, shape: Mapping[str, int]) -> Scan:
         fitting = min(block, _power_of_2(shape["classes"]))
-        return Scan(fitting, max(1, min(warps, fitting // 128)))
+        return Scan(fitting, max(1, min(warps, fitting // 128)), stages if fitting == block else 1)
 
     return heuristic
 
@@ -53,7 +54,8 @@ def _scan(block: int, warps: int) -> Callable[[Device, Mapping[str, int]], Scan]
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Scan]:
     for block in (1024, 2048, 4096, 8192, 16384, 32768):
         for warps in (4, 8, 16, 32):
-            yield Scan(block, warps)
+            for stages in (1, 3):
+                yield Scan(block, warps, stages)
 
 
 def _valid(config: Scan, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -68,5 +70,5 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 # A scan that only reads wants many small programs; one that reads its row again wants the row still in the L2 cache,
 # hence few programs with large blocks.
 FORWARD = Tunable("cross_entropy_forward", Scan, _scan(2048, 4), _space, _valid, _bucket)
-IN_PLACE = Tunable("cross_entropy_in_place", Scan, _scan(32768, 32), _space, _valid, _bucket)
+IN_PLACE = Tunable("cross_entropy_in_place", Scan, _scan(16384, 16, 3), _space, _valid, _bucket)
 BACKWARD = Tunable("cross_entropy_backward", Scan, _scan(16384, 16), _space, _valid, _bucket)

@@ -31,8 +31,9 @@ def _write_gradient(
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """gradient = weight * d loss / d logits for one row; `logits` and `gradient` may be the same memory."""
-    for start in range(0, classes, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(classes, BLOCK)
+    for index in range(blocks):
+        column = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)  # from the end: that was read last
         value = _load_logits(logits, column, classes, softcap, CAP)
         slope = tl.exp2((value - normaliser) * LOG2E) * (1 + 2 * z_loss * normaliser) - smoothing / classes
         slope = tl.where(column == label, slope - (1 - smoothing), slope)
@@ -46,6 +47,7 @@ def cross_entropy_forward(
     logits, target, loss, normalisers, count,
     stride, classes, ignore_index, smoothing, z_loss, softcap,
     IN_PLACE_GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     label = tl.load(target + program)
@@ -54,7 +56,7 @@ def cross_entropy_forward(
     largest = float("-inf")
     total = 0.0  # sum of exp(logit - largest)
     plain = 0.0  # sum of logits
-    for start in range(0, scanned, BLOCK):
+    for start in tl.range(0, scanned, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
         value = _load_logits(row, column, classes, softcap, CAP)
         higher = tl.maximum(largest, tl.max(value, 0))
@@ -159,7 +161,7 @@ def scan_forward(
         logits, target, loss, normalisers, count,
         logits.stride(0), logits.shape[1], settings.ignore_index, settings.smoothing, settings.z_loss, settings.softcap,
         IN_PLACE_GRADIENT=in_place_gradient, SMOOTH=settings.smoothing > 0, CAP=settings.softcap > 0,
-        BLOCK=config.block, num_warps=config.warps,
+        BLOCK=config.block, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
 
 

@@ -55,15 +55,13 @@ def layer_norm(
 
 def _check(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
     if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"{name}: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}"
-        )
+        raise ValueError(f"{name}: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
     for label, vector in (("weight", weight), ("bias", bias)):
         if vector is None:
             continue
         if vector.ndim != 1 or vector.shape[0] != x.shape[-1]:
             raise ValueError(
-                f"{name}: {label} has shape {tuple(vector.shape)}; x has {x.shape[-1]} columns, so it must be ({x.shape[-1]},)"
+                f"{name}: {label} has shape {tuple(vector.shape)}; x has {x.shape[-1]} columns, as many as it must have"
             )
         if vector.device != x.device:
             raise ValueError(f"{name}: {label} is on {vector.device} but x is on {x.device}; move one of them")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
 
-MAX_WIDTH = 65536  # a whole row lives in registers: 64 values a thread at 32 warps
+WIDEST_HELD = 8192  # columns up to which the backward kernel holds the weight in registers
+MAX_WIDTH = 16384  # a whole row, and its part of the weight gradient, live in registers
 
 
 def power_of_2(value: int) -> int:
@@ -43,7 +44,7 @@ class Columns:
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    return (power_of_2(shape["rows"]), power_of_2(shape["width"]), shape.get("bytes", 4))
+    return (power_of_2(shape["rows"]), power_of_2(shape["width"]), shape.get("bytes", 4), shape.get("streams", 0))
 
 
 def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
@@ -52,8 +53,8 @@ def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
     if count < device.sms * rows:
         # Too few rows to fill the GPU: what counts is how soon one row is done.
         return Rows(1, min(32, max(1, width // 512)))
-    # Many rows: up to 64 values a thread, so that each warp has much in flight and synchronises with few others.
-    return Rows(rows, min(32, max(1, rows * width // 2048, min(2, rows * width // 1024))))
+    # Many rows: 16 values a thread, and no more than 8 warps to meet at a barrier.
+    return Rows(rows, min(8, max(1, rows * width // 512)))
 
 
 def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:
@@ -69,10 +70,19 @@ def _rows_valid(config: Rows, device: Device, shape: Mapping[str, int]) -> str |
 
 def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
     width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
-    rows = max(1, min(2048 // width, count))
-    warps = min(32, max(1, rows * width // 512 if width != 4096 else 16))
+    rows = max(1, min(2048 // width if width < 1024 else 8192 // width, 16 if width < 1024 else 2, count))
+    warps = min(32, max(4, rows * width // (1024 if width <= 4096 else 512)))
     # Few rows: every program's partial weight gradient costs as much as a row, so one program a multiprocessor.
-    return Walk(rows, warps, 1 if count < 64 * device.sms else max(1, min(3, 8192 // (rows * width))), stages=3)
+    per_sm = 1 if count < 64 * device.sms else max(1, min(3, 8192 // (rows * width)))
+    copies = (3, 2) if device.arch >= 80 else ()  # asynchronous copies into shared memory came with sm_80
+    stages = next((stages for stages in copies if _fits(Walk(rows, warps, per_sm, stages), device, shape)), 1)
+    return Walk(rows, warps, per_sm, stages)
+
+
+def _fits(config: Walk, device: Device, shape: Mapping[str, int]) -> bool:
+    """Whether the rows in flight fit in shared memory, beside what the sums need."""
+    tile = config.rows * power_of_2(shape["width"]) * shape["bytes"]
+    return (config.stages - 1) * tile * shape["streams"] * config.per_sm <= 0.9 * device.shared_per_sm
 
 
 def _walk_space(device: Device, shape: Mapping[str, int]) -> Iterator[Walk]:
@@ -86,6 +96,8 @@ def _walk_space(device: Device, shape: Mapping[str, int]) -> Iterator[Walk]:
 def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str | None:
     if device.threads_per_sm and config.per_sm * config.warps * 32 > device.threads_per_sm:
         return f"{config.per_sm} programs of {config.warps} warps do not fit a multiprocessor at once"
+    if device.shared_per_sm and not _fits(config, device, shape):
+        return f"{config.stages} stages of {config.rows} rows do not fit in shared memory"
     elements = config.rows * power_of_2(shape["width"]) / (32 * config.warps)
     return None if elements <= 64 else f"{elements:.0f} values a thread do not fit its registers"
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, FORWARD
+from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, FORWARD, WIDEST_HELD
 
 
 @triton.jit
@@ -33,15 +33,17 @@ def norm_forward(
     x, residual, weight, bias, y, total, mean, rstd,
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EVICT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = (row < rows)[:, None] & (column < width)[None, :]  # [ROWS, BLOCK]
-    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = row[:, None] * x_stride + column[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if HAS_RESIDUAL:
-        value += tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
-        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside)
+        place = row[:, None] * residual_stride + column[None, :]
+        value += tl.load(residual + place, mask=inside, other=0.0, eviction_policy=EVICT)
+        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside, eviction_policy=EVICT)
     scale = _load_row(weight, column, column < width, HAS_WEIGHT)  # [BLOCK]
     shift = _load_row(bias, column, column < width, HAS_BIAS)  # [BLOCK]
     if RMS:
@@ -57,7 +59,7 @@ def norm_forward(
         result *= (scale + offset)[None, :]
     if HAS_BIAS:
         result += shift[None, :]
-    tl.store(y + row[:, None] * width + column[None, :], result, mask=inside)
+    tl.store(y + row[:, None] * width + column[None, :], result, mask=inside, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -138,13 +140,17 @@ def forward(
     total = torch.empty_like(y) if residual is not None else y.new_empty(0)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty(0 if rms else rows, dtype=torch.float32, device=x.device)
-    config = tune.pick(FORWARD, device.facts(x.device), {"rows": rows, "width": width, "bytes": x.element_size()})
+    facts = device.facts(x.device)
+    config = tune.pick(FORWARD, facts, {"rows": rows, "width": width, "bytes": x.element_size()})
+    # What is larger than the L2 cache streams through it; what fits should stay there for the next kernel.
+    streams = rows * width * x.element_size() > facts.l2_bytes // 2
     launch(
         norm_forward, (triton.cdiv(rows, config.rows),),
         x, residual, weight, bias, y, total, mean, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=config.rows, BLOCK=triton.next_power_of_2(width), num_warps=config.warps,
+        EVICT="evict_first" if streams else "", ROWS=config.rows, BLOCK=triton.next_power_of_2(width),
+        num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd
 
@@ -163,7 +169,10 @@ def backward(
     """(dx, dweight, dbias) for [rows, width] gradients; a gradient without its parameter comes back empty."""
     rows, width = dy.shape
     facts = device.facts(dy.device)
-    config = tune.pick(BACKWARD, facts, {"rows": rows, "width": width, "bytes": dy.element_size()})
+    reload = width > WIDEST_HELD
+    streams = 2 + (dtotal is not None) + reload  # what each row loads
+    shape = {"rows": rows, "width": width, "bytes": dy.element_size(), "streams": streams}
+    config = tune.pick(BACKWARD, facts, shape)
     programs = max(1, min(triton.cdiv(rows, config.rows), config.per_sm * facts.sms))
     dx = torch.empty((rows, width), dtype=total.dtype, device=dy.device)
     has_weight, has_bias = weight is not None, bias_dtype is not None
@@ -175,7 +184,7 @@ def backward(
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), total.stride(0), rows, width, offset,
         RMS=rms, HAS_DTOTAL=dtotal is not None, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
         ROWS=config.rows, BLOCK=triton.next_power_of_2(width), STAGES=config.stages,
-        EVEN=width == triton.next_power_of_2(width), RELOAD=width > 8192, num_warps=config.warps,
+        EVEN=width == triton.next_power_of_2(width), RELOAD=reload, num_warps=config.warps,
     )  # fmt: skip
     return dx, _summed(dweight, weight.dtype if has_weight else None), _summed(dbias, bias_dtype)
 
