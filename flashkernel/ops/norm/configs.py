@@ -70,7 +70,8 @@ def _rows_valid(config: Rows, device: Device, shape: Mapping[str, int]) -> str |
 
 def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
     width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
-    rows = max(1, min(2048 // width if width < 1024 else 8192 // width, 16 if width < 1024 else 2, count))
+    pair = 2 if device.arch >= 80 else 1  # rows in flight; without asynchronous copies they sit in registers
+    rows = max(1, min(2048 // width if width < 1024 else 8192 // width, 16 if width < 1024 else pair, count))
     warps = min(32, max(4, rows * width // (1024 if width <= 4096 else 512)))
     # Few rows: every program's partial weight gradient costs as much as a row, so one program a multiprocessor.
     per_sm = 1 if count < 64 * device.sms else max(1, min(3, 8192 // (rows * width)))
