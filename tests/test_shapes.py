@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flashkernel.core.check import verify
 from flashkernel.core.op import LAYOUTS, Case, Op
 from flashkernel.ops import registry
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 
 @st.composite

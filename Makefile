@@ -1,0 +1,48 @@
+# Every target sets up what it needs: a virtual environment in .venv, installed once and again when its inputs change.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS ?= auto
+
+.PHONY: help demo test cpu-test compile-test lint format gpu-test bench tables clean
+
+help:  ## say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+demo: $(READY)  ## check every operator on this machine and time it against plain PyTorch
+	$(BIN)/flashkernel demo
+
+test: cpu-test compile-test  ## all tests that need no GPU
+
+cpu-test: $(READY)  ## references, torch backends, Triton under its interpreter, errors, command line
+	$(BIN)/python -m pytest -n $(JOBS)
+
+compile-test: $(READY)  ## every kernel for every GPU it claims, without that GPU
+	$(BIN)/python -m pytest -n $(JOBS) -m compile
+
+lint: $(READY)  ## style, types, and tables in the docs that match results/
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/flashkernel tables --check
+
+format: $(READY)  ## fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is there
+	$(PYTHON) -m pytest -m gpu
+
+bench:  ## measure every operator on this machine's GPU and keep the figures
+	$(PYTHON) -m flashkernel bench --save results
+
+tables: $(READY)  ## write the figures of results/ into the docs
+	$(BIN)/flashkernel tables --write
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt tools/setup.sh
+	PYTHON=$(PYTHON) sh tools/setup.sh $(VENV)
+	touch $@
