@@ -103,7 +103,8 @@ def poisoned() -> Iterator[None]:
             tensor = make(*args, **kwargs)
             if tensor.device.type == "meta":
                 return tensor
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+            with torch.no_grad():
+                return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
         return made
 
