@@ -94,6 +94,12 @@ def _where(name: str, actual: torch.Tensor, exact: torch.Tensor, error: torch.Te
     )
 
 
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Fill what torch.empty and its kin return with NaN (or a huge integer), so that unwritten elements are seen."""
@@ -104,7 +110,7 @@ def poisoned() -> Iterator[None]:
             if tensor.device.type == "meta":
                 return tensor
             with torch.no_grad():
-                return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+                return tensor.fill_(_poison(tensor.dtype))
 
         return made
 
@@ -127,7 +133,7 @@ def execute(
     leaves = {name: value.detach().requires_grad_(name in wanted) for name, value in inputs.items()}
     outputs = named(function(**leaves, **options))
     if not wanted:
-        return Run(outputs, {})
+        return Run({name: value.detach() for name, value in outputs.items()}, {})
     roots = {name: value for name, value in outputs.items() if value.requires_grad}
     weights = [_cotangent(value, cotangent_seed + index) for index, value in enumerate(roots.values())]
     grads = torch.autograd.grad(list(roots.values()), [leaves[name] for name in wanted], weights, allow_unused=True)

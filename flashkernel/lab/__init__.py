@@ -1,0 +1,1 @@
+"""Benchmarks, checks, tables and plots, all derived from the operators' declarations."""

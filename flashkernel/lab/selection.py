@@ -1,0 +1,226 @@
+"""What a command is about: operators, cases, dtypes and devices by name, and cases small enough for the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashkernel.core import device as devices
+from flashkernel.core.dispatch import Explanation, explain
+from flashkernel.core.op import Case, Op, count
+
+CPU_ELEMENTS = 2**20  # input elements of a benchmark case on a CPU, where the declared shapes would take hours
+LEAST_ROWS = 64
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class UnknownNameError(ValueError):
+    """A name that is not there; the message lists those that are."""
+
+
+def operators(names: Sequence[str] | None) -> list[Op]:
+    """The operators named, or all of them."""
+    from flashkernel.ops import registry
+
+    known = registry()
+    return list(known.values()) if not names else [known[_one("operator", name, known)] for name in names]
+
+
+def cases(
+    ops: Iterable[Op], patterns: Sequence[str] | None, of: Callable[[Op], Sequence[Case]]
+) -> dict[str, list[Case]]:
+    """By operator, the cases whose names match one of the globs; each glob must match something somewhere."""
+    found = {op.name: list(of(op)) for op in ops}
+    names = dict.fromkeys(case.name for group in found.values() for case in group)
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UnknownNameError(f"{' and '.join(found)}: there is no case {pattern!r}; there are {', '.join(names)}")
+    if not patterns:
+        return found
+    return {
+        op: [case for case in group if any(fnmatchcase(case.name, pattern) for pattern in patterns)]
+        for op, group in found.items()
+    }
+
+
+def dtypes(names: Sequence[str] | None) -> list[torch.dtype] | None:
+    """The dtypes named; None where none are, which leaves the choice to the cases."""
+    short = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}
+    return [DTYPES[_one("dtype", short.get(name, name), DTYPES)] for name in names] if names else None
+
+
+def implementations(ops: Iterable[Op], names: Sequence[str] | None, baselines: bool = True) -> list[str] | None:
+    """The names, each known to one of the operators as a backend (or a baseline); None where none are given."""
+    known = dict.fromkeys(backend.name for op in ops for backend in op.backends)
+    if baselines:
+        known.update(dict.fromkeys(baseline.name for op in ops for baseline in op.baselines))
+    what = "implementation" if baselines else "backend"
+    return [_one(what, name, known) for name in names] if names else None
+
+
+def device(name: str | None) -> torch.device:
+    """A device of this machine; by default its GPU, where there is one."""
+    if name is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    kind, _, index = name.partition(":")
+    count = torch.cuda.device_count()
+    if name != "cpu" and (kind != "cuda" or (index and not index.isdigit()) or int(index or 0) >= count):
+        here = ", ".join(["cpu", *(f"cuda:{number}" for number in range(count))])
+        raise UnknownNameError(f"there is no device {name!r} to run on here; there are {here}")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+
+
+def hardware(name: str | None) -> devices.Device:
+    """Facts of a device of this machine, or of a GPU that need not be here, such as "h200"."""
+    if name in devices.KNOWN:
+        return devices.KNOWN[name]
+    try:
+        return devices.facts(device(name))
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{error}; known GPUs that need not be here: {', '.join(devices.KNOWN)}") from None
+
+
+def default_dtype(hardware: devices.Device) -> torch.dtype:
+    """What models run in on this hardware."""
+    if hardware.kind != "cuda":
+        return torch.float32
+    return torch.bfloat16 if hardware.arch >= 80 else torch.float16
+
+
+def bench_dtypes(case: Case, wanted: Sequence[torch.dtype] | None, hardware: devices.Device) -> list[torch.dtype]:
+    """The dtypes to time a case in: those wanted, else the case's own; on a CPU, where half is emulated, float32."""
+    if wanted:
+        return list(wanted)
+    return [torch.float32] if hardware.kind == "cpu" else list(case.dtypes)
+
+
+def bench_work(
+    ops: Sequence[Op],
+    patterns: Sequence[str] | None,
+    wanted: Sequence[torch.dtype] | None,
+    hardware: devices.Device,
+    most: int,
+) -> list[tuple[Op, Case, torch.dtype]]:
+    """What to time: every benchmark case of the operators, scaled down where `most` is above zero, in every dtype."""
+    selected = cases(ops, patterns, lambda op: op.benches)
+    return [
+        (op, case, dtype)
+        for op in ops
+        for case in (scaled_once(op, selected[op.name], most) if most else selected[op.name])
+        for dtype in bench_dtypes(case, wanted, hardware)
+    ]
+
+
+def question(
+    op: Op, case: Case, dtype: torch.dtype, hardware: devices.Device, backend: str | None = None
+) -> Explanation:
+    """Which backend would serve a case on some hardware, and why not each other one; nothing is allocated."""
+    with devices.pretend(hardware):
+        return explain(op.call, **shapes_only(op, case, dtype), **case.options, backend=backend)
+
+
+def shapes_only(op: Op, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The inputs of a case as meta tensors: shapes, strides and dtypes without memory."""
+    with FakeTensorMode():
+        drawn = op.make_inputs(case, dtype, "cpu")
+    return {
+        name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        for name, value in drawn.items()
+    }
+
+
+def with_axes(case: Case, settings: Sequence[str], op: Op) -> Case:
+    """The case with axes set as "rows=128" or, for several leading dims, "rows=2x64"."""
+    changed: dict[str, Any] = {}
+    for setting in settings:
+        axis, _, value = setting.partition("=")
+        if axis not in case.axes:
+            raise UnknownNameError(f"{op.name} has no axis {axis!r}; it has {', '.join(case.axes)}")
+        sizes = value.split("x")
+        if not all(size.isdigit() for size in sizes):
+            raise UnknownNameError(f"{setting!r} gives axis {axis} no size; write {axis}=128 or {axis}=2x64")
+        changed[axis] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
+    return case.at(**changed)
+
+
+def scaled(op: Op, case: Case, most: int) -> Case:
+    """The case with its axes halved until its inputs have at most `most` elements: "16384x4096~256x4096" by name.
+
+    Leading dims, declared first, shrink first, down to a few; then whatever is largest.
+    """
+    axes = dict(case.axes)
+    while _elements(op, case, axes) > most:
+        smaller = next((found for found in _halvings(axes) if _possible(op, replace(case, axes=found))), None)
+        if smaller is None:
+            break
+        axes = smaller
+    if axes == dict(case.axes):
+        return case
+    sizes = "x".join("x".join(map(str, size)) if isinstance(size, tuple) else str(size) for size in axes.values())
+    kept = {axis: size for axis, size in case.check_axes.items() if count(size) <= count(axes[axis])}
+    return replace(case, name=f"{case.name}~{sizes}", axes=axes, check_axes=kept)
+
+
+def scaled_once(op: Op, available: Sequence[Case], most: int) -> list[Case]:
+    """Every case scaled down, without those that scaling made equal to an earlier one."""
+    seen: dict[Any, Case] = {}
+    for case in (scaled(op, case, most) for case in available):
+        seen.setdefault((tuple(case.axes.items()), repr(case.options), case.present, case.layout, case.gradients), case)
+    return list(seen.values())
+
+
+def _one(what: str, name: str, known: Mapping[str, Any]) -> str:
+    if name not in known:
+        raise UnknownNameError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+    return name
+
+
+def _elements(op: Op, case: Case, axes: Mapping[str, Any]) -> int:
+    given = (spec for name, spec in op.inputs.items() if not spec.optional or name in case.present)
+    return sum(math.prod(spec.shape(axes)) for spec in given)
+
+
+def _largest(size: Any) -> int:
+    return max(size, default=1) if isinstance(size, tuple) else int(size)
+
+
+def _halvings(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The axes with one size halved, the likeliest first.
+
+    Where axes are tuples, equal sizes may be one dimension named twice (a mask's, say), to be halved together.
+    """
+    first = next(iter(axes))
+    by_size = sorted(axes, key=lambda name: -_largest(axes[name]))
+    for axis in dict.fromkeys([first, *by_size] if count(axes[first]) > LEAST_ROWS else by_size):
+        largest = _largest(axes[axis])
+        if largest > 1:
+            yield {**axes, axis: _halved(axes[axis], largest)}
+            if _has_tuples(axes):
+                yield {name: _halved(size, largest) for name, size in axes.items()}
+
+
+def _halved(size: Any, largest: int) -> Any:
+    if isinstance(size, tuple):
+        return tuple(_halved(entry, largest) for entry in size)
+    return largest // 2 if size == largest else size
+
+
+def _has_tuples(axes: Mapping[str, Any]) -> bool:
+    return any(isinstance(size, tuple) for size in axes.values())
+
+
+def _possible(op: Op, case: Case) -> bool:
+    """Whether the operator takes these sizes together; where nothing ties them to one another it does."""
+    if not _has_tuples(case.axes) and not case.options:
+        return True
+    try:
+        question(op, case, torch.float32, devices.facts(torch.device("cpu")))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Launch configs of the activation kernels: elements and warps per program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable
+
+_MANY = 1 << 24  # elements beyond which a launch fills any GPU many times over
+
+
+def power_of_2(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of consecutive elements."""
+
+    elements: int
+    warps: int
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (power_of_2(shape["rows"]), min(power_of_2(shape["width"]), _MANY), shape["bytes"], shape["loads"])
+
+
+def _heuristic(device: Device, shape: Mapping[str, int]) -> Block:
+    vector = 16 // shape["bytes"]  # elements of one 16-byte access
+    # At least 32 bytes asked for per thread: with full occupancy, 64 KB in flight on each multiprocessor.
+    elements = 128 * vector * (2 if shape["loads"] == 1 else 1)
+    elements = min(elements, power_of_2(shape["width"]))
+    while elements > 32 * vector and shape["rows"] * (shape["width"] // elements) < 2 * device.sms:
+        elements //= 2  # few elements: spread them over the multiprocessors
+    return Block(elements, max(1, min(4, elements // (32 * vector))))
+
+
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Block]:
+    for elements in (256, 512, 1024, 2048, 4096):
+        for warps in (1, 2, 4, 8):
+            yield Block(elements, warps)
+
+
+def _valid(config: Block, device: Device, shape: Mapping[str, int]) -> str | None:
+    each = config.elements / (32 * config.warps)
+    return None if each <= 64 else f"{each:.0f} values a thread do not fit its registers"
+
+
+FORWARD = Tunable("activation_forward", Block, _heuristic, _space, _valid, _bucket)
+BACKWARD = Tunable("activation_backward", Block, _heuristic, _space, _valid, _bucket)

@@ -1,0 +1,224 @@
+"""Activations in Triton: one forward and one backward kernel for all of them, elementwise and gated.
+
+A program handles a run of consecutive columns of one row. Where everything is contiguous the tensors are one long row,
+so that rows cost nothing. The backward recomputes from the inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch
+from flashkernel.ops.activation.configs import BACKWARD, FORWARD, Block, ceil_div
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def _normal_tail(a):
+    """P(Z > a) of a standard normal for a >= 0: 2^-p(a), where p is fitted to float32 accuracy on [0, 6]."""
+    p = 2.01481498152134e-08 * a - 6.263879299694963e-07
+    p = p * a + 8.360007996088825e-06
+    p = p * a - 6.053904871805571e-05
+    p = p * a + 2.2215439821593463e-04
+    p = p * a + 1.2529618106782436e-04
+    p = p * a - 7.107788696885109e-03
+    p = p * a + 5.25551438331604e-02
+    p = p * a + 4.591823220252991e-01
+    p = p * a + 1.1511086225509644
+    return tl.exp2(-1.0 - p * a)
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr, alpha):
+    """(value, slope) of the activation; what a kernel does not use is not computed."""
+    if KIND == "relu":
+        value = tl.where(x < 0, 0.0, x)  # keeps NaN
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif KIND == "squared_relu":
+        positive = tl.where(x < 0, 0.0, x)
+        value = positive * positive
+        slope = 2.0 * positive
+    elif KIND == "gelu":
+        tail = _normal_tail(tl.abs(x))
+        below = tl.where(x < 0, tail, 1.0 - tail)  # P(Z < x)
+        value = x * below
+        slope = below + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
+    elif KIND == "gelu_tanh":
+        # (1 + tanh z) / 2 = sigmoid(2 z)
+        below = _sigmoid(x * (1.5957691216057308 + 0.07135481282938 * x * x))
+        value = x * below
+        slope = below + value * (1.0 - below) * (1.5957691216057308 + 0.21406443848814 * x * x)
+    elif KIND == "silu":
+        share = _sigmoid(x)
+        value = x * share
+        slope = share + value * (1.0 - share)
+    else:
+        tl.static_assert(KIND == "gpt_oss", "unknown activation")
+        share = _sigmoid(alpha * x)
+        value = x * share
+        slope = share + alpha * value * (1.0 - share)
+    return value, slope
+
+
+@triton.jit
+def _clamp_gate(gate, limit, KIND: tl.constexpr):
+    return tl.where(gate > limit, limit, gate) if KIND == "gpt_oss" else gate
+
+
+@triton.jit
+def _clamp_up(up, limit, KIND: tl.constexpr):
+    return tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0 if KIND == "gpt_oss" else up
+
+
+@triton.jit
+def _place(BLOCK: tl.constexpr):
+    """(row, first column) of this program; rows fill the grid's second axis and, past its limit, its third."""
+    row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return row, tl.program_id(0).to(tl.int64) * BLOCK
+
+
+@triton.jit
+def _load_pair(
+    gate, up, row, first, gate_stride, up_stride, up_start, width, LAYOUT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(gate, up), each [BLOCK] in float32; up is the gate again where there is none."""
+    column = tl.arange(0, BLOCK)
+    if LAYOUT == "interleaved":
+        both = tl.arange(0, 2 * BLOCK)
+        values = tl.load(gate + row * gate_stride + 2 * first + both, mask=2 * first + both < 2 * width, other=0.0)
+        left, right = tl.split(tl.reshape(values, (BLOCK, 2)))
+    else:
+        inside = first + column < width
+        left = tl.load(gate + row * gate_stride + first + column, mask=inside, other=0.0)
+        if LAYOUT == "plain":
+            right = left
+        else:
+            right = tl.load(up + row * up_stride + up_start + first + column, mask=inside, other=0.0)
+    return left.to(tl.float32), right.to(tl.float32)
+
+
+@triton.jit
+def activation_forward(
+    gate, up, y, gate_stride, up_stride, up_start, rows, width, alpha, limit,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, first = _place(BLOCK)
+    if row >= rows:
+        return
+    left, right = _load_pair(gate, up, row, first, gate_stride, up_stride, up_start, width, LAYOUT, BLOCK)
+    value, _ = _activate(_clamp_gate(left, limit, KIND), KIND, alpha)
+    if LAYOUT != "plain":
+        value *= _clamp_up(right, limit, KIND)
+    column = tl.arange(0, BLOCK)
+    tl.store(y + row * width + first + column, value, mask=first + column < width)
+
+
+@triton.jit
+def activation_backward(
+    dy, gate, up, dgate, dup, dy_stride, gate_stride, up_stride, up_start, rows, width, alpha, limit,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, first = _place(BLOCK)
+    if row >= rows:
+        return
+    column = tl.arange(0, BLOCK)
+    inside = first + column < width
+    slope_y = tl.load(dy + row * dy_stride + first + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    left, right = _load_pair(gate, up, row, first, gate_stride, up_stride, up_start, width, LAYOUT, BLOCK)
+    value, slope = _activate(_clamp_gate(left, limit, KIND), KIND, alpha)
+    slope_gate = slope_y * slope
+    if LAYOUT != "plain":
+        slope_gate *= _clamp_up(right, limit, KIND)
+    slope_up = slope_y * value
+    if KIND == "gpt_oss":
+        slope_gate = tl.where(left > limit, 0.0, slope_gate)
+        slope_up = tl.where((right > limit) | (right < -limit), 0.0, slope_up)
+
+    if LAYOUT == "interleaved":
+        both = tl.arange(0, 2 * BLOCK)
+        pair = tl.interleave(slope_gate.to(dgate.dtype.element_ty), slope_up.to(dgate.dtype.element_ty))
+        tl.store(dgate + 2 * (row * width + first) + both, pair, mask=2 * first + both < 2 * width)
+    elif LAYOUT == "halves":
+        tl.store(dgate + 2 * row * width + first + column, slope_gate, mask=inside)
+        tl.store(dgate + 2 * row * width + width + first + column, slope_up, mask=inside)
+    else:
+        tl.store(dgate + row * width + first + column, slope_gate, mask=inside)
+        if LAYOUT == "separate":
+            tl.store(dup + row * width + first + column, slope_up, mask=inside)
+
+
+def forward(
+    gate: torch.Tensor, up: torch.Tensor | None, kind: str, layout: str, alpha: float, limit: float
+) -> torch.Tensor:
+    """The activation of gate, times up where the layout has one."""
+    columns = gate.shape[-1] if gate.ndim else 1
+    width = columns if layout in ("plain", "separate") else columns // 2
+    y = torch.empty((*gate.shape[:-1], width) if gate.ndim else (), dtype=gate.dtype, device=gate.device)
+    gate = _readable(gate)
+    up = gate if up is None else _readable(up)
+    rows, width = _rows(layout, y, gate, up) or (y.numel() // max(1, width), width)
+    config = _pick(FORWARD, gate, rows, width, 1 if layout == "plain" else 2)
+    launch(
+        activation_forward, _grid(rows, ceil_div(width, config.elements)),
+        gate, up, y, _stride(gate), _stride(up), width if layout == "halves" else 0, rows, width, alpha, limit,
+        KIND=kind, LAYOUT=layout, BLOCK=config.elements, num_warps=config.warps,
+    )  # fmt: skip
+    return y
+
+
+def backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, kind: str, layout: str, alpha: float, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dgate, dup); a packed input has one packed gradient, and dup is empty."""
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(0 if up is None else up.shape, dtype=gate.dtype, device=gate.device)
+    width = dy.shape[-1] if dy.ndim else 1
+    dy, gate = _readable(dy), _readable(gate)
+    up = gate if up is None else _readable(up)
+    rows, width = _rows(layout, dy, gate, up) or (dy.numel() // max(1, width), width)
+    config = _pick(BACKWARD, gate, rows, width, 2 if layout == "plain" else 3)
+    launch(
+        activation_backward, _grid(rows, ceil_div(width, config.elements)),
+        dy, gate, up, dgate, dup, _stride(dy), _stride(gate), _stride(up), width if layout == "halves" else 0,
+        rows, width, alpha, limit,
+        KIND=kind, LAYOUT=layout, BLOCK=config.elements, num_warps=config.warps,
+    )  # fmt: skip
+    return dgate, dup
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, or [rows, columns] with unit stride along the row; a view where the layout allows one."""
+    if x.is_contiguous():
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _stride(x: torch.Tensor) -> int:
+    """Elements between two rows of a readable tensor."""
+    if x.is_contiguous():
+        return x.shape[-1] if x.ndim else 1
+    return x.stride(0)
+
+
+def _rows(layout: str, *tensors: torch.Tensor) -> tuple[int, int] | None:
+    """(1, elements) where the tensors are one long row each."""
+    if layout in ("plain", "separate") and all(tensor.is_contiguous() for tensor in tensors):
+        return 1, tensors[0].numel()
+    return None
+
+
+def _grid(rows: int, blocks: int) -> tuple[int, int, int]:
+    """Blocks of a row first, so that neighbours in time are neighbours in memory; axes after the first hold 65535."""
+    across = min(rows, 65535)
+    return blocks, across, ceil_div(rows, max(1, across))
+
+
+def _pick(tunable: tune.Tunable, x: torch.Tensor, rows: int, width: int, loads: int) -> Block:
+    shape = {"rows": rows, "width": width, "bytes": x.element_size(), "loads": loads}
+    return tune.pick(tunable, device.facts(x.device), shape)

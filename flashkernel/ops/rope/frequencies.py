@@ -1,0 +1,225 @@
+"""The frequencies of a rotary embedding: plain, or stretched to longer contexts by one of the published rules."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Radians per position of each rotated pair, and the factor that cos and sin are multiplied by.
+
+    Pair i of n = dim / 2 turns by theta^(-i / n) radians per position in the plain form; the other constructors change
+    that for contexts longer than the model was trained on. Values are kept as float32 numbers, as models are trained.
+    """
+
+    values: tuple[float, ...]
+    scaling: float = 1.0
+    _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.values or not all(math.isfinite(value) for value in (*self.values, self.scaling)):
+            raise ValueError(f"Frequencies: need at least one finite value and a finite scaling, not {self}")
+        object.__setattr__(self, "values", tuple(_float32(value) for value in self.values))
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dims of a head are rotated."""
+        return 2 * len(self.values)
+
+    @classmethod
+    def plain(cls, dim: int, theta: float = 10000.0) -> Frequencies:
+        """The original rule, for `dim` rotated dims."""
+        if dim < 2 or dim % 2:
+            raise ValueError(f"Frequencies: {dim} dims cannot be rotated in pairs; dim must be even and at least 2")
+        if theta <= 0:
+            raise ValueError(f"Frequencies: theta is {theta}; it must be above 0")
+        return cls(tuple(theta ** (-index / dim) for index in range(0, dim, 2)))
+
+    @classmethod
+    def linear(cls, dim: int, theta: float, factor: float) -> Frequencies:
+        """Positions divided by `factor`."""
+        return cls(tuple(value / factor for value in _exact(dim, theta)))
+
+    @classmethod
+    def llama3(
+        cls,
+        dim: int,
+        theta: float,
+        factor: float,
+        low_freq_factor: float,
+        high_freq_factor: float,
+        original_max_positions: int,
+    ) -> Frequencies:
+        """Llama 3.1's rule: low frequencies are divided by `factor`, high ones kept, those between blended."""
+        if high_freq_factor <= low_freq_factor:
+            raise ValueError(
+                f"Frequencies.llama3: high_freq_factor is {high_freq_factor}; "
+                f"it must be above low_freq_factor, {low_freq_factor}"
+            )
+
+        def stretched(value: float) -> float:
+            turns = original_max_positions * value / (2 * math.pi)  # in the original context
+            kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            kept = min(1.0, max(0.0, kept))
+            return value * (kept + (1 - kept) / factor)
+
+        return cls(tuple(stretched(value) for value in _exact(dim, theta)))
+
+    @classmethod
+    def yarn(
+        cls,
+        dim: int,
+        theta: float,
+        factor: float,
+        original_max_positions: int,
+        *,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        attention_factor: float | None = None,
+        mscale: float | None = None,
+        mscale_all_dim: float | None = None,
+        truncate: bool = True,
+    ) -> Frequencies:
+        """YaRN: pairs that turn more than `beta_fast` times in the original context are kept, those that turn fewer
+        than `beta_slow` times are divided by `factor`, and a linear ramp over the pairs between blends the two.
+
+        `attention_factor` is the scaling; without it, it follows from `factor` (and DeepSeek's two mscales).
+        """
+
+        def pair_that_turns(times: float) -> float:
+            return dim * math.log(original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        width = high - low or 0.001  # no ramp: a step
+
+        def blended(index: int, value: float) -> float:
+            kept = 1 - min(1.0, max(0.0, (index - low) / width))
+            return value * (kept + (1 - kept) / factor)
+
+        if attention_factor is None:
+            attention_factor = _yarn_scale(factor, 1.0)
+            if mscale and mscale_all_dim:
+                attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+        values = tuple(blended(index, value) for index, value in enumerate(_exact(dim, theta)))
+        return cls(values, attention_factor)
+
+    @classmethod
+    def from_hf(cls, config: Any, layer_type: str | None = None) -> Frequencies:
+        """The frequencies of a Transformers config (object or dict), as version 5 (`rope_parameters`) or 4 writes it.
+
+        `layer_type` names the entry where a model has several ("full_attention", "sliding_attention").
+        """
+        return _from_hf(config, layer_type)
+
+    def inverse(self, device: torch.device | str = "cpu") -> Tensor:
+        """The values as a float32 tensor [dim / 2], kept per device."""
+        return self._traced("inverse", device) if torch.compiler.is_compiling() else self._kept("inverse", device)
+
+    def rates(self, device: torch.device | str = "cpu") -> Tensor:
+        """Turns per position in units of 2^-64, modulo one turn: int64 [dim / 2], kept per device.
+
+        A position times a rate, in wrapping int64 arithmetic, is the phase without the rounding of large angles.
+        """
+        return self._traced("rates", device) if torch.compiler.is_compiling() else self._kept("rates", device)
+
+    def table(self, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the positions 0, 1, ..., each float32 [positions, dim / 2]."""
+        angles = torch.arange(positions, device=device).double()[:, None] * self.inverse(device).double()
+        return (angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float()
+
+    @torch.compiler.assume_constant_result
+    def _traced(self, name: str, device: torch.device | str) -> Tensor:
+        """A compiled graph holds the tensor itself: one made inside could live in memory that a replay reuses."""
+        return self._kept(name, device)
+
+    def _kept(self, name: str, device: torch.device | str) -> Tensor:
+        found = self._tensors.get((name, device))
+        if found is None:
+            if name == "inverse":
+                found = torch.tensor(self.values, dtype=torch.float32, device=device)
+            else:
+                units = (round(value / (2 * math.pi) * 2**64) % 2**64 for value in self.values)
+                signed = [unit - 2**64 if unit >= 2**63 else unit for unit in units]
+                found = torch.tensor(signed, dtype=torch.int64, device=device)
+            if type(found) is Tensor:  # a tracer's stand-in must not outlive its trace
+                self._tensors[name, device] = found
+        return found
+
+
+def _float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def _exact(dim: int, theta: float) -> tuple[float, ...]:
+    """The plain frequencies before rounding to float32; checks dim and theta as `plain` does."""
+    Frequencies.plain(dim, theta)
+    return tuple(theta ** (-index / dim) for index in range(0, dim, 2))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _from_hf(config: Any, layer_type: str | None) -> Frequencies:
+    def read(name: str, default: Any = None) -> Any:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        return default if value is None else value
+
+    rule = dict(read("rope_parameters") or read("rope_scaling") or {})
+    nested = [name for name, value in rule.items() if isinstance(value, Mapping)]
+    if nested:
+        if layer_type not in nested:
+            raise ValueError(f"Frequencies.from_hf: this model has {', '.join(nested)}; say layer_type=one of them")
+        rule = dict(rule[layer_type])
+    heads, hidden = read("num_attention_heads"), read("hidden_size")
+    head_dim = read("head_dim") or (hidden // heads if heads and hidden else None)
+    if head_dim is None:
+        raise ValueError("Frequencies.from_hf: the config has no head_dim, nor hidden_size and num_attention_heads")
+    most = read("max_position_embeddings")
+    original = rule.get("original_max_position_embeddings") or read("original_max_position_embeddings", most)
+    if rule.get("factor") is None and most and original:
+        rule["factor"] = most / original
+    dim = int(head_dim * (rule.get("partial_rotary_factor") or read("partial_rotary_factor", 1.0)))
+    theta = rule.get("rope_theta") or read("rope_theta", 10000.0)
+    kind = rule.get("rope_type") or rule.get("type") or "default"
+    return _build(kind, dim, theta, original, rule)
+
+
+def _build(kind: str, dim: int, theta: float, original: Any, rule: Mapping[str, Any]) -> Frequencies:
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor",),
+    }
+    if kind not in needed:
+        raise ValueError(
+            f"Frequencies.from_hf: rope type {kind!r} is not known; there are {', '.join(needed)}. "
+            "For another, compute the frequencies and pass Frequencies(values, scaling)"
+        )
+    missing = [name for name in needed[kind] if rule.get(name) is None]
+    if kind in ("llama3", "yarn") and original is None:
+        missing.append("original_max_position_embeddings")
+    if missing:
+        raise ValueError(f"Frequencies.from_hf: rope type {kind!r} needs {', '.join(missing)}, which the config lacks")
+    if kind == "default":
+        return Frequencies.plain(dim, theta)
+    if kind == "linear":
+        return Frequencies.linear(dim, theta, rule["factor"])
+    if kind == "llama3":
+        low, high = rule["low_freq_factor"], rule["high_freq_factor"]
+        return Frequencies.llama3(dim, theta, rule["factor"], low, high, original)
+    optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+    given = {name: rule[name] for name in optional if rule.get(name) is not None}
+    return Frequencies.yarn(dim, theta, rule["factor"], original, **given)

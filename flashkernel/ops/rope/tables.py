@@ -1,0 +1,77 @@
+"""What cos and sin tables mean: how wide the rotation is, and which row belongs to which token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashkernel.ops.rope.frequencies import Frequencies
+
+
+def rotary_width(head_dim: int, cos: Tensor | None, rotary_dim: int | None, frequencies: Frequencies | None) -> int:
+    """How many leading dims of a head are rotated; checks that the table's width says the same."""
+    if frequencies is not None:
+        width = frequencies.rotary_dim
+        if rotary_dim is not None and rotary_dim != width:
+            raise ValueError(f"rope: rotary_dim is {rotary_dim} but the frequencies rotate {width} dims; leave it out")
+    else:
+        assert cos is not None
+        columns = cos.shape[-1]
+        if rotary_dim is not None:
+            width = rotary_dim
+            if columns not in (width, width // 2):
+                raise ValueError(
+                    f"rope: cos has {columns} columns; rotary_dim={width} needs {width // 2}, one for each pair, "
+                    f"or {width}, each twice"
+                )
+        elif cos.ndim == 2:
+            width = 2 * columns
+        elif columns == head_dim:
+            width = columns
+        else:
+            raise ValueError(
+                f"rope: cos of each token has {columns} columns for heads of {head_dim}: say rotary_dim={columns} if "
+                f"each column comes twice and part of the head is rotated, rotary_dim={2 * columns} if each comes once"
+            )
+    if width < 2 or width % 2 or width > head_dim:
+        raise ValueError(f"rope: cannot rotate {width} of {head_dim} dims; it takes an even number, at least 2")
+    return width
+
+
+def half_width(table: Tensor, width: int, interleaved: bool) -> Tensor:
+    """One column for each pair, [..., width / 2], of a table that may say each twice: side by side where the pairs are
+    neighbours, in two halves otherwise."""
+    if table.shape[-1] == width // 2:
+        return table
+    return table[..., ::2] if interleaved else table[..., : width // 2]
+
+
+def token_tables(
+    q: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    frequencies: Frequencies | None,
+    width: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of each token, [batch or 1, seq, 1, width / 2]; NaN where a position is outside its table."""
+    if frequencies is not None:
+        place = torch.arange(q.shape[1], device=q.device) if positions is None else positions
+        angles = place.double()[..., None] * frequencies.inverse(q.device).double()
+        return _per_token(angles.cos() * frequencies.scaling), _per_token(angles.sin() * frequencies.scaling)
+    assert cos is not None
+    assert sin is not None
+    cos, sin = half_width(cos.detach(), width, interleaved), half_width(sin.detach(), width, interleaved)
+    if positions is None:
+        return _per_token(cos[..., : q.shape[1], :]), _per_token(sin[..., : q.shape[1], :])
+    inside = (positions >= 0) & (positions < cos.shape[0])
+    row = positions.long().clamp(0, cos.shape[0] - 1)
+    outside = ~inside[..., None]
+    cos, sin = cos[row].masked_fill(outside, float("nan")), sin[row].masked_fill(outside, float("nan"))
+    return _per_token(cos), _per_token(sin)
+
+
+def _per_token(table: Tensor) -> Tensor:
+    """[seq, pairs] or [batch, seq, pairs] as [batch or 1, seq, 1, pairs]."""
+    return (table if table.ndim == 3 else table[None]).unsqueeze(2)

@@ -1,0 +1,324 @@
+"""The command line, through its own runner: every command, its formats, its errors, and Ctrl-C."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import flashkernel.ops
+from flashkernel.cli import app
+from flashkernel.core import roofline
+from flashkernel.core.op import Baseline, Case, Op
+from flashkernel.lab import results
+from flashkernel.ops.norm.spec import RMS_NORM
+
+BENCHES = tuple(
+    Case(name, {"rows": rows, "width": 16}, present=("weight",), dtypes=(torch.float32,))
+    for name, rows in (("first", 8), ("second", 4), ("third", 2))
+)
+COMMANDS = ("doctor", "ops", "explain", "check", "bench", "demo", "tables", "plot")
+
+
+def eager(op: Op, case: Case) -> Callable[..., Any]:
+    return op.plain
+
+
+def interrupted(op: Op, case: Case) -> Callable[..., Any]:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        if case.name == "second":
+            raise KeyboardInterrupt
+        return op.plain(x, weight)
+
+    return run
+
+
+def wrong(op: Op, case: Case) -> Callable[..., Any]:
+    return lambda x, weight: op.plain(x, weight) * 1.5
+
+
+@pytest.fixture(autouse=True)
+def _one_small_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operator with three small cases, and ceilings that need no measuring."""
+    _register(monkeypatch, "eager")
+    ceilings = roofline.Ceilings("test machine", 0.01, {"float32": 0.1, "float16": 0.1})
+    monkeypatch.setattr(roofline, "ceilings", lambda device, dtypes=None: ceilings)
+
+
+def _register(monkeypatch: pytest.MonkeyPatch, *baselines: str) -> None:
+    made = tuple(Baseline(name, f"{__name__}:{name}") for name in baselines)
+    op = replace(RMS_NORM, baselines=made, benches=BENCHES, cases=RMS_NORM.cases[:2])
+    monkeypatch.setattr(flashkernel.ops, "registry", lambda: {"rms_norm": op})
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def bench(*arguments: str, code: int = 0) -> Any:
+    return run("bench", "rms_norm", "--budget", "0.01", "--device", "cpu", *arguments, code=code)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    assert f"Example: flashkernel {command}" in run(command, "--help").stdout
+
+
+def test_module_entry_point() -> None:
+    done = subprocess.run([sys.executable, "-m", "flashkernel", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_importing_the_command_line_does_not_import_the_lab() -> None:
+    script = "import sys, flashkernel.cli; sys.exit('flashkernel.lab.bench' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+class TestDoctor:
+    def test_table(self) -> None:
+        text = run("doctor").stdout
+        assert torch.__version__ in text
+        assert "rms_norm" in text
+
+    def test_json(self) -> None:
+        found = {one["name"]: one for one in json.loads(run("doctor", "--format", "json").stdout)}
+        assert found["torch"]["status"] == "ok"
+        assert found["rms_norm"]["topic"] == "operators"
+
+    def test_broken_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken() -> Any:
+            raise ImportError("half a room")
+
+        monkeypatch.setattr(flashkernel.ops, "registry", broken)
+        assert "half a room" in run("doctor", code=1).stdout
+
+
+class TestOps:
+    def test_a_gpu_that_is_not_here(self) -> None:
+        found = json.loads(run("ops", "--device", "t4", "--dtype", "bfloat16", "--format", "json").stdout)
+        status = {one["backend"]: one["status"] for one in found}
+        assert status == {"triton": "no", "torch": "default", "reference": "yes"}
+
+    def test_why(self) -> None:
+        arguments = ("ops", "--device", "t4", "--dtype", "bfloat16")
+        assert "sm_80" not in run(*arguments).stdout
+        assert "sm_80" in run(*arguments, "--why").stdout
+
+    def test_default_dtype_follows_the_device(self) -> None:
+        found = csv.DictReader(io.StringIO(run("ops", "--device", "t4", "--format", "csv").stdout))
+        assert {one["backend"]: one["status"] for one in found}["triton"] == "default"
+
+    def test_unknown_device(self) -> None:
+        text = run("ops", "--device", "h900", code=2).output
+        assert "h900" in text
+        assert "h200" in text
+
+
+class TestExplain:
+    def test_axes_and_device(self) -> None:
+        text = run("explain", "rms_norm", "rows=2x3", "width=70000", "--device", "h200").stdout
+        assert "NVIDIA H200, bfloat16, width=70000: torch" in text
+        assert "cannot: rows must have 1 to" in text
+
+    def test_backend_asked_for(self) -> None:
+        found = json.loads(
+            run("explain", "rms_norm", "--device", "h200", "--backend", "torch", "--format", "json").stdout
+        )
+        assert [one["backend"] for one in found if one["chosen"]] == ["torch"]
+
+    @pytest.mark.parametrize(
+        "arguments, listed",
+        [
+            (("nothing",), "there are rms_norm"),
+            (("rms_norm", "depth=2"), "it has rows, width"),
+            (("rms_norm", "rows=x"), "write rows=128"),
+            (("rms_norm", "--backend", "nothing"), "there are triton, torch, reference"),
+            (("rms_norm", "--dtype", "int3"), "float16"),
+            (("rms_norm", "--case", "nothing"), "first, second, third"),
+        ],
+    )
+    def test_unknown_names(self, arguments: tuple[str, ...], listed: str) -> None:
+        text = run("explain", *arguments, code=2).output
+        assert listed in text
+        assert "Traceback" not in text
+
+
+class TestCheck:
+    def test_passes(self) -> None:
+        found = json.loads(run("check", "rms_norm", "--backend", "torch", "--device", "cpu", "--format", "json").stdout)
+        assert len(found) == 6
+        assert {one["status"] for one in found} == {"passed"}
+
+    def test_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", lambda x, *rest, **options: x)
+        text = run(
+            "check", "--backend", "torch", "--device", "cpu", "--case", "plain", "--dtype", "float32", code=1
+        ).stdout
+        assert "failures" in text
+        assert "output: error" in text
+
+    def test_unknown_case(self) -> None:
+        assert "plain, weight" in run("check", "--case", "nothing", code=2).output
+
+
+class TestBench:
+    def test_table(self) -> None:
+        text = bench("--case", "first").stdout
+        assert "vs best peer" in text
+        assert "first" in text
+        assert "second" not in text
+
+    def test_json(self) -> None:
+        found = json.loads(bench("--case", "f*", "--direction", "fwd", "--format", "json").stdout)
+        assert [(one["implementation"], one["direction"], one["correct"]) for one in found] == [
+            ("torch", "fwd", True),
+            ("eager", "fwd", True),
+        ]
+
+    def test_csv(self) -> None:
+        found = list(csv.DictReader(io.StringIO(bench("--case", "first", "--format", "csv").stdout)))
+        assert len(found) == 4
+        assert all(float(one["ms.p50"]) > 0 for one in found)
+        assert found[0]["axes"] == "rows=8 width=16"
+
+    def test_scaling_is_said(self) -> None:
+        result = bench("--case", "first", "--scale", "64", "--format", "json")
+        assert json.loads(result.stdout)[0]["axes"] == {"rows": 4, "width": 8}
+        assert "at most 64 input elements" in result.output
+
+    def test_save_merges(self, tmp_path: Path) -> None:
+        bench("--save", str(tmp_path))
+        bench("--save", str(tmp_path), "--case", "first", "--direction", "fwd", "--commit", "abc123")
+        found = results.load(tmp_path / "rms_norm.json")
+        assert found["commit"] == "abc123"
+        assert {(one.case, one.direction) for one in found["records"]} == {
+            ("first", "fwd"), ("second", "fwd"), ("second", "bwd"), ("third", "fwd"), ("third", "bwd"),
+        }  # fmt: skip
+
+    def test_interrupt_keeps_finished_cases(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        _register(monkeypatch, "interrupted")
+        text = bench("--save", str(tmp_path), code=130).stdout
+        assert "first" in text
+        assert "third" not in text
+        saved = results.load(tmp_path / "rms_norm.json")["records"]
+        assert {one.case for one in saved} == {"first"}
+        assert len(saved) == 4
+
+    def test_wrong_baseline_is_shown_and_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        _register(monkeypatch, "wrong")
+        result = bench("--case", "first", "--save", str(tmp_path))
+        assert "wrong: output: error" in result.output
+        saved = {
+            (one.implementation, one.direction): one for one in results.load(tmp_path / "rms_norm.json")["records"]
+        }
+        assert not saved["wrong", "fwd"].correct
+        assert saved["torch", "fwd"].correct
+
+    def test_wrong_backend_fails_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", lambda x, *rest, **options: x * 1)
+        bench("--case", "first", code=1)
+
+    def test_another_devices_file_is_refused(self, tmp_path: Path) -> None:
+        header = {**dict.fromkeys(results.HEADER, ""), "device": "NVIDIA H200", "records": []}
+        (tmp_path / "rms_norm.json").write_text(json.dumps(header))
+        assert "holds measurements of NVIDIA H200" in bench("--save", str(tmp_path), code=2).output
+
+    @pytest.mark.parametrize(
+        "arguments, listed",
+        [
+            (("--case", "nothing"), "first, second, third"),
+            (("--impl", "nothing"), "triton, torch, reference, eager"),
+            (("--dtype", "int3"), "float32, float16"),
+            (("--device", "cuda:99"), "cpu"),
+            (("--direction", "sideways"), "fwd"),
+        ],
+    )
+    def test_unknown_names(self, arguments: tuple[str, ...], listed: str) -> None:
+        text = bench(*arguments, code=2).output
+        assert listed in text
+        assert "Traceback" not in text
+
+
+class TestDemo:
+    def test_table(self) -> None:
+        text = run("demo", "--quick", "--device", "cpu").stdout
+        assert "rms_norm" in text
+        assert "PyTorch ms" in text
+
+    def test_json(self) -> None:
+        (found,) = json.loads(run("demo", "--device", "cpu", "--format", "json").stdout)
+        assert found["failures"] == []
+        assert found["passed"] >= 6
+        assert {(one["implementation"], one["direction"]) for one in found["records"]} == {
+            ("torch", "fwd"), ("torch", "bwd"), ("eager", "fwd"), ("eager", "bwd"),
+        }  # fmt: skip
+
+    def test_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", lambda x, *rest, **options: x * 1)
+        result = run("demo", "--quick", "--device", "cpu", code=1)
+        assert "output: error" in result.output
+
+    def test_interrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _register(monkeypatch, "eager")
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", stop)
+        assert "rms_norm" in run("demo", "--quick", "--device", "cpu", code=130).stdout
+
+
+class TestTables:
+    def test_write_and_check(self, tmp_path: Path) -> None:
+        readme = tmp_path / "README.md"
+        room = tmp_path / "flashkernel" / "ops" / "norm" / "README.md"
+        room.parent.mkdir(parents=True)
+        for path in (readme, room):
+            path.write_text("before\n<!-- results:rms_norm -->\n<!-- /results -->\nafter\n")
+        bench("--case", "first", "--save", str(tmp_path / "results" / "cpu"))
+        root = ("--root", str(tmp_path))
+        assert str(room) in run("tables", "--check", *root, code=1).output
+        assert "first" not in room.read_text()
+        run("tables", "--write", *root)
+        for path in (readme, room):
+            assert path.read_text().startswith("before\n<!-- results:rms_norm -->\n")
+            assert "| first | float32 | fwd |" in path.read_text()
+        run("tables", "--check", *root)
+        bench("--case", "second", "--save", str(tmp_path / "results" / "cpu"))
+        run("tables", "--check", *root, code=1)
+
+    def test_print(self, tmp_path: Path) -> None:
+        bench("--case", "first", "--save", str(tmp_path / "results" / "cpu"))
+        assert "first" in run("tables", "--root", str(tmp_path)).stdout
+        assert len(json.loads(run("tables", str(tmp_path / "results" / "cpu"), "--format", "json").stdout)) == 4
+
+    def test_nothing_to_print(self, tmp_path: Path) -> None:
+        assert "holds no results" in run("tables", str(tmp_path), code=2).output
+
+
+class TestPlot:
+    def test_chart(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        bench("--case", "first", "--save", str(tmp_path))
+        run("plot", str(tmp_path), "--out", str(tmp_path / "charts"))
+        assert (tmp_path / "charts" / "rms_norm.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_without_matplotlib(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench("--case", "first", "--save", str(tmp_path))
+        for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+            monkeypatch.setitem(sys.modules, name, None)
+        text = run("plot", str(tmp_path), "--out", str(tmp_path / "charts"), code=1).output
+        assert "pip install 'flashkernel[plot]'" in text

@@ -1,0 +1,411 @@
+"""The lab: benchmark records, results files, tables, charts, and the selection of cases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashkernel.core.device import KNOWN
+from flashkernel.core.op import Baseline, Case, Input, Op
+from flashkernel.core.roofline import Ceilings
+from flashkernel.lab import checks, doctor, results, selection, tables
+from flashkernel.lab.bench import Settings, bench, directions_of
+from flashkernel.lab.results import Record, ResultsFile
+from flashkernel.ops.norm.spec import RMS_NORM
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings("somewhere", 0.01, {"float32": 0.1, "bfloat16": 0.1})
+SMALL = Case("small", {"rows": 8, "width": 16}, present=("weight",), dtypes=(torch.float32,))
+OTHER = replace(SMALL, name="other", axes={"rows": 4, "width": 16})
+
+
+def right(op: Op, case: Case) -> Callable[..., Any]:
+    return op.plain
+
+
+def wrong(op: Op, case: Case) -> Callable[..., Any]:
+    return lambda x, weight: op.plain(x, weight) * 1.5
+
+
+def wrong_backward(op: Op, case: Case) -> Callable[..., Any]:
+    """The right values, with gradients that miss what the norm itself contributes."""
+    return lambda x, weight: x * (op.plain(x, weight) / x).detach() + 0 * weight.sum()
+
+
+def crashing(op: Op, case: Case) -> Callable[..., Any]:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the kernel fell over\nat great length")
+
+    return run
+
+
+def exhausting(op: Op, case: Case) -> Callable[..., Any]:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("asked for 1 PiB")
+
+    return run
+
+
+def absent(op: Op, case: Case) -> Callable[..., Any]:
+    raise ImportError("No module named 'peer'")
+
+
+def declining(op: Op, case: Case) -> Callable[..., Any]:
+    raise ValueError("it wants a bias")
+
+
+def bound(op: Op, case: Case) -> Callable[..., Any]:
+    """Options bound when the function is made, so that it takes none."""
+    return lambda x, weight: op.plain(x, weight, **case.options)
+
+
+def norm(*baselines: str, benches: tuple[Case, ...] = (SMALL, OTHER)) -> Op:
+    made = tuple(Baseline(name, f"{__name__}:{name}") for name in baselines)
+    return replace(RMS_NORM, baselines=made, benches=benches)
+
+
+def measure(op: Op, case: Case = SMALL, **changes: Any) -> tuple[list[Record], list[str]]:
+    notes: list[str] = []
+    settings = Settings(CPU, CEILINGS, budget_s=0.01, note=notes.append, **changes)
+    return list(bench(op, case, torch.float32, settings)), notes
+
+
+def record(**changes: Any) -> Record:
+    ms = dict.fromkeys(results.STATISTICS, 2.0)
+    base = Record(
+        "rms_norm", "small", {"rows": 8}, "float32", "fwd", "triton", "backend", True, ms, 0.5, 0.25, 0.5, "memory"
+    )
+    return replace(base, **changes)
+
+
+def timed(name: str, ms: float, **changes: Any) -> Record:
+    kind = "backend" if name in ("triton", "torch") else "baseline"
+    return record(implementation=name, kind=kind, ms=dict.fromkeys(results.STATISTICS, ms), **changes)
+
+
+HEADER = {
+    "device": "somewhere",
+    "versions": {"torch": "2.0", "triton": "3.6.0"},
+    "commit": "abc",
+    "date": "2026-01-01T00:00:00+00:00",
+    "command": "flashkernel bench",
+    "ceilings": CEILINGS.as_dict(),
+}
+
+
+class TestBench:
+    def test_records(self) -> None:
+        records, _ = measure(norm("right"))
+        assert [(one.implementation, one.direction, one.kind) for one in records] == [
+            ("torch", "fwd", "backend"),
+            ("torch", "bwd", "backend"),
+            ("right", "fwd", "baseline"),
+            ("right", "bwd", "baseline"),
+        ]
+        for one in records:
+            assert one.counts
+            assert one.ms is not None
+            assert set(one.ms) == set(results.STATISTICS)
+            assert one.ms["min"] <= one.ms["p50"] <= one.ms["max"]
+            assert one.mode == "cpu"
+            assert one.bound == "memory"
+            seconds = one.ms["p50"] / 1e3
+            assert one.tbs == pytest.approx(RMS_NORM.cost(SMALL, torch.float32)[one.direction].bytes / seconds / 1e12)
+        assert records[0].axes == {"rows": 8, "width": 16}
+
+    def test_wrong_implementation_is_flagged(self) -> None:
+        records, _ = measure(norm("wrong"), implementations=["wrong"])
+        assert [(one.direction, one.correct, one.counts) for one in records] == [
+            ("fwd", False, False),
+            ("bwd", False, False),
+        ]
+        assert "output: error" in str(records[0].note)
+        assert records[0].ms is not None
+
+    def test_wrong_gradient_leaves_the_forward_right(self) -> None:
+        records, _ = measure(norm("wrong_backward"), implementations=["wrong_backward"])
+        assert [(one.direction, one.correct) for one in records] == [("fwd", True), ("bwd", False)]
+        assert str(records[1].note).startswith("d")
+
+    def test_crash_and_exhaustion_are_records(self) -> None:
+        records, _ = measure(norm("crashing", "exhausting", "right"), directions=["fwd"])
+        found = {one.implementation: one for one in records}
+        assert found["crashing"].error == "RuntimeError: the kernel fell over at great length"
+        assert found["exhausting"].error == "out of memory: asked for 1 PiB"
+        assert found["right"].counts
+        assert found["crashing"].ms is None
+        assert not found["crashing"].counts
+
+    def test_absent_and_declining_peers_are_notes(self) -> None:
+        records, notes = measure(norm("absent", "declining"))
+        assert {one.implementation for one in records} == {"torch"}
+        assert any("absent left out: it is not installed" in note for note in notes)
+        assert any("declining left out: it wants a bias" in note for note in notes)
+
+    def test_reference_and_interpreter_only_when_asked_for(self) -> None:
+        records, _ = measure(norm(), directions=["fwd"], implementations=["reference"])
+        assert [one.implementation for one in records] == ["reference"]
+
+    def test_backend_asked_for_that_cannot_serve_is_a_note(self) -> None:
+        wide = replace(SMALL, axes={"rows": 1, "width": 70000})
+        records, notes = measure(norm(), wide, implementations=["triton"])
+        assert records == []
+        assert any("triton left out" in note for note in notes)
+
+    def test_baseline_with_bound_options(self) -> None:
+        records, _ = measure(norm("bound"), replace(SMALL, options={"eps": 1e-2}), implementations=["bound"])
+        assert all(one.counts for one in records)
+        assert len(records) == 2
+
+    def test_whole_step_stands_for_the_backward(self) -> None:
+        def cost(case: Case, dtype: torch.dtype) -> Any:
+            found = RMS_NORM.cost(case, dtype)
+            return {**found, "fwd+bwd": found["bwd"]}
+
+        op = replace(norm(), cost=cost)
+        assert directions_of(op, SMALL, torch.float32) == ["fwd", "fwd+bwd"]
+        records, _ = measure(op)
+        assert [one.direction for one in records if one.counts] == ["fwd", "fwd+bwd"]
+
+    def test_no_backward_without_gradients(self) -> None:
+        assert directions_of(RMS_NORM, replace(SMALL, gradients=False), torch.float32) == ["fwd"]
+
+    def test_the_check_uses_its_own_axes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[Any] = []
+        made = RMS_NORM.plain
+
+        def watching(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            seen.append(x.shape[0])
+            return made(x, weight)
+
+        monkeypatch.setitem(globals(), "right", lambda op, case: watching)
+        from flashkernel.core.op import resolve
+
+        resolve.cache_clear()
+        measure(norm("right"), replace(SMALL, check_axes={"rows": 2}), implementations=["right"], directions=["fwd"])
+        resolve.cache_clear()
+        assert seen[0] == 2
+        assert seen[-1] == 8
+
+
+class TestResultsFile:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = tmp_path / "h200" / "rms_norm.json"
+        ResultsFile(path, HEADER).add([record(axes={"rows": (2, 4)}, error="no")])
+        found = results.load(path)
+        assert found["device"] == "somewhere"
+        assert found["records"] == [record(axes={"rows": (2, 4)}, error="no")]
+        raw = json.loads(path.read_text())
+        assert list(raw) == [*results.HEADER, "records"]
+        assert "note" not in raw["records"][0]
+
+    def test_a_case_is_replaced_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "rms_norm.json"
+        first = ResultsFile(path, HEADER)
+        first.add([timed("triton", 1.0), timed("eager", 2.0)])
+        first.add([timed("triton", 3.0, case="other")])
+        second = ResultsFile(path, {**HEADER, "commit": "def"})
+        second.add([timed("triton", 0.5)])
+        found = results.load(path)
+        assert [(one.case, one.implementation, one.p50) for one in found["records"]] == [
+            ("other", "triton", 3.0),
+            ("small", "triton", 0.5),
+        ]
+        assert found["commit"] == "def"
+        assert [(run["commit"], run["cases"]) for run in found["earlier"]] == [("abc", [["other", "float32"]])]
+
+    def test_dtypes_are_cases_of_their_own(self, tmp_path: Path) -> None:
+        path = tmp_path / "rms_norm.json"
+        ResultsFile(path, HEADER).add([record(), record(dtype="bfloat16")])
+        ResultsFile(path, HEADER).add([record(dtype="bfloat16", roof=0.75)])
+        assert {one.dtype: one.roof for one in results.load(path)["records"]} == {"float32": 0.5, "bfloat16": 0.75}
+
+    def test_earlier_runs_vanish_with_their_last_case(self, tmp_path: Path) -> None:
+        path = tmp_path / "rms_norm.json"
+        for commit, cases in (("a", ("small", "other")), ("b", ("small",)), ("c", ("other",)), ("d", ("small",))):
+            file = ResultsFile(path, {**HEADER, "commit": commit})
+            for case in cases:
+                file.add([record(case=case)])
+        found = results.load(path)
+        assert (found["commit"], [run["commit"] for run in found["earlier"]]) == ("d", ["c"])
+
+    def test_another_device_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "rms_norm.json"
+        ResultsFile(path, HEADER).add([record()])
+        with pytest.raises(ValueError, match="holds measurements of somewhere and this is elsewhere"):
+            ResultsFile(path, {**HEADER, "device": "elsewhere"})
+
+    def test_a_file_that_is_none_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "rms_norm.json"
+        path.write_text("{not json")
+        with pytest.raises(ValueError, match="is not a results file"):
+            ResultsFile(path, HEADER)
+        assert path.read_text() == "{not json"
+
+    def test_a_failed_write_leaves_the_old_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "rms_norm.json"
+        file = ResultsFile(path, HEADER)
+        file.add([record()])
+        before = path.read_text()
+        with pytest.raises(ValueError, match="JSON"):
+            file.add([record(case="other", roof=float("nan"))])
+        assert path.read_text() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+
+class TestTables:
+    def test_best_and_ratio_count_right_records_only(self) -> None:
+        (row,) = tables.rows([timed("triton", 2.0), timed("liger", 3.0), timed("eager", 1.0, correct=False)])
+        assert row.fastest == "triton"
+        assert row.ratio == pytest.approx(1.5)
+
+    def test_ours_is_the_backend_that_dispatch_picks(self) -> None:
+        (row,) = tables.rows([timed("triton", 2.0), timed("torch", 1.0), timed("eager", 3.0)])
+        assert row.ratio == pytest.approx(1.5)
+
+    def test_no_ratio_for_a_wrong_backend(self) -> None:
+        (row,) = tables.rows([timed("triton", 2.0, correct=False), timed("eager", 3.0)])
+        assert row.ratio is None
+        assert row.fastest == "eager"
+
+    def test_markdown(self) -> None:
+        text = tables.markdown(
+            [
+                timed("eager", 4.0),
+                timed("triton", 2.0),
+                timed("liger", 1.0, correct=False),
+                timed("fa4", 1.0, error="no"),
+            ]
+        )
+        assert text.splitlines() == [
+            "| case | dtype | direction | triton | eager | liger | fa4 | vs best peer |",
+            "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+            "| small | float32 | fwd | **2 (50%)** | 4 (50%) | 1 wrong | failed | 2.00x |",
+        ]
+
+    def test_line(self) -> None:
+        records = [timed("triton", 2.0), timed("triton", 3.0, direction="bwd"), timed("eager", 4.0)]
+        assert tables.line(records) == "rms_norm small float32: fwd triton 2 (50%), eager 4 (50%); bwd triton 3 (50%)"
+
+    def test_remarks(self) -> None:
+        assert tables.remarks([timed("triton", 1.0), timed("eager", 1.0, correct=False, note="output: off")]) == [
+            "rms_norm small float32 fwd eager: wrong: output: off"
+        ]
+
+    @pytest.mark.parametrize(
+        "value, text", [(0.004123, "0.00412"), (41.23, "41.2"), (4123.4, "4123"), (0.0004, "0.000400")]
+    )
+    def test_milliseconds(self, value: float, text: str) -> None:
+        assert tables.milliseconds(value) == text
+
+    def test_blocks(self, tmp_path: Path) -> None:
+        ResultsFile(tmp_path / "h200" / "rms_norm.json", HEADER).add([timed("triton", 2.0), timed("eager", 4.0)])
+        ResultsFile(tmp_path / "h200" / "rms_norm.json", HEADER).add([timed("triton", 7.0, case="other")])
+        text = "a\n<!-- results:rms_norm s* -->\nold\n<!-- /results -->\nb\n<!-- results:rope -->\n<!-- /results -->\n"
+        fresh = tables.regenerate(text, tmp_path)
+        assert "**2 (50%)**" in fresh
+        assert "| other |" not in fresh
+        assert "results/h200/rms_norm.json" in fresh
+        assert "old" not in fresh
+        assert tables.UNMEASURED in fresh
+        assert fresh.startswith("a\n")
+        assert tables.regenerate(fresh, tmp_path) == fresh
+
+
+class TestSelection:
+    def test_scaling_shrinks_rows_first(self) -> None:
+        case = Case("16384x4096", {"rows": 16384, "width": 4096}, present=("weight",), check_axes={"rows": 4096})
+        small = selection.scaled(RMS_NORM, case, 2**20)
+        assert small.axes == {"rows": 128, "width": 4096}
+        assert small.name == "16384x4096~128x4096"
+        assert small.check_axes == {}
+        assert selection.scaled(RMS_NORM, SMALL, 2**20) is SMALL
+
+    def test_scaling_keeps_sizes_that_belong_together(self) -> None:
+        case = Case("grid", {"rows": (64, 512), "width": 512}, present=("weight", "residual"))
+        small = selection.scaled(RMS_NORM, case, 2**14)
+        assert selection.question(RMS_NORM, small, torch.float32, KNOWN["h200"]).chosen == "triton"
+        inputs = selection.shapes_only(RMS_NORM, small, torch.float32)
+        assert sum(value.numel() for value in inputs.values()) <= 2**14
+
+    def test_scaling_merges_equals(self) -> None:
+        cases = [Case(f"{rows}", {"rows": rows, "width": 64}) for rows in (2**12, 2**16, 8)]
+        assert [case.axes["rows"] for case in selection.scaled_once(RMS_NORM, cases, 2**16)] == [1024, 8]
+
+    def test_shapes_only_allocates_nothing(self) -> None:
+        huge = Case("huge", {"rows": 2**20, "width": 2**20}, present=("weight",), layout="padded")
+        inputs = selection.shapes_only(RMS_NORM, huge, torch.bfloat16)
+        assert inputs["x"].device.type == "meta"
+        assert inputs["x"].dtype == torch.bfloat16
+        assert inputs["x"].stride() == (2**20 + 3, 1)
+
+    def test_integer_inputs_keep_their_dtype(self) -> None:
+        from flashkernel.core.op import integers
+
+        op = replace(RMS_NORM, inputs={"target": Input(("rows",), draw=integers("width", marker=-100))})
+        assert selection.shapes_only(op, SMALL, torch.float16)["target"].dtype == torch.int64
+
+    def test_axes(self) -> None:
+        assert selection.with_axes(SMALL, ["rows=2x3", "width=5"], RMS_NORM).axes == {"rows": (2, 3), "width": 5}
+        with pytest.raises(selection.UnknownNameError, match="no axis 'depth'; it has rows, width"):
+            selection.with_axes(SMALL, ["depth=1"], RMS_NORM)
+        with pytest.raises(selection.UnknownNameError, match="gives axis rows no size"):
+            selection.with_axes(SMALL, ["rows=many"], RMS_NORM)
+
+
+class TestChecks:
+    def test_a_wrong_backend_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (task,) = checks.tasks(RMS_NORM, [SMALL], None, ["torch"], CPU)
+        assert isinstance(task, checks.Task)
+        assert checks.run(task, CPU).status == "passed"
+        backend = RMS_NORM.backend("torch")
+        monkeypatch.setitem(backend.__dict__, "run", lambda *args, **kwargs: RMS_NORM.plain(*args, **kwargs) + 1)
+        outcome = checks.run(task, CPU)
+        assert outcome.status == "failed"
+        assert "output: error" in outcome.message
+
+    def test_an_exception_is_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no such instruction")
+
+        monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", broken)
+        (task,) = checks.tasks(RMS_NORM, [SMALL], None, ["torch"], CPU)
+        assert checks.run(task, CPU).message == "RuntimeError: no such instruction"
+
+    def test_a_backend_asked_for_declines_aloud(self) -> None:
+        wide = replace(SMALL, axes={"rows": 1, "width": 70000})
+        (outcome,) = checks.tasks(RMS_NORM, [wide], None, ["triton"], CPU)
+        assert isinstance(outcome, checks.Outcome)
+        assert outcome.status == "declined"
+
+    def test_interpreted_bfloat16_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        found = list(checks.tasks(RMS_NORM, [SMALL], [torch.bfloat16, torch.float32], None, CPU))
+        assert [str(task) for task in found] == [
+            "rms_norm small bfloat16 torch",
+            "rms_norm small float32 triton",
+            "rms_norm small float32 torch",
+        ]
+
+
+class TestDoctor:
+    def test_without_torch_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(name: str) -> Any:
+            raise ImportError(f"No module named {name!r}")
+
+        monkeypatch.setattr(doctor.importlib, "import_module", missing)
+        *_, last = doctor.examine()
+        assert (last.name, last.status, last.advice) == ("torch", "broken", "pip install torch")
+
+    def test_a_cache_folder_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+        found = {one.name: one for one in doctor._set_up()}
+        assert found["cache folder"].status == "missing"
+        assert "FLASHKERNEL_CACHE_DIR" in found["cache folder"].advice
