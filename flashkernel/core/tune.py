@@ -34,6 +34,16 @@ Shape = Mapping[str, Any]  # axis or property name -> size or name
 Calls = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
+def power_of_2(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def ceil_div(value: int, by: int) -> int:
+    """`value / by` rounded up; Triton's own `cdiv` costs microseconds on the host."""
+    return -(-value // by)
+
+
 @dataclass(frozen=True, eq=False)
 class Tunable:
     """One kernel's launch choices. What `heuristic`, `space` and `valid` look at must be part of the bucket."""

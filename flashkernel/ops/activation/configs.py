@@ -6,17 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flashkernel.core.device import Device
-from flashkernel.core.tune import Tunable
+from flashkernel.core.tune import Tunable, power_of_2
 
 _MANY = 1 << 24  # elements beyond which a launch fills any GPU many times over
-
-
-def power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
-def ceil_div(value: int, by: int) -> int:
-    return -(-value // by)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.activation.configs import BACKWARD, FORWARD, Block, ceil_div
+from flashkernel.core.tune import ceil_div
+from flashkernel.ops.activation.configs import BACKWARD, FORWARD, Block
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flashkernel.core.device import Device
-from flashkernel.core.tune import Tunable
+from flashkernel.core.tune import Tunable, power_of_2
 
 CHUNK_BYTES = 560 * 10**6  # of logits: large enough for full-speed matrix products, far below all of them
 
@@ -37,15 +37,11 @@ def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:
     return min(max(256, fitting // 256 * 256), max(1, rows))
 
 
-def _power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
 def _scan(block: int, warps: int, stages: int = 1) -> Callable[[Device, Mapping[str, int]], Scan]:
     """Measured on long rows; rows shorter than a block get a block of their size, and warps to match."""
 
     def heuristic(device: Device, shape: Mapping[str, int]) -> Scan:
-        fitting = min(block, _power_of_2(shape["classes"]))
+        fitting = min(block, power_of_2(shape["classes"]))
         return Scan(fitting, max(1, min(warps, fitting // 128)), stages if fitting == block else 1)
 
     return heuristic
@@ -64,7 +60,7 @@ def _valid(config: Scan, device: Device, shape: Mapping[str, int]) -> str | None
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    return (_power_of_2(shape["classes"]), shape["bytes"])
+    return (power_of_2(shape["classes"]), shape["bytes"])
 
 
 # A scan that only reads wants many small programs; one that reads its row again wants the row still in the L2 cache,

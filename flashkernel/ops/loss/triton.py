@@ -191,7 +191,7 @@ def reduced(loss: torch.Tensor, target: torch.Tensor, settings: Settings) -> tup
     count = torch.empty((), dtype=torch.int32, device=loss.device)
     launch(
         reduce_losses, (1,), loss, target, result, count, loss.shape[0], settings.ignore_index,
-        MEAN=settings.reduction == "mean", BLOCK=min(4096, triton.next_power_of_2(max(1, loss.shape[0]))), num_warps=8,
+        MEAN=settings.reduction == "mean", BLOCK=min(4096, tune.power_of_2(max(1, loss.shape[0]))), num_warps=8,
     )  # fmt: skip
     return result, count
 
@@ -227,6 +227,6 @@ def backward(
 def scaled(values: torch.Tensor, factor: torch.Tensor, in_place: bool) -> torch.Tensor:
     """values * factor for a contiguous tensor and a factor that lives on the device."""
     result = values if in_place else torch.empty_like(values)
-    grid = (triton.cdiv(values.numel(), 4096),)
+    grid = (tune.ceil_div(values.numel(), 4096),)
     launch(scale, grid, values, result, factor, values.numel(), IN_PLACE=in_place, BLOCK=4096, num_warps=8)
     return result

@@ -6,14 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flashkernel.core.device import Device
-from flashkernel.core.tune import Tunable
+from flashkernel.core.tune import Tunable, power_of_2
 
 WIDEST_HELD = 8192  # columns up to which the backward kernel holds the weight in registers
 MAX_WIDTH = 16384  # a whole row, and its part of the weight gradient, live in registers
-
-
-def power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -145,11 +145,11 @@ def forward(
     # What is larger than the L2 cache streams through it; what fits should stay there for the next kernel.
     streams = rows * width * x.element_size() > facts.l2_bytes // 2
     launch(
-        norm_forward, (triton.cdiv(rows, config.rows),),
+        norm_forward, (tune.ceil_div(rows, config.rows),),
         x, residual, weight, bias, y, total, mean, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        EVICT="evict_first" if streams else "", ROWS=config.rows, BLOCK=triton.next_power_of_2(width),
+        EVICT="evict_first" if streams else "", ROWS=config.rows, BLOCK=tune.power_of_2(width),
         num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd
@@ -173,7 +173,7 @@ def backward(
     streams = 2 + (dtotal is not None) + reload  # what each row loads
     shape = {"rows": rows, "width": width, "bytes": dy.element_size(), "streams": streams}
     config = tune.pick(BACKWARD, facts, shape)
-    programs = max(1, min(triton.cdiv(rows, config.rows), config.per_sm * facts.sms))
+    programs = max(1, min(tune.ceil_div(rows, config.rows), config.per_sm * facts.sms))
     dx = torch.empty((rows, width), dtype=total.dtype, device=dy.device)
     has_weight, has_bias = weight is not None, bias_dtype is not None
     dweight = torch.empty((programs, width) if has_weight else 0, dtype=torch.float32, device=dy.device)
@@ -183,8 +183,8 @@ def backward(
         dy, dtotal, total, weight, mean, rstd, dx, dweight, dbias,
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), total.stride(0), rows, width, offset,
         RMS=rms, HAS_DTOTAL=dtotal is not None, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
-        ROWS=config.rows, BLOCK=triton.next_power_of_2(width), STAGES=config.stages,
-        EVEN=width == triton.next_power_of_2(width), RELOAD=reload, num_warps=config.warps,
+        ROWS=config.rows, BLOCK=tune.power_of_2(width), STAGES=config.stages,
+        EVEN=width == tune.power_of_2(width), RELOAD=reload, num_warps=config.warps,
     )  # fmt: skip
     return dx, _summed(dweight, weight.dtype if has_weight else None), _summed(dbias, bias_dtype)
 
@@ -195,6 +195,6 @@ def _summed(partial: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     rows, width = partial.shape
     result = torch.empty(width, dtype=dtype, device=partial.device)
     config = tune.pick(COLUMN_SUM, device.facts(partial.device), {"rows": rows, "width": width})
-    grid = (triton.cdiv(width, config.block),)
+    grid = (tune.ceil_div(width, config.block),)
     launch(column_sum, grid, partial, result, rows, width, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
     return result

@@ -6,15 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flashkernel.core.device import Device
-from flashkernel.core.tune import Tunable
-
-
-def power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
-def ceil_div(value: int, by: int) -> int:
-    return -(-value // by)
+from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.rope.configs import ROTATE, ceil_div, power_of_2, tile
+from flashkernel.core.tune import ceil_div, power_of_2
+from flashkernel.ops.rope.configs import ROTATE, tile
 
 
 @triton.jit
