@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= auto
+GPU ?= h200# the folder under results/
 
-.PHONY: help demo test cpu-test compile-test lint format gpu-test bench tables clean
+.PHONY: help demo test cpu-test compile-test lint format gpu-test sanitize bench tables clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -34,8 +35,13 @@ format: $(READY)  ## fix what can be fixed
 gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is there
 	$(PYTHON) -m pytest -m gpu
 
+sanitize:  ## compute-sanitizer over a few cases of every kernel family
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 9 $(PYTHON) -m flashkernel check \
+	  rms_norm cross_entropy softmax sum weighted_sum rope swiglu --dtype float16 \
+	  --case everything --case odd --case plain --case mask-causal --case interleaved || exit 1; done
+
 bench:  ## measure every operator on this machine's GPU and keep the figures
-	$(PYTHON) -m flashkernel bench --save results
+	$(PYTHON) -m flashkernel bench --save results/$(GPU)
 
 tables: $(READY)  ## write the figures of results/ into the docs
 	$(BIN)/flashkernel tables --write

@@ -1,4 +1,4 @@
-"""Eager calls stay cheap: what the public function costs the host, beyond the allocations and the launch it must make."""
+"""Eager calls stay cheap: what the public function costs the host beyond the launcher it must call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import flashkernel as fk
 from flashkernel.ops.norm import triton as norm_kernels
 
-WRAPPER_US = 15.0
+WRAPPER_SHARE = 0.3  # of the bare launcher's time: hosts differ in speed
 
 
 def _host_us(call: Callable[[], object], count: int = 300) -> float:
@@ -30,7 +30,7 @@ def _host_us(call: Callable[[], object], count: int = 300) -> float:
 def test_the_wrapper_costs_little() -> None:
     x, weight = torch.randn(16, 1024, device="cuda"), torch.randn(1024, device="cuda")
     with torch.no_grad():
-        bare = _host_us(lambda: norm_kernels.forward(x, weight, None, None, 1e-6, 0.0, True))
+        bare = _host_us(lambda: norm_kernels.forward(x, weight, None, None, 1e-6, 0.0, True, x.shape))
         whole = _host_us(lambda: fk.rms_norm(x, weight))
     print(f"launcher {bare:.1f} us, public function {whole:.1f} us")
-    assert whole - bare < WRAPPER_US, f"the wrapper adds {whole - bare:.1f} us to a launch of {bare:.1f} us"
+    assert whole - bare < WRAPPER_SHARE * bare, f"the wrapper adds {whole - bare:.1f} us to a launch of {bare:.1f} us"

@@ -12,8 +12,8 @@ from flashkernel.core.op import LAYOUTS, Case, Op
 from flashkernel.ops import registry
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 
 @st.composite

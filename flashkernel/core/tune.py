@@ -28,6 +28,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.timing import Timing, measure
 
 SCHEMA = 1
+MOST_RECENT = 4096
 MARGIN = 0.02  # a config must beat the heuristic by this share to replace it: less is noise
 
 Shape = Mapping[str, Any]  # axis or property name -> size or name
@@ -63,6 +64,7 @@ class Tunable:
 # Process-wide, not per context: a backward pass runs on autograd's own thread and must see the override as well.
 _overrides: dict[str, Any] = {}
 _picked: dict[tuple[Tunable, Device, tuple[Any, ...]], Any] = {}
+_recent: dict[tuple[Any, ...], Any] = {}  # by exact shape, in front of the buckets, which take longer to work out
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[Path] = set()
 
@@ -74,10 +76,16 @@ def pick(tunable: Tunable, device: Device, shape: Shape, run: Callable[[Any], Ca
     """
     if _overrides and tunable.name in _overrides:
         return _overriding(tunable, device, shape)
-    key = (tunable, device, tunable.bucket(shape))
-    config = _picked.get(key)
+    exact = (tunable, device, *shape.values())
+    config = _recent.get(exact)
     if config is None:
-        config = _picked[key] = _decide(tunable, device, shape, run)
+        key = (tunable, device, tunable.bucket(shape))
+        config = _picked.get(key)
+        if config is None:
+            config = _picked[key] = _decide(tunable, device, shape, run)
+        if len(_recent) >= MOST_RECENT:
+            _recent.clear()
+        _recent[exact] = config
     return config
 
 
@@ -133,12 +141,14 @@ def search(
     bucket = tunable.bucket(shape)
     _save(tunable, device, _key(bucket), entry)
     _picked[tunable, device, bucket] = best
+    _recent.clear()
     return best
 
 
 def forget() -> None:
     """Drop what was picked and read, so that the files are read again."""
     _picked.clear()
+    _recent.clear()
     _loaded.clear()
     _warned.clear()
 

@@ -74,7 +74,7 @@ def _check(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, res
 
 def _flat(x: Tensor) -> Tensor:
     """[rows, width] with unit stride along the row; a view where the layout allows one."""
-    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
@@ -90,8 +90,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd); total is empty without a residual."""
     flat_residual = None if residual is None else _flat(residual)
-    y, total, mean, rstd = resolve(kernels).forward(_flat(x), weight, bias, flat_residual, eps, offset, rms)
-    return y.view(x.shape), total if residual is None else total.view(x.shape), mean, rstd
+    return resolve(kernels).forward(_flat(x), weight, bias, flat_residual, eps, offset, rms, x.shape)
 
 
 def _fake_forward(x, weight, bias, residual, eps, offset, rms, kernels):

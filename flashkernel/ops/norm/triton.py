@@ -133,10 +133,11 @@ def forward(
     eps: float,
     offset: float,
     rms: bool,
+    shape: torch.Size,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, total, mean, rstd) of x and residual seen as [rows, width]; what is not needed comes back empty."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if residual is not None else y.new_empty(0)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty(0 if rms else rows, dtype=torch.float32, device=x.device)
@@ -186,7 +187,7 @@ def backward(
         ROWS=config.rows, BLOCK=tune.power_of_2(width), STAGES=config.stages,
         EVEN=width == tune.power_of_2(width), RELOAD=reload, num_warps=config.warps,
     )  # fmt: skip
-    return dx, _summed(dweight, weight.dtype if has_weight else None), _summed(dbias, bias_dtype)
+    return dx, _summed(dweight, None if weight is None else weight.dtype), _summed(dbias, bias_dtype)
 
 
 def _summed(partial: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -1,0 +1,217 @@
+"""Launch configs of the reductions: tiles, warps, and how many programs share the rows or a long row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, power_of_2
+
+MAX_TILE = 16384  # widest row a softmax keeps in registers: 16 values a thread at 32 warps
+MAX_SPLITS = 1024  # programs that share one row; their results must fit the tile of the pass that merges them
+LEAST_BLOCKS = 4  # a row of fewer tiles is not worth the second launch that a split costs
+BYTES_PER_WARP = 2048  # 64 bytes a thread: four 16-byte loads in flight
+EVERY_TILE = 1 << 20  # as `per_sm`: no walking, a program for every tile
+
+Shape = Mapping[str, int]
+
+
+def tile_width(width: int) -> int | None:
+    """Columns of a tile that holds a whole row, or None where the row is too long for one."""
+    padded = power_of_2(width)
+    return padded if padded <= MAX_TILE else None
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A tile that walks along its rows; `per_sm` programs on each multiprocessor are enough to fill it."""
+
+    rows: int
+    block: int
+    warps: int
+    per_sm: int
+    stages: int  # tiles under way at once
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A tile of whole rows; `per_sm` programs on each multiprocessor walk over the rows."""
+
+    rows: int
+    warps: int
+    per_sm: int
+    stages: int  # tiles under way at once
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of rows and columns that is visited once."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def splits_of(config: Reduce, device: Device, tiles: int, width: int, block: int) -> tuple[int, int]:
+    """(columns per program, programs per row): one program, unless the rows are too few to fill the GPU and long."""
+    blocks = max(1, -(-width // block))
+    wanted = min(MAX_SPLITS, device.sms * config.per_sm // max(1, tiles), blocks)
+    if wanted < 2 or blocks < LEAST_BLOCKS:
+        return blocks * block, 1
+    span = -(-blocks // wanted) * block
+    return span, -(-width // span)
+
+
+def programs_of(config: Walk, device: Device, rows: int, width: int) -> int:
+    """Programs that walk over the rows, each with the same number of tiles (give or take one)."""
+    if width == 0:
+        return 0
+    tiles = -(-rows // config.rows)
+    rounds = max(1, -(-tiles // (config.per_sm * device.sms)))
+    return -(-tiles // rounds)
+
+
+def walkers_of(config: Reduce, device: Device, rows: int, blocks: int) -> int:
+    """Programs that share the rows of one block of columns."""
+    return max(1, min(-(-rows // config.rows), config.per_sm * device.sms // max(1, blocks)))
+
+
+def _bucket(shape: Shape) -> tuple[int, ...]:
+    return (
+        power_of_2(shape["rows"]),
+        power_of_2(shape["width"]),
+        shape.get("bytes", 4),
+        shape.get("aligned", 1),
+        shape.get("reads", 1),
+        shape.get("powers", 0),
+    )
+
+
+def _too_large(elements: float, most: int) -> str | None:
+    return None if elements <= most else f"{elements:.0f} values a thread do not fit its registers"
+
+
+def _narrow_rows(shape: Shape, width: int, elements: int) -> int:
+    """Rows of a tile of `elements` values, or fewer where there are no more."""
+    return max(1, min(elements // width, power_of_2(shape["rows"])))
+
+
+def _reduce_heuristic(device: Device, shape: Shape) -> Reduce:
+    size, width, rows = shape["bytes"], power_of_2(shape["width"]), power_of_2(shape["rows"])
+    if rows < device.sms and width <= 8192 and shape["aligned"]:
+        # A few short rows: what counts is how soon one is done, so 16 values a thread.
+        return Reduce(1, width, max(1, min(16, width // 512)), 8, stages=1)
+    if shape.get("powers") and shape["aligned"] and width >= 1024 and rows >= 8 * device.sms:
+        # Exponentials cost more to merge than to add up: two warps a row, until rows are long enough for more.
+        return Reduce(1, 1024, 2, 8, 1) if width <= 65536 else Reduce(1, 4096, 4, 8, stages=3)
+    if width >= 16384 and shape["reads"] == 1 and shape["aligned"] and size == 2 and rows * width >= 1 << 22:
+        return Reduce(1, 8192, 16 if shape.get("powers") else 8, 8, stages=1)
+    per_warp = BYTES_PER_WARP // size if shape["aligned"] else 512  # single values take a register each
+    block = min(width, 4 * per_warp)
+    # Four warps a tile; up to four times as wide where such tiles are too few to fill the GPU.
+    widen = max(1, min(4, power_of_2(8 * device.sms // max(1, rows * (width // block)))))
+    block = min(width, widen * block)
+    tile_rows = _narrow_rows(shape, block, 2 * per_warp)
+    warps = max(1, min(16, tile_rows * block // per_warp))
+    # Eight tiles, and as many of the weights where there are some, fit the shared memory.
+    return Reduce(tile_rows, block, warps, max(1, 32 // warps), stages=4 - shape["reads"])
+
+
+def _reduce_space(device: Device, shape: Shape) -> Iterator[Reduce]:
+    width = power_of_2(shape["width"])
+    for block in (1024, 2048, 4096, 8192, 16384, 32768):
+        for warps in (2, 4, 8, 16, 32):
+            for per_sm in (1, 2, 4, 8, 16):
+                for stages in (1, 2, 3, 4):
+                    yield Reduce(max(1, 1024 // width), min(block, width), warps, per_sm, stages)
+
+
+def _reduce_valid(config: Reduce, device: Device, shape: Shape) -> str | None:
+    return _too_large(config.rows * config.block / (32 * config.warps), 64)
+
+
+def _row_tile(device: Device, shape: Shape, most_warps: int) -> tuple[int, int]:
+    """(rows, warps) with 16 values a thread, and no more warps than may meet at a barrier."""
+    width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
+    rows = _narrow_rows(shape, width, 1024)
+    if count < device.sms * rows:
+        most_warps = 32  # too few rows to fill the GPU: what counts is how soon one is done
+    return rows, max(1, min(most_warps, rows * width // 512))
+
+
+def _forward_heuristic(device: Device, shape: Shape) -> Walk:
+    return Walk(*_row_tile(device, shape, 8), per_sm=EVERY_TILE, stages=1)
+
+
+def _backward_heuristic(device: Device, shape: Shape) -> Walk:
+    rows, warps = _row_tile(device, shape, 16)
+    if power_of_2(shape["width"]) < MAX_TILE or not shape["aligned"]:
+        return Walk(rows, warps, EVERY_TILE, stages=1)
+    # One such program fills a multiprocessor: it must walk, or nothing is under way while it reduces.
+    return Walk(rows, 32, per_sm=1, stages=3 if shape["bytes"] == 2 else 1)
+
+
+def _walk_space(device: Device, shape: Shape) -> Iterator[Walk]:
+    for rows in (1, 2, 4):
+        for warps in (1, 2, 4, 8, 16, 32):
+            yield Walk(rows, warps, EVERY_TILE, 1)
+            for per_sm in (1, 2, 3, 4, 6, 8):
+                for stages in (2, 3, 4):
+                    yield Walk(rows, warps, per_sm, stages)
+
+
+def _walk_valid(config: Walk, device: Device, shape: Shape) -> str | None:
+    return _too_large(config.rows * power_of_2(shape["width"]) / (32 * config.warps), 64)
+
+
+def _spread_heuristic(device: Device, shape: Shape) -> Tile:
+    size = shape["bytes"]
+    block = min(power_of_2(shape["width"]), 4096 // size)
+    return Tile(_narrow_rows(shape, block, 4096 // size), block, 4)
+
+
+def _spread_space(device: Device, shape: Shape) -> Iterator[Tile]:
+    for block in (512, 1024, 2048, 4096, 8192):
+        for warps in (2, 4, 8):
+            yield Tile(1, block, warps)
+
+
+def _tile_valid(config: Tile, device: Device, shape: Shape) -> str | None:
+    return _too_large(config.rows * config.block / (32 * config.warps), 128)
+
+
+def _weighted_heuristic(device: Device, shape: Shape) -> Reduce:
+    size = shape["bytes"]
+    block = min(power_of_2(shape["width"]), 2048 // size)
+    rows = _narrow_rows(shape, block, 4 * BYTES_PER_WARP // size)
+    return Reduce(rows, block, 4, 5, stages=3)
+
+
+def _weighted_space(device: Device, shape: Shape) -> Iterator[Reduce]:
+    width = power_of_2(shape["width"])
+    for rows in (1, 2, 4, 8):
+        for block in (256, 512, 1024, 2048):
+            for warps in (2, 4, 8):
+                for per_sm in (2, 4, 8):
+                    for stages in (1, 2, 3, 4):
+                        yield Reduce(rows, min(block, width), warps, per_sm, stages)
+
+
+def _column_heuristic(device: Device, shape: Shape) -> Tile:
+    return Tile(rows=min(64, power_of_2(shape["rows"])), block=32, warps=4)
+
+
+def _column_space(device: Device, shape: Shape) -> Iterator[Tile]:
+    for rows in (16, 32, 64, 128):
+        for block in (16, 32, 64, 128):
+            for warps in (2, 4, 8):
+                yield Tile(rows, block, warps)
+
+
+REDUCE = Tunable("reduce", Reduce, _reduce_heuristic, _reduce_space, _reduce_valid, _bucket)
+SPREAD = Tunable("reduce_spread", Tile, _spread_heuristic, _spread_space, _tile_valid, _bucket)
+SOFTMAX_FORWARD = Tunable("softmax_forward", Walk, _forward_heuristic, _walk_space, _walk_valid, _bucket)
+SOFTMAX_BACKWARD = Tunable("softmax_backward", Walk, _backward_heuristic, _walk_space, _walk_valid, _bucket)
+WEIGHTED_BACKWARD = Tunable("weighted_backward", Reduce, _weighted_heuristic, _weighted_space, _reduce_valid, _bucket)
+COLUMN_SUM = Tunable("reduce_column_sum", Tile, _column_heuristic, _column_space, _tile_valid, _bucket)

@@ -1,0 +1,193 @@
+"""The reductions in CUDA C++: which instance of each kernel in kernel.cu to launch, with which grid."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from flashkernel.core import device
+from flashkernel.core.cuda import Kernel, Module
+from flashkernel.core.tune import power_of_2
+from flashkernel.ops.reduce import kinds
+from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
+
+MODULE = Module(Path(__file__).with_name("kernel.cu"))
+TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+WARP, IN_FLIGHT, MOST_THREADS = 32, 4, 512  # as in row.cuh
+MOST_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values a thread
+MOST_SINGLE_COLUMNS = 8192  # the same where rows are not whole vectors: every load takes a register of its own
+LEAST_SPANS = 4  # a shorter row is not worth the second launch that a split costs
+MOST_SPLITS = 1024
+
+_POINTERS = "pointer, pointer, pointer, pointer, pointer"
+_MASK = "int64, int64, int64, int64, int64, int64"
+_ARGUMENTS = {
+    "row_reduce": f"{_POINTERS}, int64, int64, int64, int64, int64, float32, int64, {_MASK}",
+    "finish_rows": "pointer, pointer, pointer, pointer, int64, int64, int32",
+    "row_softmax": f"pointer, pointer, pointer, int64, int64, int32, float32, int64, {_MASK}",
+    "row_softmax_backward": "pointer, pointer, pointer, int64, int64, int64, int32, float32, int64",
+    "spread_rows": f"{_POINTERS}, pointer, int64, int64, int64, int64, int32, float32, int64, {_MASK}",
+    "weighted_backward": f"{_POINTERS}, int64, int64, int64",
+    "column_sum": "pointer, pointer, int64, int64",
+}  # fmt: skip
+
+
+@cache
+def kernel(name: str, *parameters: str | int) -> Kernel:
+    """An instance of a template: kernel("row_softmax", "float", 4, 2) is row_softmax<float, 4, 2>."""
+    return MODULE.kernel(f"{name}<{', '.join(map(str, parameters))}>", _ARGUMENTS[name])
+
+
+def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, saved) of x [rows, width]: y in x's dtype; saved is for the backward of max and logsumexp, else empty."""
+    rows, width = x.shape
+    y = torch.empty(rows, dtype=x.dtype, device=x.device)
+    saved = torch.empty(rows if kind in (kinds.MAX, kinds.LOGSUMEXP) else 0, dtype=torch.float32, device=x.device)
+    a, b = _reduce_pairs(x, weight, kind, whole=(y, saved))
+    if a is not y:
+        finish = kernel("finish_rows", TYPES[x.dtype], kind)
+        finish.launch((-(-rows // 4),), (WARP, 4), (a, b, y, saved, rows, width, a.shape[1]))
+    return y, saved
+
+
+def reduce_backward(dy: torch.Tensor, x: torch.Tensor, y: torch.Tensor, saved: torch.Tensor, kind: int) -> torch.Tensor:
+    """dx [rows, width] of max or logsumexp, from dy [rows], x [rows, width] and what the forward pass gave."""
+    return _spread(x, dy, y, saved, kind)
+
+
+def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torch.Tensor:
+    """The softmax of scale * x [rows, width] over what each row sees; queries > 0 says causal."""
+    rows, width = x.shape
+    vector = _vector(x)
+    if width > (MOST_COLUMNS if vector > 1 else MOST_SINGLE_COLUMNS):
+        pairs = _reduce_pairs(x, None, kinds.SOFTMAX, scale, queries, mask)
+        return _spread(x, None, *pairs, kinds.SOFTMAX, scale, queries, mask)
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    values, grid, block = _row_in_registers(rows, width)
+    arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides)
+    kernel("row_softmax", TYPES[x.dtype], vector, values // vector).launch(grid, block, arguments)
+    return y
+
+
+def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, queries: int) -> torch.Tensor:
+    """dx [rows, width] from dy and the softmax y."""
+    rows, width = y.shape
+    vector = _vector(y, dy)
+    if width > (MOST_COLUMNS if vector > 1 else MOST_SINGLE_COLUMNS):
+        pairs = _reduce_pairs(y, dy, kinds.WEIGHTED, queries=queries)
+        return _spread(y, dy, *pairs, kinds.SOFTMAX_BACKWARD, scale, queries)
+    dx = torch.empty((rows, width), dtype=y.dtype, device=y.device)
+    values, grid, block = _row_in_registers(rows, width)
+    arguments = (dy, y, dx, dy.stride(0), y.stride(0), rows, width, scale, queries)
+    kernel("row_softmax_backward", TYPES[y.dtype], vector, values // vector).launch(grid, block, arguments)
+    return dx
+
+
+def weighted_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, want_x: bool, want_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx, dweight) from dy [rows], x [rows, width] and weight [width]; the one not wanted comes back empty."""
+    rows, width = x.shape
+    vector, threads = _vector(x), 128
+    blocks = -(-width // (threads * vector))
+    walkers = max(1, min(-(-rows // IN_FLIGHT), 8 * device.facts(x.device).sms // max(1, blocks)))
+    dx = torch.empty((rows, width) if want_x else 0, dtype=x.dtype, device=x.device)
+    share = weight.dtype if walkers == 1 else torch.float32
+    partial = torch.empty((walkers, width) if want_weight else 0, dtype=share, device=x.device)
+    walk = kernel("weighted_backward", TYPES[x.dtype], TYPES[weight.dtype], TYPES[share], vector)
+    wanted = (dx if want_x else None, partial if want_weight else None)
+    walk.launch((blocks, walkers), (threads,), (dy, x, weight, *wanted, x.stride(0), rows, width))
+    if not want_weight:
+        return dx, weight.new_empty(0)
+    if walkers == 1:
+        return dx, partial.view(width)
+    dweight = torch.empty(width, dtype=weight.dtype, device=x.device)
+    add = kernel("column_sum", TYPES[weight.dtype])
+    add.launch((-(-width // WARP),), (WARP, 8), (partial, dweight, walkers, width))
+    return dx, dweight
+
+
+def _vector(*tensors: torch.Tensor) -> int:
+    """Columns of a 16-byte load where rows are made of whole vectors, else 1."""
+    count = 16 // tensors[0].element_size()
+    whole = all(
+        tensor.shape[1] % count == 0 and tensor.stride(0) % count == 0 and tensor.data_ptr() % 16 == 0
+        for tensor in tensors
+    )
+    return count if whole else 1
+
+
+def _row_in_registers(rows: int, width: int) -> tuple[int, tuple[int], tuple[int, int]]:
+    """(values a thread, grid, block) of a softmax that reads its rows once."""
+    values = 8 if width <= 8 * WARP else 16 if width <= 16 * MOST_THREADS else 32
+    threads = max(WARP, power_of_2(-(-width // values)))
+    together = 4 if threads == WARP else 1  # rows of a block
+    return values, (-(-rows // together) if width else 0,), (threads, together)
+
+
+def _reduce_pairs(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    kind: int,
+    scale: float = 1.0,
+    queries: int = 0,
+    mask: MaskRows = NO_MASK,
+    whole: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs (a, b), each [rows, splits], of x [rows, width]; or `whole`, filled, where one block a row will do.
+
+    `weight` is [width], or [rows, width] for one of its own per row; queries > 0 says causal.
+    """
+    rows, width = x.shape
+    sms, vector = device.facts(x.device).sms, 16 // x.element_size()
+    # IN_FLIGHT loads a thread; many threads only for few rows that are too short to be split.
+    # Exponentials cost more to merge than to add up: half the threads, each with twice the columns.
+    many = 64 if kind in (kinds.LOGSUMEXP, kinds.SOFTMAX) else 128
+    most = MOST_THREADS if rows < 4 * sms and width <= 65536 else many
+    threads = max(WARP, min(most, power_of_2(-(-width // (vector * IN_FLIGHT)))))
+    together = 4 if threads == WARP else 1  # rows of a block
+    spans = -(-width // (threads * vector * IN_FLIGHT))
+    # Threads a multiprocessor holds at once, by the registers that each kind takes.
+    resident = 1024 if kind in (kinds.WEIGHTED, kinds.SOFTMAX) else 1536
+    wanted = min(MOST_SPLITS, spans, resident * sms // (threads * max(1, rows)))
+    splits = wanted if wanted > 1 and spans >= LEAST_SPANS else 1
+    span = -(-spans // splits) * threads * vector * IN_FLIGHT
+    splits = max(1, -(-width // span)) if span else 1
+    pair = whole
+    if pair is None or splits > 1:
+        a, b = torch.empty((2, rows, splits), dtype=torch.float32, device=x.device).unbind(0)
+        pair = a, b
+    weight_type = TYPES[x.dtype if weight is None else weight.dtype]
+    weight_stride = weight.stride(0) if weight is not None and weight.ndim == 2 else 0
+    kernel("row_reduce", TYPES[x.dtype], weight_type, kind, "false" if pair is whole else "true").launch(
+        (-(-rows // together), splits), (threads, together),
+        (x, weight, mask.tensor, *pair, x.stride(0), weight_stride, rows, width, span, scale, queries,
+         *mask.sizes, *mask.strides),
+    )  # fmt: skip
+    return pair
+
+
+def _spread(
+    x: torch.Tensor,
+    dy: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    kind: int,
+    scale: float = 1.0,
+    queries: int = 0,
+    mask: MaskRows = NO_MASK,
+) -> torch.Tensor:
+    """A tensor like x [rows, width]; dy is [rows] or [rows, width], first and second are [rows] or [rows, splits]."""
+    rows, width = x.shape
+    result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    matrix = [dy] if dy is not None and dy.ndim == 2 else []
+    vector, threads = _vector(x, *matrix), 256
+    blocks = -(-width // (threads * vector))
+    kernel("spread_rows", TYPES[x.dtype], vector, kind).launch(
+        (rows * blocks,), (threads,),
+        (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, width, blocks,
+         first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.sizes, *mask.strides),
+    )  # fmt: skip
+    return result

@@ -1,0 +1,350 @@
+"""Rows to numbers and back: `reduce_rows` makes one or two numbers of each row, `spread_rows` makes rows of those.
+
+What is known of the columns seen so far is a pair (a, b) per lane:
+
+    sum, mean, weighted sum   a = sum of the values
+    max                       a = largest value, b = how often it was seen
+    logsumexp, softmax        a = largest value, b = sum of exp(value - a)
+
+Pairs merge in any order, so the same code serves the values of one load, the lanes of a tile, the tiles of a long row
+and the programs that share a very long one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch
+from flashkernel.ops.reduce import kinds
+from flashkernel.ops.reduce.configs import REDUCE, SPREAD, splits_of
+from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
+
+MEAN = tl.constexpr(kinds.MEAN)
+WEIGHTED = tl.constexpr(kinds.WEIGHTED)
+MAX = tl.constexpr(kinds.MAX)
+LOGSUMEXP = tl.constexpr(kinds.LOGSUMEXP)
+SOFTMAX = tl.constexpr(kinds.SOFTMAX)
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x log2 e): one multiply-add and one instruction
+
+
+@triton.jit
+def finite(top, KIND: tl.constexpr):
+    """`top`, or 0 where subtracting it would give inf - inf: of nothing but -inf, and of +inf for logsumexp."""
+    if KIND == LOGSUMEXP:
+        return tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    else:
+        return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def inverse(total):
+    """1 / total, or 0 where nothing was added: a row that sees nothing gives zeros."""
+    return tl.where(total == 0.0, 0.0, 1.0 / total)
+
+
+@triton.jit
+def visible_columns(row, width, queries, CAUSAL: tl.constexpr):
+    """How many columns each row sees: query q of Q sees the first q + 1 + (width - Q)."""
+    if CAUSAL:
+        return tl.minimum(width, row % queries + 1 + width - queries)  # [ROWS], below 1 for a row that sees nothing
+    else:
+        return tl.zeros_like(row) + width
+
+
+@triton.jit
+def loadable(seen, column, width, CAUSAL: tl.constexpr):
+    """Which columns to load to have the first `seen`: if causal up to 15 more, so that loads stay 16 bytes wide."""
+    if CAUSAL:
+        return (column < (seen + 15) // 16 * 16) & (column < width)
+    else:
+        return column < width
+
+
+@triton.jit
+def mask_offsets(row, middle, inner, outer_stride, middle_stride, inner_stride):
+    """Where each row's mask begins: a row number is (outer, middle, inner) in mixed radix."""
+    return row // (middle * inner) * outer_stride + row // inner % middle * middle_stride + row % inner * inner_stride
+
+
+@triton.jit
+def _absorb(a, b, value, KIND: tl.constexpr, AXIS: tl.constexpr):
+    """Merge a tile, [ROWS, LANES, GROUP] with AXIS 2 or [ROWS, GROUP, LANES] with AXIS 1, into pairs [ROWS, LANES]."""
+    if KIND == MAX:
+        top = tl.maximum(a, tl.max(value, AXIS), propagate_nan=tl.PropagateNan.ALL)
+        ties = tl.sum(tl.where(value == tl.expand_dims(top, AXIS), 1.0, 0.0), AXIS)
+        b = tl.where(a == top, b, 0.0) + ties
+        a = top + tl.sum(tl.where(value != value, value, 0.0), AXIS)  # tl.max passes over NaN; this does not
+    elif KIND > MAX:
+        top = tl.maximum(a, tl.max(value, AXIS))
+        base = finite(top, KIND)
+        if KIND == LOGSUMEXP:
+            # One multiply-add: what rounding `low` costs is less than the result's own.
+            low = base * LOG2E
+            b = b * tl.exp2(a * LOG2E - low) + tl.sum(tl.exp2(value * LOG2E - tl.expand_dims(low, AXIS)), AXIS)
+        else:
+            power = tl.exp2((value - tl.expand_dims(base, AXIS)) * LOG2E)
+            b = b * tl.exp2((a - base) * LOG2E) + tl.sum(power, AXIS)
+        a = top
+    else:
+        a += tl.sum(value, AXIS)
+    return a, b
+
+
+@triton.jit
+def _across(a, b, KIND: tl.constexpr):
+    """Merge the lanes' pairs [ROWS, LANES] into one pair per row [ROWS]."""
+    if KIND == MAX:
+        top = tl.max(a, 1) + tl.sum(tl.where(a != a, a, 0.0), 1)
+        b = tl.sum(tl.where(a == top[:, None], b, 0.0), 1)
+        a = top
+    elif KIND > MAX:
+        top = tl.max(a, 1)
+        b = tl.sum(b * tl.exp2((a - finite(top, KIND)[:, None]) * LOG2E), 1)
+        a = top
+    else:
+        a = tl.sum(a, 1)
+        b = a
+    return a, b
+
+
+@triton.jit
+def _finish(first, second, row, rows, a, b, width, KIND: tl.constexpr):
+    """Store the results of whole rows: `first` always, `second` where the backward pass needs it."""
+    there = row < rows
+    if KIND == MAX:
+        tl.store(first + row, a, mask=there)
+        tl.store(second + row, tl.where(a == float("-inf"), width, b), mask=there)  # padding was -inf, too
+    elif KIND == LOGSUMEXP:
+        total = finite(a, KIND) + tl.log(b)
+        tl.store(first + row, total, mask=there)
+        tl.store(second + row, total, mask=there)
+    elif KIND == MEAN:
+        tl.store(first + row, a / width, mask=there)
+    else:
+        tl.store(first + row, a, mask=there)
+
+
+@triton.jit
+def reduce_rows(
+    x, weight, mask, first, second,
+    x_stride, weight_stride, rows, width, span, scale, queries,
+    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, RISING: tl.constexpr, ALIGNED: tl.constexpr,
+    RAW: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (t, s) reduces columns [s * span, (s + 1) * span) of the rows of tile t; BLOCK divides span.
+
+    With RAW it leaves the pairs, first = a and second = b, both [rows, splits]. RISING says that scale > 0: then -inf,
+    which stands for columns beyond the row, survives the scaling.
+    """
+    BLOCK: tl.constexpr = LANES * GROUP
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    start = tl.program_id(1).to(tl.int64) * span
+    here = (row < rows)[:, None]  # [ROWS, 1]
+    seen = visible_columns(row, width, queries, CAUSAL)[:, None]  # [ROWS, 1]
+    source = x + row[:, None] * x_stride + column  # [ROWS, BLOCK]
+    nothing = float("-inf") if KIND >= MAX else 0.0
+    a = tl.full([ROWS, LANES], nothing, tl.float32)
+    b = tl.zeros([ROWS, LANES], tl.float32)
+    if MASKED:
+        offset = mask_offsets(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)[:, None]
+    for begin in tl.range(start, tl.minimum(start + span, width), BLOCK, num_stages=STAGES):
+        inside = here & loadable(seen - begin, column, width - begin, CAUSAL)  # [ROWS, BLOCK]
+        value = tl.load(source + begin, mask=inside, other=nothing).to(tl.float32)
+        if KIND == WEIGHTED:
+            factor = tl.load(weight + row[:, None] * weight_stride + begin + column, mask=inside, other=0.0)
+            value *= factor.to(tl.float32)
+        if KIND == SOFTMAX:
+            value *= scale
+            if MASKED:
+                shown = tl.load(mask + offset + (begin + column) * column_stride, mask=inside, other=0) != 0
+                value = tl.where(shown, value, float("-inf"))
+            if CAUSAL or not RISING:
+                value = tl.where(column < seen - begin, value, float("-inf"))
+        # A thread holds GROUP neighbours of a row it could load 16 bytes at a time, else columns LANES apart: either
+        # way its group is merged without a word to other threads.
+        if ALIGNED:
+            a, b = _absorb(a, b, tl.reshape(value, [ROWS, LANES, GROUP]), KIND, 2)
+        else:
+            a, b = _absorb(a, b, tl.reshape(value, [ROWS, GROUP, LANES]), KIND, 1)
+    a, b = _across(a, b, KIND)  # [ROWS]
+    if RAW:
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(first + place, a, mask=row < rows)
+        tl.store(second + place, b, mask=row < rows)
+    else:
+        _finish(first, second, row, rows, a, b, width, KIND)
+
+
+@triton.jit
+def finish_rows(
+    partial_a, partial_b, first, second, rows, width, splits,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the pairs [rows, splits] that the programs of a split row left, always in the same order."""
+    row = tl.program_id(0) + tl.arange(0, 1)  # [1]
+    split = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    inside = split < splits
+    place = row[:, None] * splits + split
+    nothing = float("-inf") if KIND >= MAX else 0.0
+    a = tl.load(partial_a + place, mask=inside, other=nothing)
+    b = tl.load(partial_b + place, mask=inside, other=0.0)
+    a, b = _across(a, b, KIND)
+    _finish(first, second, row, rows, a, b, width, KIND)
+
+
+@triton.jit
+def spread_rows(
+    x, dy, mask, first, second, result,
+    x_stride, dy_stride, rows, width, blocks, splits, scale, queries,
+    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    EVICT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """result[r, c] from x[r, c] and what its row was reduced to.
+
+    max               dx = (x == first) * dy / second         second: how often the maximum occurs
+    logsumexp         dx = exp(x - second) * dy               second: the logsumexp in float32
+    softmax           y = exp(scale * x - a) / b              (a, b) merged from the pairs [rows, splits]
+    softmax backward  dx = x * (dy - a) * scale               x: the softmax itself; a: sum(x * dy), merged likewise
+    """
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    begin = (program % blocks).to(tl.int64) * BLOCK
+    column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    here = row < rows
+    seen = visible_columns(row, width, queries, CAUSAL)[:, None] - begin  # [ROWS, 1]
+    inside = here[:, None] & (column < width - begin)  # [ROWS, BLOCK]
+    there = here[:, None] & loadable(seen, column, width - begin, CAUSAL)
+    value = tl.load(x + begin + row[:, None] * x_stride + column, mask=there, other=0.0).to(tl.float32)
+    if KIND == MAX:
+        share = tl.load(dy + row, mask=here, other=0.0).to(tl.float32) / tl.load(second + row, mask=here, other=1.0)
+        top = tl.load(first + row, mask=here, other=0.0).to(tl.float32)
+        answer = tl.where(value == top[:, None], 1.0, 0.0) * share[:, None]
+    elif KIND == LOGSUMEXP:
+        total = finite(tl.load(second + row, mask=here, other=0.0), SOFTMAX)
+        gradient = tl.load(dy + row, mask=here, other=0.0).to(tl.float32)
+        answer = tl.exp2((value - total[:, None]) * LOG2E) * gradient[:, None]
+    else:
+        split = tl.arange(0, SPLITS)[None, :]  # [1, SPLITS]
+        place = row[:, None] * splits + split
+        given = here[:, None] & (split < splits)
+        if KIND == SOFTMAX:
+            a = tl.load(first + place, mask=given, other=float("-inf"))
+            b = tl.load(second + place, mask=given, other=0.0)
+            a, b = _across(a, b, SOFTMAX)  # [ROWS]
+            shown = inside & (column < seen)
+            if MASKED:
+                offset = mask_offsets(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
+                bits = tl.load(mask + offset[:, None] + (begin + column) * column_stride, mask=inside, other=0)
+                shown &= bits != 0
+            power = tl.exp2((value * scale - finite(a, SOFTMAX)[:, None]) * LOG2E)
+            answer = tl.where(shown, power * inverse(b)[:, None], 0.0)
+        else:
+            gradient = tl.load(dy + begin + row[:, None] * dy_stride + column, mask=there, other=0.0).to(tl.float32)
+            along = tl.sum(tl.load(first + place, mask=given, other=0.0), 1)
+            answer = value * (gradient - along[:, None]) * scale
+    tl.store(result + begin + row[:, None] * width + column, answer, mask=inside, eviction_policy=EVICT)
+
+
+def aligned(x: torch.Tensor) -> bool:
+    """Whether Triton loads the rows of x 16 bytes at a time; else it loads single values."""
+    return x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0
+
+
+def eviction(x: torch.Tensor) -> str:
+    """What is larger than the L2 cache streams through it; what fits should stay there for the next kernel."""
+    return "evict_first" if x.numel() * x.element_size() > device.facts(x.device).l2_bytes // 2 else ""
+
+
+def shape_of(x: torch.Tensor, reads: int = 1) -> dict[str, int]:
+    """What the choice of a launch depends on; `reads` counts the tensors read along a row."""
+    rows, width = x.shape
+    return {"rows": rows, "width": width, "bytes": x.element_size(), "aligned": int(aligned(x)), "reads": reads}
+
+
+def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, saved) of x [rows, width]: y in x's dtype; saved is for the backward of max and logsumexp, else empty."""
+    rows, width = x.shape
+    y = torch.empty(rows, dtype=x.dtype, device=x.device)
+    saved = torch.empty(rows if kind in (kinds.MAX, kinds.LOGSUMEXP) else 0, dtype=torch.float32, device=x.device)
+    a, b = reduce_pairs(x, weight, kind, whole=(y, saved))
+    if a is not y:
+        splits = a.shape[1]
+        launch(
+            finish_rows, (rows,), a, b, y, saved, rows, width, splits,
+            KIND=kind, BLOCK=tune.power_of_2(splits), num_warps=1,
+        )  # fmt: skip
+    return y, saved
+
+
+def reduce_pairs(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    kind: int,
+    scale: float = 1.0,
+    queries: int = 0,
+    mask: MaskRows = NO_MASK,
+    whole: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs (a, b), each [rows, splits], of x [rows, width]; or `whole`, filled, where one program a row will do.
+
+    `weight` is [width], or [rows, width] for one of its own per row; queries > 0 says causal.
+    """
+    rows, width = x.shape
+    facts = device.facts(x.device)
+    group = 16 // x.element_size()  # columns in a 16-byte load
+    shape = {**shape_of(x, reads=1 if weight is None else 2), "powers": int(kind > kinds.MAX)}
+    config = tune.pick(REDUCE, facts, shape)
+    block = max(group, config.block)
+    tiles = tune.ceil_div(rows, config.rows)
+    span, splits = splits_of(config, facts, tiles, width, block)
+    pair = whole
+    if pair is None or splits > 1:
+        a, b = torch.empty((2, rows, splits), dtype=torch.float32, device=x.device).unbind(0)
+        pair = a, b
+    weight_stride = weight.stride(0) if weight is not None and weight.ndim == 2 else 0
+    launch(
+        reduce_rows, (tiles, splits),
+        x, weight, mask.tensor, *pair,
+        x.stride(0), weight_stride, rows, width, span, scale, queries, *mask.sizes, *mask.strides,
+        KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
+        ALIGNED=aligned(x), RAW=pair is not whole, STAGES=config.stages if span > block else 1,
+        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.warps,
+    )  # fmt: skip
+    return pair
+
+
+def reduce_backward(dy: torch.Tensor, x: torch.Tensor, y: torch.Tensor, saved: torch.Tensor, kind: int) -> torch.Tensor:
+    """dx [rows, width] of max or logsumexp, from dy [rows], x [rows, width] and what the forward pass gave."""
+    return spread(x, dy, y, saved, kind)
+
+
+def spread(
+    x: torch.Tensor,
+    dy: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    kind: int,
+    scale: float = 1.0,
+    queries: int = 0,
+    mask: MaskRows = NO_MASK,
+) -> torch.Tensor:
+    """A tensor like x [rows, width]; dy is [rows] or [rows, width], first and second are [rows] or [rows, splits]."""
+    rows, width = x.shape
+    result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    config = tune.pick(SPREAD, device.facts(x.device), shape_of(x))
+    blocks = tune.ceil_div(width, config.block)
+    splits = first.shape[1] if first.ndim == 2 else 1
+    dy_stride = dy.stride(0) if dy is not None and dy.ndim == 2 else 0
+    launch(
+        spread_rows, (tune.ceil_div(rows, config.rows) * blocks,),
+        x, dy, mask.tensor, first, second, result,
+        x.stride(0), dy_stride, rows, width, blocks, splits, scale, queries, *mask.sizes, *mask.strides,
+        KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0,
+        EVICT=eviction(x), ROWS=config.rows, BLOCK=config.block, SPLITS=tune.power_of_2(splits),
+        num_warps=config.warps,
+    )  # fmt: skip
+    return result
