@@ -66,7 +66,8 @@ def compare(
     rounded = input_dtype if tolerance.of_inputs and input_dtype is not None else actual.dtype
     rounding = torch.finfo(rounded).eps * float(exact.masked_fill(infinite, 0).abs().max())
     own = 0.0 if torch_own is None else float(_error(torch_own, exact, infinite).nan_to_num(nan=0.0).max())
-    limit = tolerance.factor * own + tolerance.floor * rounding
+    narrow = tolerance.floor if rounded != torch.float32 or tolerance.floor32 is None else tolerance.floor32
+    limit = tolerance.factor * own + narrow * rounding
     largest = float(error.max())
     if largest > limit:
         return Report(name, False, largest, limit, _where(name, actual, exact, error, limit))

@@ -106,6 +106,7 @@ class Tolerance:
 
     factor: float = 2.0
     floor: float = 2.0
+    floor32: float | None = None  # the floor in float32, where a GPU's exponentials, good to 2 roundings, show
     of_inputs: bool = False
 
 

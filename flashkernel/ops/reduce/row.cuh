@@ -139,11 +139,16 @@ template <int KIND, int N> __device__ inline void absorb(Pair& pair, const float
 #pragma unroll
         for (int i = 0; i < N; ++i) top = KIND == MAX ? larger(top, value[i]) : fmaxf(top, value[i]);
         const float base = finite<KIND>(top);
-        const float low = -base * LOG2E;
-        float total = KIND == MAX ? (pair.a == top ? pair.b : 0.f) : pair.b * power_of_2(fmaf(pair.a, LOG2E, low));
+        float total = KIND == MAX ? (pair.a == top ? pair.b : 0.f) : pair.b * exponential(pair.a - base);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            total += KIND == MAX ? (value[i] == top ? 1.f : 0.f) : power_of_2(fmaf(value[i], LOG2E, low));
+            if constexpr (KIND == MAX) {
+                total += value[i] == top ? 1.f : 0.f;
+            } else if constexpr (KIND == LOGSUMEXP) {  // one multiply-add: rounding costs less than the result's own
+                total += power_of_2(fmaf(value[i], LOG2E, -base * LOG2E));
+            } else {
+                total += exponential(value[i] - base);
+            }
         }
         pair = {top, total};
     } else {

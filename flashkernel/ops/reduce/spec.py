@@ -202,6 +202,7 @@ LOGSUMEXP = _op(
     (*_CASES, _NO_COLUMNS),
     _large(True),
     x=replace(_X, draw=normal(3.0)),
+    tolerance=Tolerance(floor32=8.0),
 )
 SOFTMAX = _op(
     "softmax",
@@ -211,7 +212,7 @@ SOFTMAX = _op(
     _softmax_cost,
     x=replace(_X, draw=normal(3.0)),
     others={"mask": _MASK},
-    tolerance=Tolerance(floor=4.0),  # the way back starts from y as rounded to its dtype
+    tolerance=Tolerance(floor=4.0, floor32=8.0),  # the way back starts from y as rounded to its dtype
     ranges={"rows": (0, 40, 1), "width": (1, 90, 1)},
 )
 WEIGHTED_SUM = _op(
