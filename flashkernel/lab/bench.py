@@ -159,11 +159,23 @@ def _verify(
 ) -> list[check.Report]:
     settings.step(f"{op.name} {case.name} {str(dtype).removeprefix('torch.')}: checking {candidate.name}")
     small = case.at(**case.check_axes)
+    with _keeping_buffers("bwd" if "bwd" in directions else "fwd"):
+        return _checked(op, small, dtype, candidate, directions, settings)
+
+
+def _checked(
+    op: Op, small: Case, dtype: torch.dtype, candidate: Candidate, directions: Sequence[str], settings: Settings
+) -> list[check.Report]:
     if candidate.kind == "baseline":  # what it compiles at its first call must not meet the check's poisoned memory
         inputs = op.make_inputs(small, dtype, settings.device)
         function = partial(candidate.function, **candidate.options)
         wanted = check.wanted_gradients(op, small, inputs) if list(directions) != ["fwd"] else []
-        _backward(function, inputs, wanted, 0)() if wanted else function(**inputs)
+        if "bwd" in directions:
+            _backward(function, inputs, wanted, 0)()
+        elif wanted:
+            _whole_step(function, inputs, wanted, 0)()
+        else:
+            function(**inputs)
     return check.verify(op, small, dtype, candidate.checked, settings.device, gradients=list(directions) != ["fwd"])
 
 
