@@ -45,12 +45,13 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
     width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
+    if count < 16 * device.sms:
+        # Too few rows to keep the GPU busy: what counts is how soon one row is done, so 16 values a thread.
+        most = 32 if count < device.sms else max(4, width // 2048)
+        return Rows(max(1, min(512 // width, count)), min(most, max(1, width // 512)))
+    # Many rows: 64 values a thread, so that each warp has much in flight and meets few others at a barrier.
     rows = max(1, min(2048 // width, count))
-    if count < device.sms * rows:
-        # Too few rows to fill the GPU: what counts is how soon one row is done.
-        return Rows(1, min(32, max(1, width // 512)))
-    # Many rows: 16 values a thread, and no more than 8 warps to meet at a barrier.
-    return Rows(rows, min(8, max(1, rows * width // 512)))
+    return Rows(rows, min(32, max(1, rows * width // 2048, min(2, rows * width // 1024))))
 
 
 def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:

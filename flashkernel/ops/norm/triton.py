@@ -33,17 +33,17 @@ def norm_forward(
     x, residual, weight, bias, y, total, mean, rstd,
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVICT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = (row < rows)[:, None] & (column < width)[None, :]  # [ROWS, BLOCK]
     place = row[:, None] * x_stride + column[None, :]
-    value = tl.load(x + place, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         place = row[:, None] * residual_stride + column[None, :]
-        value += tl.load(residual + place, mask=inside, other=0.0, eviction_policy=EVICT)
-        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside, eviction_policy=EVICT)
+        value += tl.load(residual + place, mask=inside, other=0.0)
+        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside)
     scale = _load_row(weight, column, column < width, HAS_WEIGHT)  # [BLOCK]
     shift = _load_row(bias, column, column < width, HAS_BIAS)  # [BLOCK]
     if RMS:
@@ -59,7 +59,7 @@ def norm_forward(
         result *= (scale + offset)[None, :]
     if HAS_BIAS:
         result += shift[None, :]
-    tl.store(y + row[:, None] * width + column[None, :], result, mask=inside, eviction_policy=EVICT)
+    tl.store(y + row[:, None] * width + column[None, :], result, mask=inside)
 
 
 @triton.jit
@@ -141,17 +141,14 @@ def forward(
     total = torch.empty_like(y) if residual is not None else y.new_empty(0)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty(0 if rms else rows, dtype=torch.float32, device=x.device)
-    facts = device.facts(x.device)
-    config = tune.pick(FORWARD, facts, {"rows": rows, "width": width, "bytes": x.element_size()})
-    # What is larger than the L2 cache streams through it; what fits should stay there for the next kernel.
-    streams = rows * width * x.element_size() > facts.l2_bytes // 2
+    sizes = {"rows": rows, "width": width, "bytes": x.element_size()}
+    config = tune.pick(FORWARD, device.facts(x.device), sizes)
     launch(
         norm_forward, (tune.ceil_div(rows, config.rows),),
         x, residual, weight, bias, y, total, mean, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        EVICT="evict_first" if streams else "", ROWS=config.rows, BLOCK=tune.power_of_2(width),
-        num_warps=config.warps,
+        ROWS=config.rows, BLOCK=tune.power_of_2(width), num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd
 

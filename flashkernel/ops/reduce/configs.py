@@ -145,11 +145,7 @@ def _forward_heuristic(device: Device, shape: Shape) -> Walk:
 
 
 def _backward_heuristic(device: Device, shape: Shape) -> Walk:
-    rows, warps = _row_tile(device, shape, 16)
-    if power_of_2(shape["width"]) < MAX_TILE or not shape["aligned"]:
-        return Walk(rows, warps, EVERY_TILE, stages=1)
-    # One such program fills a multiprocessor: it must walk, or nothing is under way while it reduces.
-    return Walk(rows, 32, per_sm=1, stages=3 if shape["bytes"] == 2 else 1)
+    return Walk(*_row_tile(device, shape, 16), per_sm=EVERY_TILE, stages=1)
 
 
 def _walk_space(device: Device, shape: Shape) -> Iterator[Walk]:

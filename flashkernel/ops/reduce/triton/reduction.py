@@ -201,7 +201,7 @@ def spread_rows(
     x_stride, dy_stride, rows, width, blocks, splits, scale, queries,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
     KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    EVICT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """result[r, c] from x[r, c] and what its row was reduced to.
 
@@ -246,17 +246,12 @@ def spread_rows(
             gradient = tl.load(dy + begin + row[:, None] * dy_stride + column, mask=there, other=0.0).to(tl.float32)
             along = tl.sum(tl.load(first + place, mask=given, other=0.0), 1)
             answer = value * (gradient - along[:, None]) * scale
-    tl.store(result + begin + row[:, None] * width + column, answer, mask=inside, eviction_policy=EVICT)
+    tl.store(result + begin + row[:, None] * width + column, answer, mask=inside)
 
 
 def aligned(x: torch.Tensor) -> bool:
     """Whether Triton loads the rows of x 16 bytes at a time; else it loads single values."""
     return x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0
-
-
-def eviction(x: torch.Tensor) -> str:
-    """What is larger than the L2 cache streams through it; what fits should stay there for the next kernel."""
-    return "evict_first" if x.numel() * x.element_size() > device.facts(x.device).l2_bytes // 2 else ""
 
 
 def shape_of(x: torch.Tensor, reads: int = 1) -> dict[str, int]:
@@ -344,7 +339,7 @@ def spread(
         x, dy, mask.tensor, first, second, result,
         x.stride(0), dy_stride, rows, width, blocks, splits, scale, queries, *mask.sizes, *mask.strides,
         KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0,
-        EVICT=eviction(x), ROWS=config.rows, BLOCK=config.block, SPLITS=tune.power_of_2(splits),
+        ROWS=config.rows, BLOCK=config.block, SPLITS=tune.power_of_2(splits),
         num_warps=config.warps,
     )  # fmt: skip
     return result

@@ -21,7 +21,6 @@ from flashkernel.ops.reduce.masks import MaskRows
 from flashkernel.ops.reduce.triton.reduction import (
     LOG2E,
     SOFTMAX,
-    eviction,
     finite,
     inverse,
     loadable,
@@ -38,7 +37,7 @@ def softmax_forward(
     x, mask, y,
     x_stride, rows, width, scale, queries,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, RISING: tl.constexpr, EVICT: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, RISING: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """RISING says that scale > 0: then -inf, which stands for columns beyond the row, survives the scaling."""
@@ -48,7 +47,7 @@ def softmax_forward(
         here = (row < rows)[:, None]  # [ROWS, 1]
         seen = visible_columns(row, width, queries, CAUSAL)[:, None]  # [ROWS, 1]
         there = here & loadable(seen, column, width, CAUSAL)  # [ROWS, BLOCK]
-        value = tl.load(x + row[:, None] * x_stride + column, mask=there, other=float("-inf"), eviction_policy=EVICT)
+        value = tl.load(x + row[:, None] * x_stride + column, mask=there, other=float("-inf"))
         value = value.to(tl.float32)
         # A positive scale can wait until the maximum is subtracted, which is exact: no large number is ever rounded.
         unit = scale * LOG2E
@@ -64,14 +63,14 @@ def softmax_forward(
             value = tl.where(column < seen, value, float("-inf"))
         power = tl.exp2((value - finite(tl.max(value, 1), SOFTMAX)[:, None]) * unit)
         result = power * inverse(tl.sum(power, 1))[:, None]
-        tl.store(y + row[:, None] * width + column, result, mask=inside, eviction_policy=EVICT)
+        tl.store(y + row[:, None] * width + column, result, mask=inside)
 
 
 @triton.jit
 def softmax_backward_rows(
     dy, y, dx,
     dy_stride, y_stride, rows, width, scale, queries,
-    CAUSAL: tl.constexpr, EVICT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (dy - sum(y * dy)) * scale; what the mask hides has y = 0, so the mask is not read again."""
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
@@ -79,12 +78,12 @@ def softmax_backward_rows(
         row = (begin + tl.arange(0, ROWS)).to(tl.int64)  # [ROWS]
         here = (row < rows)[:, None]  # [ROWS, 1]
         there = here & loadable(visible_columns(row, width, queries, CAUSAL)[:, None], column, width, CAUSAL)
-        weight = tl.load(y + row[:, None] * y_stride + column, mask=there, other=0.0, eviction_policy=EVICT)
-        gradient = tl.load(dy + row[:, None] * dy_stride + column, mask=there, other=0.0, eviction_policy=EVICT)
+        weight = tl.load(y + row[:, None] * y_stride + column, mask=there, other=0.0)
+        gradient = tl.load(dy + row[:, None] * dy_stride + column, mask=there, other=0.0)
         weight, gradient = weight.to(tl.float32), gradient.to(tl.float32)  # [ROWS, BLOCK]
         along = tl.sum(weight * gradient, 1)[:, None]  # [ROWS, 1]
         result = weight * (gradient - along) * scale
-        tl.store(dx + row[:, None] * width + column, result, mask=here & (column < width), eviction_policy=EVICT)
+        tl.store(dx + row[:, None] * width + column, result, mask=here & (column < width))
 
 
 def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torch.Tensor:
@@ -101,7 +100,7 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
     launch(
         softmax_forward, (programs,),
         x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides,
-        MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0, EVICT=eviction(x),
+        MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
         ROWS=config.rows, BLOCK=block, STAGES=config.stages if programs * config.rows < rows else 1,
         num_warps=config.warps,
     )  # fmt: skip
@@ -122,7 +121,7 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, queries: i
     launch(
         softmax_backward_rows, (programs,),
         dy, y, dx, dy.stride(0), y.stride(0), rows, width, scale, queries,
-        CAUSAL=queries > 0, EVICT=eviction(y), ROWS=config.rows, BLOCK=block,
+        CAUSAL=queries > 0, ROWS=config.rows, BLOCK=block,
         STAGES=config.stages if programs * config.rows < rows else 1, num_warps=config.warps,
     )  # fmt: skip
     return dx
