@@ -15,6 +15,7 @@ from flashkernel.core import device as devices
 from flashkernel.core.check import execute, wanted_gradients
 from flashkernel.core.launch import Launch, Machine, compile_for, recording
 from flashkernel.core.op import Case, Op
+from flashkernel.lab.selection import shapes_only
 from flashkernel.ops import registry
 
 pytestmark = pytest.mark.compile
@@ -35,19 +36,10 @@ def _selected() -> Iterator[object]:
 
 def launches_of(op: Op, case: Case, dtype: torch.dtype, arch: int) -> list[Launch]:
     """What a call and its backward would launch, found by running them on meta tensors."""
-    inputs = {
-        name: torch.empty(spec.shape(case.axes), dtype=_dtype(spec, dtype, case, name), device="meta")
-        for name, spec in op.inputs.items()
-        if not spec.optional or name in case.present
-    }
+    inputs = shapes_only(op, case, dtype)
     with devices.pretend(devices.KNOWN[GPUS[arch]]), recording() as launches:
         execute(op.call, inputs, {**case.options, "backend": "triton"}, wanted_gradients(op, case, inputs))
     return launches
-
-
-def _dtype(spec: object, dtype: torch.dtype, case: Case, name: str) -> torch.dtype:
-    drawn = spec.draw((1,), dict.fromkeys(case.axes, 2), torch.Generator())
-    return case.dtype_of.get(name, spec.dtype or (dtype if drawn.is_floating_point() else drawn.dtype))
 
 
 @cache

@@ -1,0 +1,1 @@
+"""What rooms share: traced expressions, masks and their tiles."""

@@ -1,0 +1,389 @@
+"""Functions of indices, written once with Python's operators, that run in torch, in Triton and on intervals.
+
+A mask such as `lambda b, h, q, k: (k <= q) & (q - k < 128)` is called once with variables; the operators build a
+tree. The tree is evaluated by torch on index tensors (the ground truth), printed as Triton source for the kernels, and
+evaluated on intervals of indices to learn of a whole tile whether nothing or everything in it is visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARIABLES = ("b", "h", "q", "k", "sq", "sk", "score")
+
+
+class Expression:
+    """A number or a truth value computed from indices."""
+
+    def __add__(self, other: Any) -> Expression:
+        return Operation("add", (self, lift(other)))
+
+    def __radd__(self, other: Any) -> Expression:
+        return Operation("add", (lift(other), self))
+
+    def __sub__(self, other: Any) -> Expression:
+        return Operation("sub", (self, lift(other)))
+
+    def __rsub__(self, other: Any) -> Expression:
+        return Operation("sub", (lift(other), self))
+
+    def __mul__(self, other: Any) -> Expression:
+        return Operation("mul", (self, lift(other)))
+
+    def __rmul__(self, other: Any) -> Expression:
+        return Operation("mul", (lift(other), self))
+
+    def __truediv__(self, other: Any) -> Expression:
+        return Operation("div", (self, lift(other)))
+
+    def __rtruediv__(self, other: Any) -> Expression:
+        return Operation("div", (lift(other), self))
+
+    def __floordiv__(self, other: Any) -> Expression:
+        return Operation("floordiv", (self, _positive(other)))
+
+    def __mod__(self, other: Any) -> Expression:
+        return Operation("mod", (self, _positive(other)))
+
+    def __neg__(self) -> Expression:
+        return Operation("sub", (Constant(0), self))
+
+    def __lt__(self, other: Any) -> Expression:
+        return Operation("lt", (self, lift(other)))
+
+    def __le__(self, other: Any) -> Expression:
+        return Operation("le", (self, lift(other)))
+
+    def __gt__(self, other: Any) -> Expression:
+        return Operation("lt", (lift(other), self))
+
+    def __ge__(self, other: Any) -> Expression:
+        return Operation("le", (lift(other), self))
+
+    def __eq__(self, other: object) -> Any:
+        return Operation("eq", (self, lift(other)))
+
+    def __ne__(self, other: object) -> Any:
+        return Operation("not", (Operation("eq", (self, lift(other))),))
+
+    def __and__(self, other: Any) -> Expression:
+        return Operation("and", (self, lift(other)))
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Expression:
+        return Operation("or", (self, lift(other)))
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Expression:
+        return Operation("not", (self,))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "the function is called once, with variables in place of indices, so it cannot branch on them; write & for "
+            "and, | for or, ~ for not, and flashkernel.where(condition, a, b) for if"
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Variable(Expression):
+    """b and h count batches and query heads, q and k positions; sq and sk are the lengths; score is q . k scaled."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Constant(Expression):
+    value: float | int | bool
+
+
+@dataclass(frozen=True, eq=False)
+class Gather(Expression):
+    """table[indices]; reads outside the table give 0."""
+
+    table: Tensor
+    indices: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Expression):
+    name: str
+    args: tuple[Expression, ...]
+
+
+class Table:
+    """A tensor that a traced function may index: `ids = Table(ids)`, then `ids[b, q] == ids[b, k]`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, indices: Any) -> Gather:
+        given = indices if isinstance(indices, tuple) else (indices,)
+        if len(given) != self.tensor.ndim:
+            raise IndexError(f"a table of {self.tensor.ndim} dims was indexed by {len(given)}; give every index")
+        return Gather(self.tensor, tuple(lift(index) for index in given))
+
+
+def lift(value: Any) -> Expression:
+    """A Python number as an expression."""
+    if isinstance(value, Expression):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return Constant(value)
+    raise TypeError(f"{value!r} cannot stand in a traced function; use numbers, operators and Table(tensor)[index]")
+
+
+def _positive(value: Any) -> Expression:
+    if not isinstance(value, int) or value <= 0:
+        raise TypeError(f"// and % take a positive integer on the right, not {value!r}")
+    return Constant(value)
+
+
+def _function(name: str) -> Callable[..., Expression]:
+    def call(*args: Any) -> Expression:
+        return Operation(name, tuple(lift(arg) for arg in args))
+
+    return call
+
+
+minimum, maximum, where = _function("min"), _function("max"), _function("where")
+tanh, exp, absolute = _function("tanh"), _function("exp"), _function("abs")
+
+
+def trace(function: Callable[..., Any], *names: str) -> Expression:
+    """Call a function with variables, and lift what it returns."""
+    return lift(function(*(Variable(name) for name in names)))
+
+
+def variables(expression: Expression) -> set[str]:
+    """The names of the variables an expression depends on."""
+    if isinstance(expression, Variable):
+        return {expression.name}
+    return set().union(*(variables(child) for child in children(expression)))
+
+
+def children(expression: Expression) -> tuple[Expression, ...]:
+    if isinstance(expression, Operation):
+        return expression.args
+    return expression.indices if isinstance(expression, Gather) else ()
+
+
+def tables(expression: Expression) -> list[Tensor]:
+    """The tensors an expression reads, each once, in the order a depth-first walk meets them."""
+    found: list[Tensor] = []
+
+    def walk(node: Expression) -> None:
+        if isinstance(node, Gather) and not any(node.table is table for table in found):
+            found.append(node.table)
+        for child in children(node):
+            walk(child)
+
+    walk(expression)
+    return found
+
+
+_TORCH: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "not": lambda a: ~a if isinstance(a, Tensor) else not a,
+    "min": lambda a, b: torch.minimum(*_both(a, b)),
+    "max": lambda a, b: torch.maximum(*_both(a, b)),
+    "where": lambda c, a, b: torch.where(torch.as_tensor(c), *_both(a, b)),
+    "tanh": lambda a: torch.tanh(a),
+    "exp": lambda a: torch.exp(a),
+    "abs": lambda a: abs(a),
+}
+
+
+def _both(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    device = next((value.device for value in (a, b) if isinstance(value, Tensor)), None)
+    return torch.as_tensor(a, device=device), torch.as_tensor(b, device=device)
+
+
+def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
+    """The value in torch: a tensor that broadcasts over those given for the variables, or a plain number."""
+    if isinstance(expression, Variable):
+        return values[expression.name]
+    if isinstance(expression, Constant):
+        return expression.value
+    if isinstance(expression, Gather):
+        indices = [torch.as_tensor(evaluate(index, values)).to(expression.table.device) for index in expression.indices]
+        inside = torch.ones((), dtype=torch.bool, device=expression.table.device)
+        for index, size in zip(indices, expression.table.shape):
+            inside = inside & (index >= 0) & (index < size)
+        limits = [index.clamp(0, max(0, size - 1)) for index, size in zip(indices, expression.table.shape)]
+        if expression.table.numel() == 0:
+            return torch.zeros_like(inside, dtype=expression.table.dtype)
+        found = expression.table[tuple(torch.broadcast_tensors(*limits))]
+        return torch.where(inside, found, torch.zeros((), dtype=found.dtype, device=found.device))
+    assert isinstance(expression, Operation)
+    return _TORCH[expression.name](*(evaluate(arg, values) for arg in expression.args))
+
+
+_TRITON = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "div": "({} / {})",
+    "floordiv": "({} // {})",
+    "mod": "({} % {})",
+    "lt": "({} < {})",
+    "le": "({} <= {})",
+    "eq": "({} == {})",
+    "and": "({} & {})",
+    "or": "({} | {})",
+    "not": "({} == 0)",
+    "min": "tl.minimum({}, {})",
+    "max": "tl.maximum({}, {})",
+    "where": "tl.where({}, {}, {})",
+    "tanh": "(2 * tl.sigmoid(2 * {}) - 1)",
+    "exp": "tl.exp({})",
+    "abs": "tl.abs({})",
+}
+
+
+def triton_source(expression: Expression, found: list[Tensor]) -> str:
+    """The expression as Triton text over the variables' names and `tables[i]`, the tensors of `found` in order.
+
+    Triton divides towards zero; positions in a mask are not negative, so // and % agree with Python's.
+    """
+    if isinstance(expression, Variable):
+        return expression.name
+    if isinstance(expression, Constant):
+        return repr(expression.value)
+    if isinstance(expression, Gather):
+        place = next(index for index, table in enumerate(found) if table is expression.table)
+        indices = [triton_source(index, found) for index in expression.indices]
+        sizes, strides = expression.table.shape, expression.table.stride()
+        offset = " + ".join(f"{index} * {stride}" for index, stride in zip(indices, strides))
+        inside = " & ".join(f"({index} >= 0) & ({index} < {size})" for index, size in zip(indices, sizes))
+        return f"tl.load(tables[{place}] + ({offset}), mask={inside}, other=0)"
+    assert isinstance(expression, Operation)
+    return _TRITON[expression.name].format(*(triton_source(arg, found) for arg in expression.args))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Bounds of a number over a tile, both reached or beyond: low <= value <= high."""
+
+    low: Any
+    high: Any
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Of a condition over a tile: may it hold somewhere, and does it hold everywhere."""
+
+    some: Any
+    every: Any
+
+
+def bounds(expression: Expression, tiles: Mapping[str, Interval], gather: Callable[[Gather], Interval]) -> Any:
+    """The Interval or Truth of an expression over tiles; never too narrow, sometimes too wide.
+
+    `tiles` gives the variables' bounds as tensors that broadcast, one element a tile; `gather` bounds a table's values.
+    """
+    if isinstance(expression, Variable):
+        return tiles[expression.name]
+    if isinstance(expression, Constant):
+        value = expression.value
+        return Truth(value, value) if isinstance(value, bool) else Interval(value, value)
+    if isinstance(expression, Gather):
+        return gather(expression)
+    assert isinstance(expression, Operation)
+    return _BOUNDS[expression.name](*(bounds(arg, tiles, gather) for arg in expression.args))
+
+
+def _least(*values: Any) -> Any:
+    return _extreme(torch.minimum, min, values)
+
+
+def _most(*values: Any) -> Any:
+    return _extreme(torch.maximum, max, values)
+
+
+def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    result = values[0]
+    for value in values[1:]:
+        if isinstance(result, Tensor) or isinstance(value, Tensor):
+            result = of_tensors(*_both(result, value))
+        else:
+            result = of_numbers(result, value)
+    return result
+
+
+def _product(a: Interval, b: Interval) -> Interval:
+    corners = (a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high)
+    return Interval(_least(*corners), _most(*corners))
+
+
+def _remainder(a: Interval, b: Interval) -> Interval:
+    if isinstance(a.low, Tensor) or isinstance(a.high, Tensor):
+        low, high = _both(a.low, a.high)
+        together = low // b.low == high // b.low  # no multiple between them: the remainder rises with the value
+        return Interval(torch.where(together, low % b.low, 0), torch.where(together, high % b.low, b.low - 1))
+    together = a.low // b.low == a.high // b.low
+    return Interval(a.low % b.low if together else 0, a.high % b.low if together else b.low - 1)
+
+
+def _not(a: Any) -> Any:
+    return ~a if isinstance(a, Tensor) else not a
+
+
+def _magnitude(a: Interval) -> Interval:
+    low = _most(a.low, -a.high, 0)
+    return Interval(low, _most(-a.low, a.high))
+
+
+def _unbounded(*_: Any) -> Interval:
+    return Interval(float("-inf"), float("inf"))
+
+
+_BOUNDS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: Interval(a.low + b.low, a.high + b.high),
+    "sub": lambda a, b: Interval(a.low - b.high, a.high - b.low),
+    "mul": _product,
+    "div": _unbounded,
+    "floordiv": lambda a, b: Interval(a.low // b.low, a.high // b.low),
+    "mod": _remainder,
+    "lt": lambda a, b: Truth(a.low < b.high, a.high < b.low),
+    "le": lambda a, b: Truth(a.low <= b.high, a.high <= b.low),
+    "eq": lambda a, b: Truth(
+        (a.low <= b.high) & (b.low <= a.high), (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
+    ),
+    "and": lambda a, b: Truth(a.some & b.some, a.every & b.every),
+    "or": lambda a, b: Truth(a.some | b.some, a.every | b.every),
+    "not": lambda a: Truth(_not(a.every), _not(a.some)),
+    "min": lambda a, b: Interval(_least(a.low, b.low), _least(a.high, b.high)),
+    "max": lambda a, b: Interval(_most(a.low, b.low), _most(a.high, b.high)),
+    "where": lambda c, a, b: _either(c, a, b),
+    "tanh": _unbounded,
+    "exp": _unbounded,
+    "abs": _magnitude,
+}
+
+
+def _either(condition: Truth, a: Any, b: Any) -> Any:
+    """The bounds of both branches together; a condition of truth values keeps its logic."""
+    if isinstance(a, Truth):
+        some = (condition.some & a.some) | (_not(condition.every) & b.some)
+        return Truth(some, a.every & b.every)
+    return Interval(_least(a.low, b.low), _most(a.high, b.high))

@@ -1,0 +1,109 @@
+"""Masks: what they say of pairs, what they say of tiles, and that the two never contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashkernel.blocks import expression as ex
+from flashkernel.blocks.mask import (
+    EMPTY,
+    FULL,
+    Mask,
+    block_sparse,
+    causal,
+    column_intervals,
+    custom,
+    documents,
+    prefix,
+    sink_tokens,
+    window,
+)
+
+IDS = torch.tensor([0] * 13 + [1] * 20 + [2] * 31)
+LAYOUT = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+STARTS = torch.randint(0, 64, (64,), generator=torch.Generator().manual_seed(1))
+MASKS = [
+    causal(),
+    ~causal(),
+    causal() & window(7),
+    window(4, 2),
+    (window(5) | sink_tokens(3)) & causal(),
+    documents(IDS) & causal(),
+    documents(torch.stack([IDS, IDS.flip(0)])),
+    prefix(torch.tensor([5, 9])) | causal(),
+    block_sparse(LAYOUT, 16),
+    block_sparse(torch.stack([LAYOUT, ~LAYOUT]), 16) & causal(),
+    column_intervals(STARTS, torch.full((64,), 64)) & causal(),
+    custom(lambda b, h, q, k: (q - k) % 3 == 0),
+    custom(lambda b, h, q, k: (k <= q) & (2 * k > q - 4 * h)),
+    custom(lambda b, h, q, k: ex.where(h == 0, k <= q, k >= q)),
+    custom(lambda b, h, q, k: ex.absolute(q - k) < 3 + b),
+]
+
+
+def _pieces(mask: Mask, sizes: tuple[int, int], tile: tuple[int, int]) -> list[tuple[int, torch.Tensor]]:
+    """(status, pairs) of every tile."""
+    seen = mask.visible(2, 2, *sizes)
+    status = mask.tiles(2, 2, *sizes, *tile)
+    found = []
+    for b, h, i, j in torch.cartesian_prod(*(torch.arange(size) for size in status.shape)).tolist():
+        rows, columns = slice(i * tile[0], (i + 1) * tile[0]), slice(j * tile[1], (j + 1) * tile[1])
+        pairs = seen[min(b, seen.shape[0] - 1), min(h, seen.shape[1] - 1), rows, columns]
+        found.append((int(status[b, h, i, j]), pairs))
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize(
+    "sizes, tile", [((64, 64), (16, 16)), ((50, 60), (16, 8)), ((7, 33), (8, 16)), ((64, 64), (32, 8))]
+)
+def test_tiles_tell_the_truth(mask: Mask, sizes: tuple[int, int], tile: tuple[int, int]) -> None:
+    for status, pairs in _pieces(mask, sizes, tile):
+        assert status != EMPTY or not pairs.any()
+        assert status != FULL or pairs.all()
+
+
+@pytest.mark.parametrize("mask", MASKS[:9], ids=repr)
+def test_tiles_of_the_named_masks_are_exact(mask: Mask) -> None:
+    for status, pairs in _pieces(mask, (64, 64), (16, 16)):
+        assert status == (EMPTY if not pairs.any() else FULL if pairs.all() else 1)
+
+
+def test_a_ragged_last_tile_is_never_full() -> None:
+    assert custom(lambda b, h, q, k: k >= 0).tiles(1, 1, 8, 12, 8, 8).tolist() == [[[[2, 1]]]]
+
+
+def test_named_masks_against_plain_definitions() -> None:
+    queries, keys = 5, 8
+    for mask, sees in [
+        (causal(), lambda q, k: k <= q + 3),
+        (causal() & window(2), lambda q, k: q + 3 - 2 < k <= q + 3),
+        ((window(2) | sink_tokens(1)) & causal(), lambda q, k: k <= q + 3 and (k > q + 1 or k < 1)),
+        (window(2, 1), lambda q, k: q + 1 < k <= q + 4),
+        (prefix(6) | causal(), lambda q, k: k < 6 or k <= q + 3),
+    ]:
+        expected = [[sees(q, k) for k in range(keys)] for q in range(queries)]
+        assert mask.visible(1, 1, queries, keys)[0, 0].tolist() == expected
+
+
+def test_a_function_that_branches_is_refused_with_advice() -> None:
+    with pytest.raises(TypeError, match="write & for and"):
+        custom(lambda b, h, q, k: k <= q and q - k < 4)
+    with pytest.raises(TypeError, match="positive integer"):
+        custom(lambda b, h, q, k: q % k == 0)
+    with pytest.raises(IndexError, match="give every index"):
+        custom(lambda b, h, q, k: ex.Table(LAYOUT)[q] == 1)
+    with pytest.raises(ValueError, match="at least itself"):
+        window(0)
+
+
+def test_drawing() -> None:
+    assert causal().draw(4) == "█▄  \n███▄"
+
+
+def test_image(tmp_path: object) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mask.png"
+    (causal() & window(40)).image(path, 96)
+    assert path.stat().st_size > 1000
