@@ -72,18 +72,20 @@ def test_infinite_logits() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_add_up(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_chunks_add_up(backend: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one short, give what one chunk gives."""
     torch.manual_seed(0)
     x, weight = torch.randn(10, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
     bias, target = torch.randn(13, requires_grad=True), torch.randint(0, 13, (10,))
 
     def run() -> tuple[torch.Tensor, ...]:
-        loss = fk.linear_cross_entropy(x, weight, target, bias, reduction=reduction, backend="triton")
+        loss = fk.linear_cross_entropy(x, weight, target, bias, reduction=reduction, backend=backend)
         return (loss.detach(), *torch.autograd.grad(loss.square().sum(), (x, weight, bias)))
 
     whole = run()
     monkeypatch.setattr(linear, "chunk_rows", lambda rows, classes, size: 4)
+    monkeypatch.setattr("flashkernel.ops.loss.torch.CHUNK_BYTES", 4 * 4 * 13)
     for chunked, one in zip(run(), whole):
         torch.testing.assert_close(chunked, one)
 

@@ -20,14 +20,8 @@ def cross_entropy(
     softcap: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    loss = _rows(
-        logits.reshape(target.numel(), logits.shape[-1]),
-        target.flatten(),
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap,
-    )
+    flat, labels = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
+    loss = _losses(flat, labels, ignore_index, label_smoothing, z_loss, softcap, reduction)
     return _reduce(loss, target, ignore_index, reduction)
 
 
@@ -44,23 +38,31 @@ def linear_cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     def chunk_loss(rows: Tensor, labels: Tensor) -> Tensor:
-        return _rows(F.linear(rows, weight, bias), labels, ignore_index, label_smoothing, z_loss, softcap)
+        logits = F.linear(rows, weight, bias)
+        return _losses(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction)
 
     flat, labels = x.reshape(target.numel(), x.shape[-1]), target.flatten()
     step = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    if flat.shape[0] <= step:  # few enough logits to keep
+        return _reduce(chunk_loss(flat, labels), target, ignore_index, reduction)
     pairs = zip(flat.split(step), labels.split(step))
     parts = [checkpoint(chunk_loss, rows, part, use_reentrant=False) for rows, part in pairs]
-    return _reduce(torch.cat(parts), target, ignore_index, reduction)
+    losses = torch.cat(parts) if reduction == "none" else torch.stack(parts)
+    return _reduce(losses, target, ignore_index, reduction)
 
 
-def _rows(logits: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float, softcap: float) -> Tensor:
-    """Loss of each row, in at least float32."""
+def _losses(
+    logits: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float, softcap: float, reduction: str
+) -> Tensor:
+    """Loss of each row in at least float32, or their sum unless the reduction is "none"."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap:
         wide = softcap * torch.tanh(wide / softcap)
-    loss = F.cross_entropy(wide, target, ignore_index=ignore, label_smoothing=smoothing, reduction="none")
+    each = "none" if reduction == "none" else "sum"
+    loss = F.cross_entropy(wide, target, ignore_index=ignore, label_smoothing=smoothing, reduction=each)
     if z_loss:
-        loss = loss + torch.where(target != ignore, z_loss * torch.logsumexp(wide, -1).square(), 0.0)
+        extra = torch.where(target != ignore, z_loss * torch.logsumexp(wide, -1).square(), 0.0)
+        loss = loss + (extra if each == "none" else extra.sum())
     return loss
 
 
