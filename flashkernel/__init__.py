@@ -3,8 +3,22 @@
 Every public function is here; `flashkernel.ops.registry()` lists the operators behind them.
 """
 
+from flashkernel.blocks.expression import score_function, where
 from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
+from flashkernel.ops.attention import (
+    Mask,
+    Table,
+    attention,
+    block_sparse,
+    causal,
+    column_intervals,
+    custom,
+    documents,
+    prefix,
+    sink_tokens,
+    window,
+)
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import logsumexp, max, mean, softmax, sum, weighted_sum
@@ -16,7 +30,15 @@ __all__ = [
     "BackendError",
     "Explanation",
     "Frequencies",
+    "Mask",
+    "Table",
+    "attention",
+    "block_sparse",
+    "causal",
+    "column_intervals",
     "cross_entropy",
+    "custom",
+    "documents",
     "explain",
     "geglu",
     "gelu",
@@ -26,15 +48,20 @@ __all__ = [
     "logsumexp",
     "max",
     "mean",
+    "prefix",
     "reglu",
     "relu",
     "rms_norm",
     "rope",
+    "score_function",
     "silu",
+    "sink_tokens",
     "softmax",
     "squared_relu",
     "sum",
     "swiglu",
     "use_backend",
     "weighted_sum",
+    "where",
+    "window",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ MAY_IMPORT = {
     "blocks": {"core", "blocks"},
     "ops": {"core", "blocks", "ops"},
     "lab": {"core", "ops", "lab"},
+    "compat": {"core", "blocks", "ops", "compat"},
+    "hf": {"core", "blocks", "ops", "compat", "hf"},
 }
 
 
@@ -47,8 +50,9 @@ def test_imports_follow_the_house(path: Path) -> None:
             assert target[1] in MAY_IMPORT[parts[0]], f"{parts[0]} must not import {name}"
         if parts[0] == "ops" and len(parts) > 2 and target[1:2] == ["ops"]:
             assert target[2] == parts[1], f"room {parts[1]} must not import {name}: rooms do not see each other"
-        if parts[0] == "lab" and target[1:2] == ["ops"]:
-            assert len(target) <= 3, f"lab sees rooms through their public functions only, not {name}"
+        if parts[0] in ("lab", "compat", "hf") and target[1:2] == ["ops"] and len(target) > 3:
+            public = importlib.import_module(".".join(target[:3]))
+            assert target[3] in public.__all__, f"{parts[0]} sees rooms through their public names only, not {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -18,4 +18,4 @@ if ! "$venv/bin/python" -c "import torch" >/dev/null 2>&1; then
     }
 fi
 echo "Installing FlashKernel and its test tools ..."
-$pip install -q -c constraints.txt -e ".[cuda,plot,test,lint]"
+$pip install -q -c constraints.txt -e ".[cuda,hf,plot,test,lint]"

@@ -7,9 +7,9 @@ evaluated on intervals of indices to learn of a whole tile whether nothing or ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -148,20 +148,84 @@ def _positive(value: Any) -> Expression:
     return Constant(value)
 
 
-def _function(name: str) -> Callable[..., Expression]:
-    def call(*args: Any) -> Expression:
-        return Operation(name, tuple(lift(arg) for arg in args))
+def bind(expression: Expression, found: list[Tensor], given: list[Tensor]) -> Expression:
+    """The same expression over other tensors: each of `found` is replaced by its counterpart in `given`."""
+    if isinstance(expression, Gather):
+        place = next(index for index, table in enumerate(found) if table is expression.table)
+        return Gather(given[place], tuple(bind(index, found, given) for index in expression.indices))
+    if isinstance(expression, Operation):
+        return Operation(expression.name, tuple(bind(arg, found, given) for arg in expression.args))
+    return expression
 
-    return call
+
+def where(condition: Any, a: Any, b: Any) -> Expression:
+    """`a` where the condition holds, else `b`: what a traced function writes for if."""
+    return Operation("where", (lift(condition), lift(a), lift(b)))
 
 
-minimum, maximum, where = _function("min"), _function("max"), _function("where")
-tanh, exp, absolute = _function("tanh"), _function("exp"), _function("abs")
+def minimum(a: Any, b: Any) -> Expression:
+    return Operation("min", (lift(a), lift(b)))
 
 
-def trace(function: Callable[..., Any], *names: str) -> Expression:
-    """Call a function with variables, and lift what it returns."""
+def maximum(a: Any, b: Any) -> Expression:
+    return Operation("max", (lift(a), lift(b)))
+
+
+def tanh(value: Any) -> Expression:
+    return Operation("tanh", (lift(value),))
+
+
+def exp(value: Any) -> Expression:
+    return Operation("exp", (lift(value),))
+
+
+def absolute(value: Any) -> Expression:
+    return Operation("abs", (lift(value),))
+
+
+def trace(function: Callable[..., Any] | Traced, *names: str) -> Expression:
+    """Call a function with variables, and lift what it returns; what is traced already is taken as it is."""
+    if isinstance(function, Traced):
+        return function.expression
     return lift(function(*(Variable(name) for name in names)))
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """An expression with its Triton text and the tensors it reads.
+
+    Both are worked out when it is made, so that torch.compile finds constants. The text names the expression to an
+    operator that can take text and tensors but no Python objects: `recall` turns them into the expression again.
+    """
+
+    expression: Expression
+    name: str = "function"
+
+    def __post_init__(self) -> None:
+        found = tables(self.expression)
+        text = triton_source(self.expression, found)
+        object.__setattr__(self, "tables", tuple(found))
+        object.__setattr__(self, "text", text)
+        if text not in _traced:
+            blank = [torch.empty_like(table, device="meta") for table in found]
+            _traced[text] = (bind(self.expression, found, blank), blank)
+
+    tables: ClassVar[tuple[Tensor, ...]]
+    text: ClassVar[str]
+
+
+def score_function(function: Callable[..., Any]) -> Traced:
+    """A function of (score, b, h, q, k) for attention's `score`, traced here and now: torch.compile needs it so."""
+    return Traced(trace(function, "score", "b", "h", "q", "k"), "score")
+
+
+_traced: dict[str, tuple[Expression, list[Tensor]]] = {}  # text -> expression over tensors without memory
+
+
+def recall(text: str, given: Sequence[Tensor]) -> Expression:
+    """The expression that a text names, over these tensors."""
+    template, blank = _traced[text]
+    return bind(template, blank, list(given)) if blank else template
 
 
 def variables(expression: Expression) -> set[str]:
@@ -260,8 +324,13 @@ _TRITON = {
 }
 
 
+def table_arguments(found: list[Tensor]) -> tuple[Any, ...]:
+    """The kernel argument `tables`: for each tensor its pointer, its sizes and its strides."""
+    return tuple(value for table in found for value in (table, *table.shape, *table.stride()))
+
+
 def triton_source(expression: Expression, found: list[Tensor]) -> str:
-    """The expression as Triton text over the variables' names and `tables[i]`, the tensors of `found` in order.
+    """The expression as Triton text over the variables' names and `tables`, the arguments for the tensors of `found`.
 
     Triton divides towards zero; positions in a mask are not negative, so // and % agree with Python's.
     """
@@ -270,11 +339,13 @@ def triton_source(expression: Expression, found: list[Tensor]) -> str:
     if isinstance(expression, Constant):
         return repr(expression.value)
     if isinstance(expression, Gather):
-        place = next(index for index, table in enumerate(found) if table is expression.table)
+        before = found[: next(index for index, table in enumerate(found) if table is expression.table)]
+        place, dims = sum(1 + 2 * table.ndim for table in before), expression.table.ndim
         indices = [triton_source(index, found) for index in expression.indices]
-        sizes, strides = expression.table.shape, expression.table.stride()
-        offset = " + ".join(f"{index} * {stride}" for index, stride in zip(indices, strides))
-        inside = " & ".join(f"({index} >= 0) & ({index} < {size})" for index, size in zip(indices, sizes))
+        offset = " + ".join(f"{index} * tables[{place + 1 + dims + dim}]" for dim, index in enumerate(indices))
+        inside = " & ".join(
+            f"({index} >= 0) & ({index} < tables[{place + 1 + dim}])" for dim, index in enumerate(indices)
+        )
         return f"tl.load(tables[{place}] + ({offset}), mask={inside}, other=0)"
     assert isinstance(expression, Operation)
     return _TRITON[expression.name].format(*(triton_source(arg, found) for arg in expression.args))
@@ -387,3 +458,31 @@ def _either(condition: Truth, a: Any, b: Any) -> Any:
         some = (condition.some & a.some) | (_not(condition.every) & b.some)
         return Truth(some, a.every & b.every)
     return Interval(_least(a.low, b.low), _most(a.high, b.high))
+
+
+def derivative(expression: Expression, name: str) -> Expression:
+    """The derivative with respect to a variable, as an expression."""
+    if isinstance(expression, Variable):
+        return Constant(1.0 if expression.name == name else 0.0)
+    if not isinstance(expression, Operation) or name not in variables(expression):
+        return Constant(0.0)
+    rule = _DERIVATIVES.get(expression.name)
+    if rule is None:
+        raise TypeError(
+            f"{expression.name} has no derivative; a score function may use + - * / tanh exp abs min max where"
+        )
+    return rule(expression.args, [derivative(arg, name) for arg in expression.args])
+
+
+_DERIVATIVES: dict[str, Callable[[Any, Any], Expression]] = {
+    "add": lambda x, d: d[0] + d[1],
+    "sub": lambda x, d: d[0] - d[1],
+    "mul": lambda x, d: d[0] * x[1] + x[0] * d[1],
+    "div": lambda x, d: (d[0] * x[1] - x[0] * d[1]) / (x[1] * x[1]),
+    "tanh": lambda x, d: d[0] * (1.0 - tanh(x[0]) * tanh(x[0])),
+    "exp": lambda x, d: d[0] * exp(x[0]),
+    "abs": lambda x, d: where(x[0] < 0, -d[0], d[0]),
+    "min": lambda x, d: where(x[1] < x[0], d[1], d[0]),
+    "max": lambda x, d: where(x[0] < x[1], d[1], d[0]),
+    "where": lambda x, d: where(x[0], d[1], d[2]),
+}

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.expression import Expression, Gather, Interval, Table, Truth, Variable
+from flashkernel.blocks.expression import Expression, Gather, Interval, Table, Traced, Truth, Variable
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _B, _H, _Q, _K, _SQ, _SK = (Variable(name) for name in ("b", "h", "q", "k", "sq", "sk"))
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(Traced):
     """A truth value of (b, h, q, k): True where query q of head h in batch b sees key k."""
 
-    expression: Expression
     name: str = "mask"
 
     def __and__(self, other: Mask) -> Mask:

@@ -30,15 +30,20 @@ def torch_native(target: str, supports: Supports = _anything) -> Backend:
     return Backend("torch", target, supports, composite=True, automatic=("cpu", "cuda"))
 
 
-def triton(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Backend:
-    """Portable Triton kernels. On a CPU they run under Triton's interpreter, for tests, when asked for."""
+def triton(
+    target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS, least: int = 75
+) -> Backend:
+    """Portable Triton kernels. On a CPU they run under Triton's interpreter, for tests, when asked for.
+
+    Kernels that multiply matrices need sm_80: before, Triton has no tensor cores for them.
+    """
 
     def answer(call: Call) -> str | None:
         if _installed("triton") is None:
             return "triton is not installed; pip install triton"
         if call.device.kind != "cuda" and not env.interpreting():
             return "it needs a CUDA GPU (or TRITON_INTERPRET=1, for tests)"
-        return _dtype(call, dtypes) or _arch(call, 75) or supports(call)
+        return _dtype(call, dtypes) or _arch(call, least) or supports(call)
 
     return Backend("triton", target, answer)
 

@@ -81,10 +81,16 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
 
     options = {name: value for name, value in recorded.constants.items() if name in _OPTIONS}
     constants = {name: value for name, value in recorded.constants.items() if name not in _OPTIONS}
-    signature, attributes = {}, {}
+    signature: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     values = {**dict(zip(recorded.kernel.arg_names, recorded.args)), **constants}
     for position, name in enumerate(recorded.kernel.arg_names):
         value = values[name]
+        if isinstance(value, tuple):
+            kinds = [_argument(element, constexpr=False) for element in value]
+            signature[name] = tuple(kind for kind, _ in kinds)
+            attributes |= {(position, place): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind[1]}
+            continue
         kind, divisible = _argument(value, constexpr=name in constants)
         signature[name] = kind
         if kind == "constexpr":

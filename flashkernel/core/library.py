@@ -58,5 +58,10 @@ def _autograd_function(name, forward, setup_context, backward):
         setup_context(ctx, args, output)
         return output
 
-    body = {"forward": staticmethod(run_forward), "backward": staticmethod(once_differentiable(backward))}
+    def run_backward(ctx, *gradients):
+        # torch.library wants a list of gradients for a list of tensors, autograd.Function a plain None.
+        results = backward(ctx, *gradients)
+        return tuple([None if isinstance(value, list) else value for value in results])
+
+    body = {"forward": staticmethod(run_forward), "backward": staticmethod(once_differentiable(run_backward))}
     return type(name, (torch.autograd.Function,), body)

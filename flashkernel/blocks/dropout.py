@@ -1,0 +1,68 @@
+"""Dropout from a counter: whether a pair is kept follows from a seed and the pair's number alone.
+
+No state is carried and nothing is stored: the forward and the backward pass, a reference and a kernel with any tiling
+decide alike. The arithmetic is that of 32-bit unsigned integers; torch has no such type to multiply in, so it is done
+in 64 bits and cut off.
+
+    index = ((b * heads + h) * queries + q) * keys + k                   64 bits
+    hash  = scramble(low word ^ scramble(high word ^ seed_word(seed)))   32 bits
+    kept  = hash >= threshold(probability)
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35  # the odd factors of MurmurHash3's finaliser
+START = 0x9E3779B9  # so that seed 0 does not leave pair 0 at hash 0
+Word = TypeVar("Word", Tensor, int)
+
+
+def scramble(word: Word) -> Word:
+    """A bijection of 32-bit words in which every bit of the input touches every bit of the output."""
+    word = word ^ (word >> 16)
+    word = (word * FIRST) & WORD
+    word = word ^ (word >> 13)
+    word = (word * SECOND) & WORD
+    return word ^ (word >> 16)
+
+
+def seed_word(seed: int) -> int:
+    """The seed, of up to 64 bits, as one scrambled word: computed once a call, on the host."""
+    low, high = seed & WORD, (seed >> 32) & WORD
+    return scramble(scramble((low + START) & WORD) ^ high)
+
+
+def threshold(probability: float) -> int:
+    """Hashes below it are dropped: their share is `probability`."""
+    return min(WORD, int(probability * 2.0**32))
+
+
+def keep_pairs(
+    seed: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor, heads: int, queries: int, keys: int, probability: float
+) -> Tensor:
+    """Which of the pairs at these indices are kept: bool, of the shape the index tensors broadcast to."""
+    index = ((b * heads + h) * queries + q) * keys + k
+    outer = scramble((index >> 32) ^ seed_word(seed))
+    return scramble((index & WORD) ^ outer) >= threshold(probability)
+
+
+def keep(
+    seed: int,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    probability: float,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Which pairs are kept: bool [batch, heads, queries, keys]."""
+    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    q = torch.arange(queries, device=device).view(1, 1, -1, 1)
+    k = torch.arange(keys, device=device).view(1, 1, 1, -1)
+    return keep_pairs(seed, b, h, q, k, heads, queries, keys, probability)

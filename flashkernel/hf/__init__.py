@@ -1,0 +1,23 @@
+"""FlashKernel's attention in HF Transformers 5.
+
+    import flashkernel.hf
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fkernel")
+
+Packed documents are kept apart by cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening gives them with
+return_flash_attn_kwargs=True), and by position_ids that start again where the model hands these to Transformers' masks,
+which gpt_oss does not (Transformers 5.17): there give the lengths. Padding goes into attention_mask as ever; a padded
+query sees nothing and gives zeros, where eager attention gives a mean of all values.
+
+Importing this module registers the attention and its masks; `register()` does it again after someone removed them.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("flashkernel.hf needs Transformers 5; pip install flashkernel[hf]") from error
+
+from flashkernel.hf.attention import NAME, LayerMask, attention_forward, layer_mask, register
+
+register()
+
+__all__ = ["NAME", "LayerMask", "attention_forward", "layer_mask", "register"]

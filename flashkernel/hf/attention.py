@@ -1,0 +1,388 @@
+"""Transformers' attention interface and mask interface, served by `flashkernel.attention`.
+
+Transformers describes a mask as a function of (batch, head, query, key) indices. It is called here once with indices
+that record what is done to them, which gives a Mask: causal, sliding, chunked, padded and packed masks, caches and
+their offsets, and most functions a model adds. What cannot be recorded becomes a table of every pair, with a warning.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils.import_utils import is_tracing
+
+from flashkernel.blocks import expression as ex
+from flashkernel.blocks import mask as masks
+from flashkernel.blocks.expression import Constant, Expression, Operation, Table, Variable
+from flashkernel.blocks.mask import Mask
+from flashkernel.compat.flash_attn import draw_seed, packed_mask
+from flashkernel.ops.attention import attention
+
+NAME = "fkernel"  # Transformers rewrites names that contain "flash" for some models
+
+
+def register() -> None:
+    """Make attn_implementation="fkernel" known to Transformers; calling it again changes nothing."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, layer_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMask:
+    """A Mask on its way through a model, which looks at ndim and shape only; shape is (batch, 1, queries, keys)."""
+
+    mask: Mask
+    shape: tuple[int, int, int, int]
+    ndim = 4
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def to(self, device: Any, **_: Any) -> LayerMask:
+        """The mask with its tables on another device, for models whose layers are spread over several."""
+        tables = ex.tables(self.mask.expression)
+        moved = ex.bind(self.mask.expression, tables, [table.to(device) for table in tables])
+        return LayerMask(Mask(moved, self.mask.name), self.shape)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention for one layer: query, key and value are (batch, heads, seq, dim), the result (batch, seq, heads, dim).
+
+    A mask that is given is the whole truth, as for eager attention: is_causal and sliding_window count only without.
+    Sequences packed by cu_seq_lens are kept apart in any case. An additive mask (float, 4 dims) is taken as a bias.
+    """
+    _refuse(module, kwargs)
+    sizes = (query.shape[0], query.shape[2], key.shape[2])
+    bias = None if position_bias is None else position_bias[..., : sizes[2]]
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        added = _checked_pairs(attention_mask, sizes)
+        bias = added if bias is None else bias + added
+        mask: Mask | None = None
+    elif attention_mask is not None:
+        mask = _given_mask(attention_mask, sizes, query.device)
+    else:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = _implied_mask(bool(is_causal), sliding_window, sizes)
+    if cu_seq_lens_q is not None:
+        packed = _packed(cu_seq_lens_q, cu_seq_lens_k, sizes, masked=mask is not None or bias is not None)
+        mask = packed if mask is None else mask & packed
+    out = attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux, mask=mask,
+        scale=scaling, softcap=softcap or 0.0, dropout=dropout, seed=draw_seed(dropout),
+        deterministic=bool(deterministic),
+    )  # fmt: skip
+    return out, None  # type: ignore[return-value]
+
+
+def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Options that change the result and that this attention does not know; the others describe what it has already."""
+    advice = {
+        "cache": "continuous batching keeps its keys in pages; use attn_implementation='paged|sdpa'",
+        "block_indices": "sparse attention by block indices needs the model's own kernels; use another implementation",
+        "head_mask": "heads cannot be masked one by one; use attn_implementation='eager'",
+    }
+    for name, what in advice.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{NAME}: {type(module).__name__} gave {name}: {what}")
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            f"{NAME}: output_attentions asks for probabilities, which are never held; use attn_implementation='eager'"
+        )
+
+
+def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: torch.device) -> Mask:
+    if isinstance(given, LayerMask):
+        if given.shape[0] not in (1, sizes[0]) or given.shape[2:] != sizes[1:]:
+            raise ValueError(
+                f"{NAME}: the mask was made for (batch, queries, keys) = {(given.shape[0], *given.shape[2:])} but the "
+                f"layer has {sizes}; the cache that the mask was made with must be the one the layer uses"
+            )
+        tables = ex.tables(given.mask.expression)
+        return given.mask if all(table.device == device for table in tables) else given.to(device).mask
+    if not isinstance(given, Tensor) or given.dtype != torch.bool:
+        raise ValueError(
+            f"{NAME}: the mask is {getattr(given, 'dtype', type(given).__name__)}; it must come from Transformers' "
+            f"mask functions, or be bool (True is visible) or float (added to the scores) with 4 dims"
+        )
+    return _pairs_mask(_checked_pairs(given, sizes).to(device))
+
+
+def _checked_pairs(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+    if mask.ndim != 4 or mask.shape[-1] < sizes[2] or mask.shape[-2] not in (1, sizes[1]):
+        raise ValueError(
+            f"{NAME}: the mask has shape {tuple(mask.shape)}; for (batch, queries, keys) = {sizes} it must be "
+            f"(batch, heads or 1, queries, keys)"
+        )
+    return mask[..., : sizes[2]]
+
+
+def _pairs_mask(visible: Tensor) -> Mask:
+    """A Mask of a bool tensor [batch or 1, heads or 1, queries or 1, keys], which stays in memory as it is."""
+    kept = [(name, size) for name, size in zip("bhqk", visible.shape) if size > 1 or name == "k"]
+    table = visible.to(torch.int8).reshape([size for _, size in kept])
+    return Mask(Table(table)[tuple(Variable(name) for name, _ in kept)] == 1, "pairs")
+
+
+def _implied_mask(causal: bool, sliding_window: int | None, sizes: tuple[int, int, int]) -> Mask | None:
+    """What a layer means that gives no mask."""
+    if not causal:
+        if sliding_window is not None:
+            raise NotImplementedError(
+                f"{NAME}: sliding_window={sliding_window} without a mask in a layer that is not causal; make the mask "
+                f"with transformers.masking_utils.create_bidirectional_sliding_window_mask"
+            )
+        return None
+    if sizes[1] not in (1, sizes[2]):
+        raise ValueError(
+            f"{NAME}: a causal layer of {sizes[1]} queries and {sizes[2]} keys gave no mask, so where the queries "
+            f"stand among the keys is unknown; make the mask with transformers.masking_utils.create_causal_mask"
+        )
+    return masks.causal() if sliding_window is None else masks.causal() & masks.window(sliding_window)
+
+
+def _packed(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, sizes: tuple[int, int, int], masked: bool) -> Mask:
+    """Sequences of one batch kept apart; a mask beside it counts on queries and keys that are cut alike."""
+    if sizes[0] != 1:
+        raise ValueError(f"{NAME}: cu_seq_lens_q is given with a batch of {sizes[0]}; packed sequences are one batch")
+    if masked and sizes[1] != sizes[2]:
+        raise NotImplementedError(
+            f"{NAME}: cu_seq_lens_q is given with {sizes[1]} queries, {sizes[2]} keys and a mask that does not know "
+            f"how both are cut; packed sequences cannot be continued from a cache"
+        )
+    lengths_q = cu_seq_lens_q.to(torch.int32)
+    lengths_k = lengths_q if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k.to(torch.int32)
+    return packed_mask(lengths_q, lengths_k, sizes[1])[0]
+
+
+def layer_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | LayerMask | None = None,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> LayerMask | None:
+    """The mask of a layer; `attention_mask` is the padding (batch, keys), True where a key is real.
+
+    None where a layer sees everything (allow_is_bidirectional_skip); a causal mask is never left out.
+    """
+    if isinstance(attention_mask, LayerMask):  # made ahead by generate() for a static cache
+        return attention_mask
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)  # type: ignore[arg-type]
+    if padding is not None and not is_tracing(padding) and bool(padding.all()):
+        padding = None  # as Transformers' own masks, one look at the padding saves a load for every pair
+    if allow_is_bidirectional_skip and padding is None and local_size is None:
+        return None
+    indices = _indices(batch_size, (q_length, kv_length), (q_offset, kv_offset), device)
+    try:
+        seen = _record(mask_function, indices)
+        if padding is not None:
+            seen = _join("and", seen, Table(padding.to(torch.int8))[indices[0].expression, indices[3].expression] == 1)
+        mask = Mask(seen, "transformers")
+    except Unrecordable as reason:
+        warnings.warn(
+            f"{NAME}: a mask function cannot be recorded ({reason}); {q_length} x {kv_length} pairs are kept in memory "
+            f"for each batch instead",
+            stacklevel=2,
+        )
+        visible = sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        mask = _pairs_mask(visible)
+    return LayerMask(mask, (batch_size, 1, q_length, kv_length))
+
+
+class Unrecordable(Exception):
+    """A mask function does what a Mask cannot express."""
+
+
+def _indices(
+    batch: int, lengths: tuple[int, int], offsets: tuple[int | Tensor, int | Tensor], device: torch.device | str
+) -> tuple[Recorded, Recorded, Recorded, Recorded]:
+    """(batch, head, query, key) as Transformers counts them: from the first token of the sequence.
+
+    Offsets are tables, so that a decoding step differs from the one before in numbers and not in the kernel's text.
+    """
+    b, h, q, k, sq, sk = (Variable(name) for name in ("b", "h", "q", "k", "sq", "sk"))
+
+    def shifted(index: Expression, offset: int | Tensor) -> Expression:
+        if isinstance(offset, int) and offset == 0:
+            return index
+        if isinstance(offset, Tensor):
+            return index + Table(offset.to(device, torch.int32).reshape(1).repeat(batch))[b]  # a copy: caches count on
+        return index + Table(torch.full((batch,), offset, dtype=torch.int32, device=device))[b]
+
+    numbers = not any(isinstance(offset, Tensor) for offset in offsets)
+    if numbers and offsets[0] + lengths[0] == offsets[1] + lengths[1]:  # the last query stands on the last key
+        query = shifted(q + (sk - sq), offsets[1])
+    else:
+        query = shifted(q, offsets[0])
+    return tuple(Recorded(index, batch) for index in (b, h, query, shifted(k, offsets[1])))  # type: ignore[return-value]
+
+
+def _record(mask_function: Callable[..., Any], indices: tuple[Recorded, ...]) -> Expression:
+    with _RecordIndexing():
+        found = mask_function(*indices)
+    if not isinstance(found, Recorded):
+        raise Unrecordable(f"it returned {type(found).__name__} whatever the indices")
+    return found.expression
+
+
+class _RecordIndexing(TorchFunctionMode):
+    """tensor[index] with a recorded index reads a Table."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            given = args[1] if isinstance(args[1], tuple) else (args[1],)
+            first = next((index for index in given if isinstance(index, Recorded)), None)
+            if first is not None:
+                return first.read(args[0], given)
+        return func(*args, **(kwargs or {}))
+
+
+def _join(name: str, a: Any, b: Any) -> Expression:
+    """a and b, or a or b, without constants that do not matter."""
+    a, b = ex.lift(a), ex.lift(b)
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, Constant) and one.value is (name == "and"):
+            return other
+    return Operation(name, (a, b))
+
+
+_OPERATIONS: dict[str, Callable[..., Expression]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "floor_divide": operator.floordiv,
+    "mod": operator.mod,
+    "remainder": operator.mod,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "and": lambda a, b: _join("and", a, b),
+    "bitwise_and": lambda a, b: _join("and", a, b),
+    "logical_and": lambda a, b: _join("and", a, b),
+    "or": lambda a, b: _join("or", a, b),
+    "bitwise_or": lambda a, b: _join("or", a, b),
+    "logical_or": lambda a, b: _join("or", a, b),
+    "invert": operator.invert,
+    "bitwise_not": operator.invert,
+    "logical_not": operator.invert,
+    "neg": operator.neg,
+    "abs": ex.absolute,
+    "where": ex.where,
+    "minimum": ex.minimum,
+    "maximum": ex.maximum,
+}
+
+
+class Recorded:
+    """An index, or what a mask function made of it; to the function it looks like an integer tensor."""
+
+    def __init__(self, expression: Expression, batch: int) -> None:
+        self.expression = expression
+        self.batch = batch
+        self.device = None
+
+    def apply(self, name: str, *args: Any) -> Recorded:
+        if name not in _OPERATIONS:
+            raise Unrecordable(f"it uses {name}")
+        try:
+            return Recorded(_OPERATIONS[name](*(self.lift(arg) for arg in args)), self.batch)
+        except TypeError as error:
+            raise Unrecordable(str(error)) from error
+
+    def lift(self, value: Any) -> Any:
+        if isinstance(value, Recorded):
+            return value.expression
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_floating_point():
+                raise Unrecordable(f"it computes with a tensor of shape {tuple(value.shape)} as a whole")
+            return self.read(value.reshape(1).repeat(self.batch), (Recorded(Variable("b"), self.batch),)).expression
+        return value
+
+    def read(self, table: Tensor, indices: tuple[Any, ...]) -> Recorded:
+        if len(indices) != table.ndim or not all(isinstance(index, (Recorded, int, Tensor)) for index in indices):
+            raise Unrecordable(f"it reads a tensor of {table.ndim} dims by {len(indices)} indices")
+        found = Table(table.to(torch.int8) if table.dtype == torch.bool else table)[tuple(map(self.lift, indices))]
+        return Recorded(found == 1 if table.dtype == torch.bool else found, self.batch)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Recorded:
+        if kwargs:
+            raise Unrecordable(f"it calls {func.__name__} with {', '.join(kwargs)}")
+        first = next(arg for arg in args if isinstance(arg, Recorded))
+        return first.apply(func.__name__.strip("_"), *args)
+
+    def to(self, *_: Any, **__: Any) -> Recorded:
+        return self
+
+    def new_ones(self, shape: Any, dtype: torch.dtype | None = None) -> Recorded:
+        return self._constant(shape, dtype, 1)
+
+    def new_zeros(self, shape: Any, dtype: torch.dtype | None = None) -> Recorded:
+        return self._constant(shape, dtype, 0)
+
+    def _constant(self, shape: Any, dtype: torch.dtype | None, value: int) -> Recorded:
+        if tuple(shape):
+            raise Unrecordable(f"it makes a tensor of shape {tuple(shape)}")
+        return Recorded(Constant(bool(value) if dtype == torch.bool else value), self.batch)
+
+    def __bool__(self) -> bool:
+        raise Unrecordable("it branches on an index")
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unrecordable(f"it uses .{name} of an index")
+
+    __hash__ = object.__hash__
+
+
+def _method(name: str, swap: bool = False) -> Callable[..., Recorded]:
+    def call(self: Recorded, *others: Any) -> Recorded:
+        return self.apply(name, *((*others, self) if swap else (self, *others)))
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or"):
+    setattr(Recorded, f"__{_name}__", _method(_name))
+    setattr(Recorded, f"__r{_name}__", _method(_name, swap=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "invert", "neg", "abs"):
+    setattr(Recorded, f"__{_name}__", _method(_name))

@@ -1,0 +1,29 @@
+"""Attention, and the masks it takes."""
+
+from flashkernel.blocks.expression import Table
+from flashkernel.blocks.mask import (
+    Mask,
+    block_sparse,
+    causal,
+    column_intervals,
+    custom,
+    documents,
+    prefix,
+    sink_tokens,
+    window,
+)
+from flashkernel.ops.attention.api import attention
+
+__all__ = [
+    "Mask",
+    "Table",
+    "attention",
+    "block_sparse",
+    "causal",
+    "column_intervals",
+    "custom",
+    "documents",
+    "prefix",
+    "sink_tokens",
+    "window",
+]

@@ -1,0 +1,151 @@
+"""The public attention: argument checks and dispatch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks import expression as ex
+from flashkernel.blocks.mask import Mask
+from flashkernel.core.dispatch import choose
+from flashkernel.ops.attention import registered, spec
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    score: Callable[..., Any] | ex.Traced | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q kT) v, without ever holding the scores.
+
+    q is (batch, queries, heads, head_dim), k (batch, keys, kv_heads, head_dim), v (batch, keys, kv_heads, value_dim).
+    Query head h reads key and value head h // (heads // kv_heads). `scale` is 1 / sqrt(head_dim) unless given.
+
+    To a score are applied, in this order: `softcap` (softcap * tanh(s / softcap)), ALiBi (minus slope times distance;
+    slopes are (heads,) or (batch, heads)), `bias` (broadcast to (batch, heads, queries, keys)), the function
+    `score(s, b, h, q, k)`, and the mask: see causal, window, documents and their kin, which compose with &, | and ~.
+    `sinks` (heads,) are learned logits that take part in the softmax without a value (gpt-oss).
+
+    `dropout` drops probabilities, which ones follows from `seed`. With `deterministic`, gradients are bit-equal on
+    repeat. `return_lse` adds the log of each row's sum, (batch, heads, queries) in float32. A row that sees nothing
+    gives zeros, and an lse of -inf. All inputs are differentiable, and so is the lse.
+    """
+    _check_tensors(q, k, v)
+    _check_extras(q, k, bias, sinks, alibi_slopes)
+    _check_settings(q, mask, softcap, score, dropout)
+    chosen = choose(
+        spec.ATTENTION, backend, q.device, q.dtype,
+        head_dim=q.shape[-1], value_dim=v.shape[-1], masked=mask is not None, has_score=score is not None,
+        has_bias=bias is not None, has_dropout=dropout > 0, deterministic=deterministic,
+    )  # fmt: skip
+    if chosen.composite:
+        return chosen.run(
+            q, k, v, bias, sinks, alibi_slopes,
+            mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
+        )  # fmt: skip
+    if score is not None and not isinstance(score, ex.Traced):
+        score = ex.score_function(score)
+    out, lse = registered.run(
+        chosen.target, q, k, v, bias, sinks, alibi_slopes, mask, score,
+        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout), seed,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"attention: {label} must be a float tensor (batch, sequence, heads, head_dim), "
+                f"not {x.dtype} {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"attention: {label} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; q, k and v must agree"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"attention: {label} has a batch of {x.shape[0]} but q has one of {q.shape[0]}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"attention: k has {k.shape[1]} positions of {k.shape[2]} heads but v has {v.shape[1]} of {v.shape[2]}; "
+            "every key needs its value"
+        )
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ValueError(
+            f"attention: q has head_dim {q.shape[3]} and k has {k.shape[3]}; they must be equal, and not zero"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"attention: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
+        )
+
+
+def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+    batch, queries, heads, _ = q.shape
+    for label, x in (("bias", bias), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if x is None:
+            continue
+        if not x.is_floating_point():
+            raise ValueError(f"attention: {label} must be a float tensor, not {x.dtype}; a mask goes into mask=")
+        if x.device != q.device:
+            raise ValueError(f"attention: {label} is on {x.device} but q is on {q.device}; move one of them")
+    if bias is not None:
+        full = (batch, heads, queries, k.shape[1])
+        given = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+        if len(given) != 4 or any(size not in (1, whole) for size, whole in zip(given, full)):
+            raise ValueError(
+                f"attention: bias has shape {tuple(bias.shape)}, which does not broadcast to "
+                f"(batch, heads, queries, keys) = {full}"
+            )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must have one logit a head, ({heads},)")
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"attention: alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be ({heads},), one slope a head, "
+            f"or ({batch}, {heads})"
+        )
+
+
+def _check_settings(
+    q: Tensor, mask: Mask | None, softcap: float, score: Callable[..., Any] | ex.Traced | None, dropout: float
+) -> None:
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"attention: mask is a {type(mask).__name__}; it must be a Mask such as flashkernel.causal(), and a "
+                "function or a tensor becomes one by flashkernel.custom(...)"
+            )
+        for table in ex.tables(mask.expression):
+            if table.device != q.device:
+                raise ValueError(
+                    f"attention: a table of {mask} is on {table.device} but q is on {q.device}; move one of them"
+                )
+    if score is not None and not isinstance(score, ex.Traced) and torch.compiler.is_compiling():
+        raise TypeError(
+            "attention: torch.compile cannot follow a score function; trace it before, with "
+            "score = flashkernel.score_function(function), and pass that"
+        )
+    if score is not None and not callable(score) and not isinstance(score, ex.Traced):
+        raise TypeError(
+            f"attention: score is a {type(score).__name__}; it must be a function of (score, b, h, q, k) "
+            "written with operators; a tensor to be added goes into bias="
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"attention: dropout is {dropout}; it must be a probability, at least 0 and below 1")
+    if softcap < 0:
+        raise ValueError(f"attention: softcap is {softcap}; it must be positive, or 0 for none")

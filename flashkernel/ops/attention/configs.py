@@ -1,0 +1,106 @@
+"""Launch configs of the attention kernels: tile sizes, warps and stages, from the device and the head size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, power_of_2
+
+Valid = Callable[["Tiles", Device, Mapping[str, int]], "str | None"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A tile of `rows` queries by `columns` keys."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def _width(shape: Mapping[str, int]) -> int:
+    return max(16, power_of_2(max(shape["head_dim"], shape["value_dim"])))
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (power_of_2(shape["queries"]), power_of_2(shape["keys"]), _width(shape), shape["bytes"])
+
+
+def _too_much(device: Device, shape: Mapping[str, int], config: Tiles, held: int, streamed: int) -> str | None:
+    """Why rows held for the whole walk, and those in flight, do not fit in shared memory."""
+    needed = (held + streamed * config.stages) * _width(shape) * shape["bytes"]
+    if device.shared_per_block == 0 or needed <= device.shared_per_block - 2048:
+        return None
+    return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+
+
+def _forward_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
+    return _too_much(device, shape, config, config.rows, 2 * config.columns)
+
+
+def _queries_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
+    return _too_much(device, shape, config, 2 * config.rows, 2 * config.columns)
+
+
+def _keys_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
+    return _too_much(device, shape, config, 2 * config.columns, 2 * config.rows)
+
+
+# Tiles by head size, largest that do not spill: what a whole warpgroup multiplies on Hopper, and smaller ones before.
+_HOPPER = {
+    "forward": {
+        64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1),
+    },
+    "queries": {
+        64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2), 512: Tiles(32, 16, 8, 1),
+    },
+    "keys": {64: Tiles(64, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 8, 1)},
+}  # fmt: skip
+_AMPERE = {
+    "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1), 512: Tiles(32, 16, 8, 1)},
+    "queries": {64: Tiles(64, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1), 512: Tiles(16, 16, 8, 1)},
+    "keys": {64: Tiles(32, 64, 8, 2), 128: Tiles(32, 64, 8, 1), 256: Tiles(32, 32, 8, 1), 512: Tiles(16, 16, 8, 1)},
+}  # fmt: skip
+
+
+def _heuristic(kind: str, valid: Valid) -> Callable[[Device, Mapping[str, int]], Tiles]:
+    def choose(device: Device, shape: Mapping[str, int]) -> Tiles:
+        table = (_HOPPER if device.arch >= 90 or device.kind == "cpu" else _AMPERE)[kind]
+        return _shrunk(table[max(64, _width(shape))], device, shape, valid)
+
+    return choose
+
+
+def _shrunk(choice: Tiles, device: Device, shape: Mapping[str, int], valid: Valid) -> Tiles:
+    """No larger than the problem, and as small as the shared memory demands."""
+    rows = min(choice.rows, max(16, power_of_2(shape["queries"])))
+    columns = min(choice.columns, max(16, power_of_2(shape["keys"])))
+    config = Tiles(rows, columns, choice.warps, choice.stages)
+    while valid(config, device, shape) and (config.stages > 1 or max(config.rows, config.columns) > 16):
+        if config.stages > 1:
+            config = Tiles(config.rows, config.columns, config.warps, config.stages - 1)
+        elif config.columns >= config.rows:
+            config = Tiles(config.rows, config.columns // 2, config.warps, 1)
+        else:
+            config = Tiles(config.rows // 2, config.columns, config.warps, 1)
+    return config
+
+
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Tiles]:
+    for rows in (32, 64, 128):
+        for columns in (32, 64, 128):
+            for warps in (4, 8):
+                for stages in (1, 2, 3, 4):
+                    yield Tiles(rows, columns, warps, stages)
+
+
+def _tunable(name: str, kind: str, valid: Valid) -> Tunable:
+    return Tunable(name, Tiles, _heuristic(kind, valid), _space, valid, _bucket)
+
+
+FORWARD = _tunable("attention_forward", "forward", _forward_valid)
+BACKWARD_KEYS = _tunable("attention_backward_keys", "keys", _keys_valid)
+BACKWARD_QUERIES = _tunable("attention_backward_queries", "queries", _queries_valid)

@@ -1,0 +1,197 @@
+"""The declaration of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashkernel.blocks import expression as ex
+from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal, custom, prefix, sink_tokens, window
+from flashkernel.core import backends
+from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op, Tolerance
+from flashkernel.core.shapes import MODELS
+
+_ROOM = "flashkernel.ops.attention"
+_HALF = (torch.bfloat16,)
+_TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
+
+
+def _kernels(call: Call) -> str | None:
+    widest = max(call.facts["head_dim"], call.facts["value_dim"])
+    if widest > 512:
+        return f"heads must be at most 512 wide, not {widest}"
+    if call.facts["deterministic"] and call.facts["has_bias"]:
+        return "the gradient of a bias is added by atomics, in no fixed order; leave deterministic off or the bias out"
+    return None
+
+
+def _slopes() -> Draw:
+    """Positive, of the size that ALiBi gives its heads."""
+    return lambda shape, axes, generator: torch.rand(shape, generator=generator, device=generator.device) / 2
+
+
+_INPUTS = {
+    "q": Input(("batch", "queries", "heads", "head_dim")),
+    "k": Input(("batch", "keys", "kv_heads", "head_dim")),
+    "v": Input(("batch", "keys", "kv_heads", "value_dim")),
+    "bias": Input(("bias_batch", "bias_heads", "queries", "keys"), optional=True),
+    "sinks": Input(("heads",), optional=True),
+    "alibi_slopes": Input(("*slopes",), dtype=torch.float32, draw=_slopes(), optional=True),
+}
+
+
+def _axes(
+    batch: int, lengths: int | tuple[int, int], heads: int | tuple[int, int], dims: int | tuple[int, int], **more: Any
+) -> Axes:
+    """Sizes of a case; a pair is (queries, keys), (query heads, key and value heads), (head_dim, value_dim)."""
+    queries, keys = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    return {
+        "batch": batch, "queries": queries, "keys": keys, "heads": query_heads, "kv_heads": kv_heads,
+        "head_dim": head_dim, "value_dim": value_dim, **more,
+    }  # fmt: skip
+
+
+def _masked(name: str, mask: Mask, lengths: int | tuple[int, int] = (13, 21)) -> Case:
+    return Case(f"mask-{name}", _axes(2, lengths, (4, 2), 16), {"mask": mask})
+
+
+_SHAPES = (
+    Case("plain", _axes(2, 33, 2, 32)),
+    Case("gqa", _axes(2, 19, (6, 2), 16)),
+    Case("mqa", _axes(1, 24, (4, 1), 64), {"mask": causal()}),
+    Case("longer-keys", _axes(2, (5, 40), 2, 40), {"mask": causal()}),
+    Case("longer-queries", _axes(1, (40, 9), 2, 16), {"mask": causal(), "return_lse": True}),  # the first see nothing
+    Case("wide-heads", _axes(1, 17, 2, 96), {"mask": causal()}),
+    Case("narrow-values", _axes(1, 18, (4, 2), (48, 32)), {"mask": causal()}),
+    Case("wide-values", _axes(1, (7, 11), 2, (16, 64))),
+    Case("several-tiles", _axes(1, (150, 300), 1, 16), {"mask": causal() & window(70)}),
+    Case("one-query", _axes(3, (1, 29), (4, 2), 32), {"mask": causal(), "return_lse": True}),
+    Case("scale", _axes(1, 12, 2, 16), {"scale": 0.5}),
+    Case("padded", _axes(2, 14, (4, 2), 24), {"mask": causal()}, layout="padded"),
+    Case("transposed", _axes(2, 14, (4, 2), 16), {"mask": causal()}, layout="transposed"),
+    Case("no-batch", _axes(0, 5, 2, 16)),
+    Case("no-queries", _axes(2, (0, 5), 2, 16), {"return_lse": True}),
+    Case("no-keys", _axes(2, (5, 0), 2, 16), {"return_lse": True}),
+)
+_MASKS = (
+    _masked("causal", causal()),
+    _masked("window", causal() & window(5)),
+    _masked("two-sided", window(3, 4)),
+    _masked("sink-tokens", (window(4) | sink_tokens(2)) & causal()),
+    _masked("prefix", prefix(6) | causal()),
+    _masked("negated", ~window(4)),
+    _masked("by-head", custom(lambda b, h, q, k: (k <= q + 2 * h) & ((q + k) % 3 > 0), "by head"), 17),
+    _masked("by-batch", custom(lambda b, h, q, k: k < 3 + 5 * b, "by batch")),
+    _masked("nothing", custom(lambda b, h, q, k: k < 0, "nothing")),
+)
+_SCORES = (
+    Case("lse", _axes(2, 15, (4, 2), 16), {"mask": causal(), "return_lse": True}),
+    Case("softcap", _axes(1, 16, 2, 32), {"mask": causal(), "softcap": 1.5}),
+    Case("sinks", _axes(2, 11, (4, 2), 16), {"return_lse": True}, present=("sinks",)),
+    Case("gpt-oss", _axes(1, 37, (8, 1), 64), {"mask": causal() & window(8)}, present=("sinks",)),
+    Case("sinks-alone", _axes(1, (9, 4), 2, 16), {"mask": causal(), "return_lse": True}, present=("sinks",)),
+    Case("alibi", _axes(2, (9, 14), 4, 16, slopes=(4,)), {"mask": causal()}, present=("alibi_slopes",)),
+    Case("alibi-by-batch", _axes(2, 10, (4, 2), 16, slopes=(2, 4)), present=("alibi_slopes",)),
+    Case("bias", _axes(2, (9, 14), (4, 2), 16, bias_batch=2, bias_heads=4), {"mask": causal()}, present=("bias",)),
+    Case("bias-for-all", _axes(2, 13, (4, 2), 16, bias_batch=1, bias_heads=1), present=("bias",)),
+    Case("bias-by-head", _axes(2, 13, 2, 16, bias_batch=1, bias_heads=2), {"softcap": 2.0}, present=("bias",)),
+    Case("score", _axes(2, 12, (4, 2), 16),
+         {"mask": causal(),
+          "score": ex.score_function(lambda s, b, h, q, k: s * 0.5 + 0.1 * (q - k) + ex.tanh(s) * h)}),
+    Case("dropout", _axes(2, 23, (4, 2), 16), {"mask": causal(), "dropout": 0.3, "seed": 11, "return_lse": True}),
+    Case("everything", _axes(2, (12, 17), (4, 2), 16, bias_batch=1, bias_heads=4, slopes=(4,)),
+         {"mask": causal() & window(7), "scale": 0.3, "softcap": 3.0, "dropout": 0.2, "seed": 5, "return_lse": True,
+          "score": ex.score_function(lambda s, b, h, q, k: s + 0.01 * k)},
+         present=("bias", "sinks", "alibi_slopes")),
+)  # fmt: skip
+
+
+def _benches() -> tuple[Case, ...]:
+    """The grid that attention is compared on everywhere, grouped heads, and gpt-oss's sliding layers."""
+    square: dict[str, Any] = {"dtypes": _HALF, "check_axes": {"batch": 1, "queries": 1024, "keys": 1024}}
+    grid = [
+        Case(f"d{dim}-n{length}{'-causal' if mask else ''}",
+             _axes(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
+        for dim in (64, 128)
+        for length in (1024, 4096, 16384)
+        for mask in (False, True)
+    ]  # fmt: skip
+    llama, oss = MODELS["llama-3.1-8b"], MODELS["gpt-oss-20b"]
+    grouped = [
+        Case(f"gqa-n{length}-causal",
+             _axes(_TOKENS // length, length, (llama.heads, llama.kv_heads), llama.head_dim),
+             {"mask": causal()}, **square)
+        for length in (4096, 16384)
+    ]  # fmt: skip
+    sliding = [
+        Case(f"gpt-oss-{_TOKENS // length}x{length}",
+             _axes(_TOKENS // length, length, (oss.heads, oss.kv_heads), oss.head_dim),
+             {"mask": causal() & window(128)}, present=("sinks",), **square)
+        for length in (4096, 16384)
+    ]  # fmt: skip
+    return (*grid, *grouped, *sliding)
+
+
+def visible_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
+    """Pairs that are seen, over all batches and heads; only tiles that are partly visible are looked into."""
+    if mask is None:
+        return batch * heads * queries * keys
+    tile = 128
+    status = mask.tiles(batch, heads, queries, keys, tile, tile)
+    repeats = (batch // max(1, status.shape[0])) * (heads // max(1, status.shape[1]))
+    seen = int((status == FULL).sum()) * tile * tile
+    if queries % tile:  # a full tile may stick out beyond the last query, though not beyond the last key
+        seen -= int((status[:, :, -1] == FULL).sum()) * (tile - queries % tile) * tile
+    partial = ((status != FULL) & (status != EMPTY)).nonzero()  # [tiles, 4]
+    b, h = (partial[:, place].view(-1, 1, 1) for place in (0, 1))
+    within = torch.arange(tile)
+    for chunk in range(0, len(partial), 256):
+        part = slice(chunk, chunk + 256)
+        q = partial[part, 2].view(-1, 1, 1) * tile + within.view(1, -1, 1)
+        k = partial[part, 3].view(-1, 1, 1) * tile + within.view(1, 1, -1)
+        values = {"b": b[part], "h": h[part], "q": q, "k": k, "sq": queries, "sk": keys}
+        seen += int((torch.as_tensor(ex.evaluate(mask.expression, values)) & (q < queries) & (k < keys)).sum())
+    return seen * repeats
+
+
+def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    """Two matrix products over the visible pairs forward and five backward; every tensor moves once."""
+    axes = case.axes
+    batch, queries, keys, heads = axes["batch"], axes["queries"], axes["keys"], axes["heads"]
+    pairs = visible_pairs(case.options.get("mask"), batch, heads, queries, keys)
+    forward = 2.0 * pairs * (axes["head_dim"] + axes["value_dim"])
+    backward = 2.0 * pairs * (3 * axes["head_dim"] + 2 * axes["value_dim"])
+    by_query = batch * queries * heads * dtype.itemsize
+    by_key = batch * keys * axes["kv_heads"] * dtype.itemsize
+    operands = by_query * axes["head_dim"] + by_key * (axes["head_dim"] + axes["value_dim"])  # q, k, v
+    result = by_query * axes["value_dim"]  # out, or its gradient
+    return {"fwd": Cost(forward, operands + result), "bwd": Cost(backward, 2 * operands + 2 * result)}
+
+
+ATTENTION = Op(
+    name="attention",
+    summary="softmax attention with any mask, sinks, bias, softcap, ALiBi and dropout",
+    function=f"{_ROOM}.api:attention",
+    reference=f"{_ROOM}.reference:attention",
+    inputs=_INPUTS,
+    backends=(
+        backends.triton(f"{_ROOM}.triton", _kernels, least=80),
+        backends.torch_native(f"{_ROOM}.torch:attention"),
+        backends.reference(f"{_ROOM}.reference:attention"),
+    ),
+    cases=(*_SHAPES, *_MASKS, *_SCORES),
+    benches=_benches(),
+    cost=_cost,
+    # Probabilities and the output, from which gradients start, are rounded to the inputs' dtype on the way.
+    tolerance=Tolerance(floor32=8.0, of_inputs=True),
+    # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
+    ranges={"queries": (0, 40, 1), "keys": (8, 40, 1)},
+    baselines=tuple(
+        Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")
+    ),
+)
+OPS = (ATTENTION,)

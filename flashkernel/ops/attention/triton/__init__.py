@@ -1,0 +1,212 @@
+"""Launchers of the Triton attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks import expression as ex
+from flashkernel.blocks.dropout import seed_word, threshold
+from flashkernel.blocks.expression import Expression
+from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.runs import Runs, plan
+from flashkernel.core import device, tune
+from flashkernel.core.generate import jit_function
+from flashkernel.core.launch import launch
+from flashkernel.ops.attention.configs import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, Tiles
+from flashkernel.ops.attention.triton.backward import (
+    attention_backward_keys,
+    attention_backward_queries,
+    attention_delta,
+)
+from flashkernel.ops.attention.triton.forward import attention_forward
+
+_INDICES = "b, h, q, k, sq, sk, tables"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call: everything but the tensors that have gradients."""
+
+    mask: Mask | None
+    scale: float
+    softcap: float
+    score: Expression | None
+    dropout: float
+    seed: int
+
+    def functions(self) -> tuple[Any, Any, Any, tuple[Any, ...], tuple[Any, ...]]:
+        """(mask, score, its derivative, the score's tables, the mask's tables) as the kernels take them."""
+        mask = score = slope = None
+        score_tables: list[Tensor] = []
+        mask_tables: list[Tensor] = []
+        if self.mask is not None:
+            mask_tables = ex.tables(self.mask.expression)
+            mask = jit_function("visible", _INDICES, ex.triton_source(self.mask.expression, mask_tables))
+        if self.score is not None:
+            derivative = ex.derivative(self.score, "score")
+            score_tables = ex.tables(self.score)
+            score_tables += [table for table in ex.tables(derivative) if not any(table is t for t in score_tables)]
+            score = jit_function("score_of", f"score, {_INDICES}", ex.triton_source(self.score, score_tables))
+            slope = jit_function("slope_of", f"score, {_INDICES}", ex.triton_source(derivative, score_tables))
+        return mask, score, slope, ex.table_arguments(score_tables), ex.table_arguments(mask_tables)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): o is (batch, queries, heads, value_dim) in q's dtype, lse (batch, heads, queries) in float32."""
+    batch, queries, heads, width = q.shape
+    keys, values = k.shape[1], v.shape[3]
+    o = torch.empty((batch, queries, heads, values), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    config = _config(FORWARD, q, k, v)
+    runs, _ = _planned(problem.mask, q, k, config)
+    mask, score, _, tables, mask_tables = problem.functions()
+    tiles = tune.ceil_div(queries, config.rows)
+    launch(
+        attention_forward, (tiles, heads, batch),
+        q, k, v, q if bias is None else bias, sinks, slopes, o, lse, tables, mask_tables, runs.table, runs.count,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_bias_strides(bias), _slope_stride(slopes),
+        *_run_strides(runs), heads, heads // k.shape[2], queries, keys, tiles, runs.table.shape[3],
+        *_numbers(problem),
+        MASK=mask, SCORE=score, HAS_BIAS=bias is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
+        **_constants(problem, q, width, values, config),
+    )  # fmt: skip
+    return o, lse
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv, dbias, dsinks, dslopes); those without their input, and a bias gradient not wanted, are None."""
+    delta = _delta(do, dlse, o)
+    dk, dv = _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem)
+    dq, dbias, dslopes = _backward_queries(do, q, k, v, bias, slopes, lse, delta, problem, want_bias)
+    dsinks = None
+    if sinks is not None:
+        share = torch.exp(sinks.float()[None, :, None] - lse)  # [batch, heads, queries]
+        dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+    if slopes is not None and dslopes is not None:
+        dslopes = dslopes.sum(-1)  # [batch, heads]
+        dslopes = (dslopes.sum(0) if slopes.ndim == 1 else dslopes).to(slopes.dtype)
+    if bias is not None and dbias is not None:
+        dbias = dbias.to(bias.dtype)
+    return dq, dk, dv, dbias, dsinks, dslopes
+
+
+def _delta(do: Tensor, dlse: Tensor | None, o: Tensor) -> Tensor:
+    batch, queries, heads, values = o.shape
+    delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=o.device)
+    block = max(16, tune.power_of_2(values))
+    rows = max(1, 4096 // block)
+    launch(
+        attention_delta, (tune.ceil_div(queries, rows), heads, batch),
+        o, do, dlse, delta, *do.stride()[:3], heads, queries,
+        HAS_DLSE=dlse is not None, VALUES=values, BLOCK_V=block, ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    return delta
+
+
+def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, width = q.shape
+    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
+    dk = torch.empty((batch, keys, pairs, width), dtype=k.dtype, device=k.device)
+    dv = torch.empty((batch, keys, pairs, values), dtype=v.dtype, device=v.device)
+    config = _config(BACKWARD_KEYS, q, k, v)
+    _, runs = _planned(problem.mask, q, k, config)
+    mask, score, slope, tables, mask_tables = problem.functions()
+    launch(
+        attention_backward_keys, (tune.ceil_div(keys, config.columns), pairs, batch),
+        q, k, v, q if bias is None else bias, slopes, do, lse, delta, dk, dv,
+        tables, mask_tables, runs.table, runs.count,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
+        _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys, runs.table.shape[3],
+        *_numbers(problem),
+        MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SLOPES=slopes is not None,
+        **_constants(problem, q, width, values, config),
+    )  # fmt: skip
+    return dk, dv
+
+
+def _backward_queries(
+    do, q, k, v, bias, slopes, lse, delta, problem: Problem, want_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    batch, queries, heads, width = q.shape
+    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
+    dq = torch.empty((batch, queries, heads, width), dtype=q.dtype, device=q.device)
+    config = _config(BACKWARD_QUERIES, q, k, v)
+    runs, _ = _planned(problem.mask, q, k, config)
+    mask, score, slope, tables, mask_tables = problem.functions()
+    tiles = tune.ceil_div(queries, config.rows)
+    dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device) if want_bias else None
+    dslopes = torch.empty((batch, heads, tiles), dtype=torch.float32, device=q.device) if slopes is not None else None
+    launch(
+        attention_backward_queries, (tiles, heads, batch),
+        q, k, v, q if bias is None else bias, slopes, do, lse, delta, dq, q if dbias is None else dbias, dslopes,
+        tables, mask_tables, runs.table, runs.count,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
+        *_bias_strides(dbias), _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys,
+        tiles, runs.table.shape[3],
+        *_numbers(problem),
+        MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SLOPES=slopes is not None,
+        WANT_BIAS=want_bias, **_constants(problem, q, width, values, config),
+    )  # fmt: skip
+    return dq, dbias, dslopes
+
+
+def _config(tunable: tune.Tunable, q: Tensor, k: Tensor, v: Tensor) -> Tiles:
+    shape = {
+        "queries": q.shape[1], "keys": k.shape[1], "head_dim": q.shape[3], "value_dim": v.shape[3],
+        "bytes": q.element_size(),
+    }  # fmt: skip
+    return tune.pick(tunable, device.facts(q.device), shape)
+
+
+def _planned(mask: Mask | None, q: Tensor, k: Tensor, config: Tiles) -> tuple[Runs, Runs]:
+    return plan(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], config.rows, config.columns, q.device)
+
+
+def _run_strides(runs: Runs) -> tuple[int, int]:
+    """Rows of the run table between two batches and between two heads; 0 where they share it."""
+    batch, heads, tiles = runs.count.shape
+    return heads * tiles if batch > 1 else 0, tiles if heads > 1 else 0
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    if bias is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride()))
+
+
+def _slope_stride(slopes: Tensor | None) -> int:
+    return slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0
+
+
+def _numbers(problem: Problem) -> tuple[float, float, int, int, float]:
+    kept = 1.0 / (1.0 - problem.dropout) if problem.dropout < 1 else 0.0
+    return problem.scale, problem.softcap, seed_word(problem.seed), threshold(problem.dropout), kept
+
+
+def _constants(problem: Problem, q: Tensor, width: int, values: int, config: Tiles) -> dict[str, Any]:
+    precise = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return {
+        "CAP": problem.softcap > 0, "DROP": problem.dropout > 0, "PRECISION": "ieee" if precise else "tf32",
+        "WIDTH": width, "VALUES": values, "BLOCK_D": max(16, tune.power_of_2(width)),
+        "BLOCK_V": max(16, tune.power_of_2(values)), "ROWS": config.rows, "COLUMNS": config.columns,
+        "STAGES": config.stages, "num_warps": config.warps,
+    }  # fmt: skip

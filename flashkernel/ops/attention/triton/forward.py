@@ -1,0 +1,89 @@
+"""Attention forward: one program holds a tile of queries and walks over the runs of key tiles that its mask leaves.
+
+The softmax is online, in powers of two: a running maximum and sum per query, and an output that is rescaled when the
+maximum rises. Full tiles are not masked, empty ones not loaded. LSE is saved instead of the probabilities.
+"""
+
+import triton
+import triton.language as tl
+
+from flashkernel.ops.attention.triton.dropping import keep
+from flashkernel.ops.attention.triton.scores import LN2, LOG2E, load_rows, transform, visible
+
+
+@triton.jit
+def attention_forward(
+    q, k, v, bias, sinks, slopes, o, lse, tables, mask_tables, runs, counts,
+    q_batch, q_seq, q_head, k_batch, k_seq, k_head, v_batch, v_seq, v_head,
+    bias_batch, bias_head, bias_q, bias_k, slope_batch, runs_batch, runs_head,
+    heads, group, queries, keys, tiles, most_runs, scale, softcap, seed, threshold, inverse_keep,
+    MASK: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    CAP: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    PLAIN: tl.constexpr = (SCORE is None) and not (HAS_BIAS or HAS_SLOPES or CAP)
+    tile = tiles - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: they go first
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    q_index = row[:, None]  # [ROWS, 1]
+    query = load_rows(q + b * q_batch + h * q_head, row, q_seq, queries, WIDTH, BLOCK_D, True)  # [ROWS, BLOCK_D]
+    k += b * k_batch + (h // group) * k_head
+    v += b * v_batch + (h // group) * v_head
+    bias += b * bias_batch + h * bias_head
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes + b * slope_batch + h)
+    top = tl.full([ROWS], float("-inf"), tl.float32)  # largest score so far, in powers of two
+    total = tl.zeros([ROWS], tl.float32)  # sum of 2^(score - top)
+    output = tl.zeros([ROWS, BLOCK_V], tl.float32)
+
+    place = (b * runs_batch + h * runs_head + tile).to(tl.int64)
+    for run in range(tl.load(counts + place)):
+        begin = tl.load(runs + (place * most_runs + run) * 3)
+        end = tl.load(runs + (place * most_runs + run) * 3 + 1)
+        must_mask = tl.load(runs + (place * most_runs + run) * 3 + 2)
+        for MASKED in tl.static_range(2):  # two loops, one of which is empty: the full tiles' has no mask in it
+            for index in tl.range(begin, tl.where(must_mask == MASKED, end, begin), num_stages=STAGES):
+                column = index * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+                k_index = column[None, :]  # [1, COLUMNS]
+                key = load_rows(k, column, k_seq, keys, WIDTH, BLOCK_D, MASKED == 1)  # [COLUMNS, BLOCK_D]
+                product = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [ROWS, COLUMNS]
+                if PLAIN:
+                    score = product * (scale * LOG2E)
+                else:
+                    score, _, _ = transform(
+                        product, b, h, q_index, k_index, queries, keys, tables, bias, bias_q, bias_k, slope, scale,
+                        softcap, CAP, HAS_SLOPES, HAS_BIAS, SCORE,
+                    )  # fmt: skip
+                    score *= LOG2E
+                if MASKED == 1:
+                    seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK)
+                    score = tl.where(seen, score, float("-inf"))
+                higher = tl.maximum(top, tl.max(score, 1))
+                anchor = tl.where(higher == float("-inf"), 0.0, higher)
+                rescale = tl.exp2(top - anchor)
+                weight = tl.exp2(score - anchor[:, None])  # [ROWS, COLUMNS]
+                total = total * rescale + tl.sum(weight, 1)
+                if DROP:
+                    kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
+                    weight = tl.where(kept, weight * inverse_keep, 0.0)
+                value = load_rows(v, column, v_seq, keys, VALUES, BLOCK_V, MASKED == 1)  # [COLUMNS, BLOCK_V]
+                output = output * rescale[:, None]
+                output = tl.dot(weight.to(value.dtype), value, output, input_precision=PRECISION)
+                top = higher
+
+    if HAS_SINKS:  # one more column, in the denominator only
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.exp2(sink - higher)
+        output *= rescale[:, None]
+        top = higher
+    nothing = total == 0.0
+    output *= tl.where(nothing, 0.0, 1.0 / total)[:, None]
+    log_sum = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)
+    tl.store(lse + (b * heads + h) * queries + row, log_sum, mask=row < queries)
+    column = tl.arange(0, BLOCK_V)[None, :]
+    target = o + ((b * queries + row[:, None]) * heads + h) * VALUES + column
+    tl.store(target, output, mask=(row < queries)[:, None] & (column < VALUES))

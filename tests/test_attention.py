@@ -1,0 +1,392 @@
+"""What the table cannot say of attention: torch as a witness, masks with tables, dropout, memory, wrong inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flashkernel.blocks import dropout as dropping
+from flashkernel.blocks import expression as ex
+from flashkernel.core.check import execute, verify
+from flashkernel.core.op import Case
+from flashkernel.ops.attention import (
+    Mask,
+    Table,
+    attention,
+    block_sparse,
+    causal,
+    column_intervals,
+    custom,
+    documents,
+    prefix,
+    spec,
+    window,
+)
+from flashkernel.ops.attention import torch as tiled
+
+BACKENDS = [backend.name for backend in spec.ATTENTION.backends]
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+FAST = [name for name in BACKENDS if name != "reference"]
+by_fast_backend = pytest.mark.parametrize("backend", FAST)
+
+
+def _inputs(
+    batch: int = 2, queries: int = 20, keys: int = 20, heads: int = 4, kv_heads: int = 2, dim: int = 16
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (batch, queries, heads, dim), "k": (batch, keys, kv_heads, dim), "v": (batch, keys, kv_heads, dim)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _agree(inputs: dict[str, Tensor], options: dict[str, Any], backend: str) -> None:
+    """Outputs and gradients of a backend against the reference's in float64."""
+    wanted = list(inputs)
+    exact = execute(attention, {k: v.double() for k, v in inputs.items()}, {**options, "backend": "reference"}, wanted)
+    mine = execute(attention, inputs, {**options, "backend": backend}, wanted)
+    for name, value in mine.outputs.items():
+        torch.testing.assert_close(value.double(), exact.outputs[name], rtol=1e-4, atol=2e-5)
+    for name, value in mine.gradients.items():
+        torch.testing.assert_close(value.double(), exact.gradients[name], rtol=1e-4, atol=5e-5)
+
+
+@by_backend
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_agrees_with_torch(backend: str, is_causal: bool, kv_heads: int) -> None:
+    inputs = _inputs(kv_heads=kv_heads)
+    rows, columns, values = (x.double().transpose(1, 2) for x in inputs.values())
+    expected = F.scaled_dot_product_attention(rows, columns, values, is_causal=is_causal, enable_gqa=True)
+    found = attention(**inputs, mask=causal() if is_causal else None, backend=backend)
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_two_rows_by_hand() -> None:
+    q = torch.tensor([1.0, 2.0], dtype=torch.float64).view(1, 2, 1, 1)
+    k = torch.tensor([0.5, -1.0], dtype=torch.float64).view(1, 2, 1, 1)
+    v = torch.tensor([3.0, 5.0], dtype=torch.float64).view(1, 2, 1, 1)
+    out, lse = attention(
+        q, k, v, sinks=torch.tensor([0.25]), mask=causal(), scale=2.0, return_lse=True, backend="torch"
+    )
+    first = math.exp(1.0) / (math.exp(1.0) + math.exp(0.25))
+    total = math.exp(2.0) + math.exp(-4.0) + math.exp(0.25)
+    second = (3 * math.exp(2.0) + 5 * math.exp(-4.0)) / total
+    assert out.flatten().tolist() == pytest.approx([3 * first, second])
+    assert lse.flatten().tolist() == pytest.approx([math.log(math.exp(1.0) + math.exp(0.25)), math.log(total)])
+
+
+@pytest.mark.parametrize("case", spec.ATTENTION.cases, ids=lambda case: case.name)
+def test_every_case_in_small_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk over tiles, where torch's operator would serve the call too, with several tiles both ways."""
+    monkeypatch.setattr(tiled, "TILE", 8)
+    monkeypatch.setattr(tiled, "_fused_can", lambda *_: False)
+    reports = verify(spec.ATTENTION, case, torch.float32, "torch")
+    assert all(report.ok for report in reports), [report.message for report in reports if not report.ok]
+
+
+def _table_masks() -> dict[str, Mask]:
+    ids = torch.tensor([[0] * 50 + [1] * 100 + [2] * 50, [0] * 130 + [1] * 70])
+    layout = torch.rand(4, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.4
+    start = torch.randint(0, 200, (2, 200), generator=torch.Generator().manual_seed(4))
+    return {
+        "documents": causal() & documents(ids),
+        "prefix": prefix(torch.tensor([3, 140])) | causal(),
+        "column_intervals": column_intervals(start, start + 60),
+        "block_sparse": block_sparse(layout, 32),
+        "table": custom(lambda b, h, q, k: Table(ids)[b, k] > 0),
+    }
+
+
+@by_fast_backend
+@pytest.mark.parametrize("name", list(_table_masks()))
+@pytest.mark.parametrize("return_lse", [False, True])  # the second is beyond torch's own operator
+def test_masks_with_tables(name: str, backend: str, return_lse: bool) -> None:
+    _agree(_inputs(2, 200, 200), {"mask": _table_masks()[name], "return_lse": return_lse}, backend)
+
+
+@pytest.mark.parametrize("name", list(_table_masks()))
+def test_the_walk_visits_what_is_visible(name: str) -> None:
+    """No visible pair lies outside the tiles walked, nor a hidden one in a tile that is not masked."""
+    mask = _table_masks()[name] & window(40)
+    problem = tiled.Problem(2, 4, 2, 200, 200, 1.0, 0.0, None, mask, 0.0, 0)
+    visible = mask.visible(2, 4, 200, 200).expand(2, 4, 200, 200)
+    walked = torch.zeros_like(visible)
+    for tile in (tile for tiles in problem.walk(torch.device("cpu")) for tile in tiles):
+        place = (slice(None), slice(None), slice(tile.first, tile.last), slice(tile.start, tile.stop))
+        walked[place] = True
+        assert tile.masked or visible[place].all()
+    assert not (visible & ~walked).any()
+
+
+def test_the_walk_skips_empty_tiles() -> None:
+    problem = tiled.Problem(1, 1, 1, 1024, 1024, 1.0, 0.0, None, causal() & window(100), 0.0, 0)
+    rows = problem.walk(torch.device("cpu"))
+    assert [len(tiles) for tiles in rows] == [1] + [2] * 7
+    unmasked = tiled.Problem(1, 1, 1, 1024, 1024, 1.0, 0.0, None, causal(), 0.0, 0).walk(torch.device("cpu"))
+    assert [[tile.masked for tile in tiles] for tiles in unmasked] == [[False] * row + [True] for row in range(8)]
+
+
+@by_backend
+def test_lse_is_the_log_of_the_sum(backend: str) -> None:
+    inputs = _inputs(kv_heads=4)
+    scores = torch.einsum("bqhd,bkhd->bhqk", inputs["q"].double(), inputs["k"].double()) / 4
+    hidden = ~causal().visible(2, 4, 20, 20)
+    _, lse = attention(**inputs, mask=causal(), return_lse=True, backend=backend)
+    assert lse.dtype == torch.float32
+    expected = torch.logsumexp(scores.masked_fill(hidden, -math.inf), -1)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@by_backend
+def test_gradient_through_lse_alone(backend: str) -> None:
+    inputs = {name: value.requires_grad_() for name, value in _inputs(kv_heads=4).items()}
+    weights = torch.randn(2, 4, 20, generator=torch.Generator().manual_seed(5))
+    _, lse = attention(**inputs, return_lse=True, backend=backend)
+    found = torch.autograd.grad((lse * weights).sum(), list(inputs.values()), allow_unused=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", inputs["q"], inputs["k"]) / 4
+    expected = torch.autograd.grad((torch.logsumexp(scores, -1) * weights).sum(), [inputs["q"], inputs["k"]])
+    for mine, exact in zip(found, expected):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+    assert found[2] is None or not found[2].any()
+
+
+@by_backend
+def test_a_sink_is_a_column_without_a_value(backend: str) -> None:
+    inputs, sinks = _inputs(kv_heads=4), torch.tensor([0.5, -1.0, 3.0, 0.0])
+    scores = torch.einsum("bqhd,bkhd->bhqk", inputs["q"], inputs["k"]) / 4
+    column = sinks.view(1, 4, 1, 1).expand(2, 4, 20, 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights, inputs["v"])
+    torch.testing.assert_close(attention(**inputs, sinks=sinks, backend=backend), expected, rtol=1e-4, atol=1e-5)
+
+
+@by_backend
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_rows_that_see_nothing(backend: str, return_lse: bool) -> None:
+    inputs = {name: value.requires_grad_() for name, value in _inputs(queries=20, keys=12).items()}
+    found = attention(**inputs, mask=causal(), return_lse=return_lse, backend=backend)
+    out = found[0] if return_lse else found
+    assert torch.equal(out[:, :8], torch.zeros_like(out[:, :8]))
+    gradients = torch.autograd.grad(out.sum(), list(inputs.values()))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert torch.equal(gradients[0][:, :8], torch.zeros_like(out[:, :8]))
+    if return_lse:
+        assert (found[1][..., :8] == -math.inf).all()
+        assert torch.isfinite(found[1][..., 8:]).all()
+
+
+@by_fast_backend
+def test_a_bias_may_hide_whole_rows(backend: str) -> None:
+    inputs = _inputs()
+    bias = torch.zeros(20, 20)
+    bias[3] = -math.inf
+    bias[5, 7:] = -math.inf
+    hiding = custom(lambda b, h, q, k: Table(torch.isfinite(bias).int())[q, k] == 1)
+    for more in ({}, {"return_lse": True}):
+        found = attention(**inputs, bias=bias, backend=backend, **more)
+        expected = attention(**inputs, mask=hiding, backend="reference", **more)
+        for mine, exact in zip(found if more else [found], expected if more else [expected]):
+            torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+
+
+@by_fast_backend
+@pytest.mark.parametrize("shape", [(20, 24), (4, 1, 24), (2, 1, 20, 1), (1, 4, 1, 1), ()], ids=str)
+def test_bias_broadcasts(shape: tuple[int, ...], backend: str) -> None:
+    inputs = _inputs(queries=20, keys=24)
+    inputs["bias"] = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    for options in ({}, {"softcap": 3.0}):
+        _agree(inputs, options, backend)
+
+
+@by_fast_backend
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, q, k: s * 2.0 - 0.25,
+        lambda s, b, h, q, k: ex.where(q - k < 5, s, 0.5 * s) + 0.125 * b,
+        lambda s, b, h, q, k: ex.minimum(s, 1.0) - ex.absolute(q - k) * 0.0625,
+    ],
+    ids=["linear", "branch", "clipped"],
+)
+def test_score_functions(score: Callable[..., Any], backend: str) -> None:
+    _agree(_inputs(), {"score": score, "mask": causal()}, backend)
+
+
+@by_fast_backend
+def test_a_score_function_reads_its_closure(backend: str) -> None:
+    """The same function with another number in its closure is another function."""
+    inputs = _inputs()
+    for slope in (0.1, 0.7):
+        _agree(inputs, {"score": lambda s, b, h, q, k, slope=slope: s - slope * ex.absolute(q - k)}, backend)
+        plain = attention(**inputs, score=lambda s, b, h, q, k: s - slope * ex.absolute(q - k), backend=backend)  # noqa: B023
+        slopes = torch.full((4,), slope)
+        torch.testing.assert_close(
+            plain, attention(**inputs, alibi_slopes=slopes, backend="reference"), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_constant_score_averages_the_values() -> None:
+    inputs = {name: value.requires_grad_() for name, value in _inputs(kv_heads=4).items()}
+    out = attention(**inputs, score=lambda s, b, h, q, k: 1.0, backend="torch")
+    torch.testing.assert_close(out, inputs["v"].mean(1, keepdim=True).expand_as(out))
+    gradients = torch.autograd.grad(out.sum(), list(inputs.values()))
+    assert not gradients[0].any()
+    assert not gradients[1].any()
+    torch.testing.assert_close(gradients[2], torch.ones_like(gradients[2]))
+
+
+@by_fast_backend
+def test_dropout_follows_from_its_seed(backend: str) -> None:
+    inputs = _inputs(queries=150, keys=140)
+    options = {"dropout": 0.4, "mask": causal()}
+    first, again, other = (attention(**inputs, **options, seed=seed, backend=backend) for seed in (7, 7, 8))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    _agree(inputs, {**options, "seed": 7}, backend)
+
+
+@by_fast_backend
+def test_dropout_leaves_the_lse_alone(backend: str) -> None:
+    inputs = _inputs()
+    _, dropped = attention(**inputs, dropout=0.5, seed=3, return_lse=True, backend=backend)
+    _, plain = attention(**inputs, return_lse=True, backend=backend)
+    assert torch.equal(dropped, plain)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 1, -5])
+def test_dropout_keeps_its_share(probability: float, seed: int) -> None:
+    kept = dropping.keep(seed, 2, 4, 200, 250, probability).double()  # 400,000 draws: 5 sigma is below 0.004
+    assert kept.mean().item() == pytest.approx(1 - probability, abs=0.004)
+    for dim in (0, 1, 2, 3):  # neighbours along any dim are independent
+        size = kept.shape[dim]
+        both = (kept.narrow(dim, 0, size - 1) * kept.narrow(dim, 1, size - 1)).mean().item()
+        assert both == pytest.approx((1 - probability) ** 2, abs=0.008)
+
+
+def test_dropout_by_tile_and_by_integers() -> None:
+    """Tiles see what the whole sees, and the 64-bit arithmetic is that of 32-bit words."""
+    whole = dropping.keep(9, 2, 3, 50, 60, 0.3)
+    q, k = torch.arange(13, 29).view(1, 1, -1, 1), torch.arange(40, 60).view(1, 1, 1, -1)
+    b, h = torch.tensor(1).view(1, 1, 1, 1), torch.tensor(2).view(1, 1, 1, 1)
+    tile = dropping.keep_pairs(9, b, h, q, k, 3, 50, 60, 0.3)
+    assert torch.equal(tile[0, 0], whole[1, 2, 13:29, 40:60])
+    words = [0, 1, 0x12345678, 0xFFFFFFFF]
+    assert dropping.scramble(torch.tensor(words)).tolist() == [dropping.scramble(word) for word in words]
+    far = dropping.keep_pairs(9, b, h, q + 2**20, k, 3, 2**21, 2**21, 0.3)  # indices beyond 2^32
+    assert 0.4 < far.double().mean().item() < 0.95
+    assert not torch.equal(far, tile)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any tensor has that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return found
+
+
+def test_memory_is_linear() -> None:
+    """Nothing as large as the scores is made, forward or backward, nor anything that grows with their number."""
+
+    def largest(length: int) -> int:
+        inputs = _inputs(1, length, length, heads=2, kv_heads=1)
+        leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+        sinks, slopes = torch.zeros(2, requires_grad=True), torch.full((2,), 0.1, requires_grad=True)
+        with _Largest() as mode:
+            out = attention(
+                **leaves, sinks=sinks, alibi_slopes=slopes, mask=causal() & window(300), dropout=0.1, backend="torch"
+            )
+            torch.autograd.grad(out.sum(), [*leaves.values(), sinks, slopes])
+        return mode.elements
+
+    short, long = largest(1024), largest(4096)
+    assert long < 2 * 4096 * 4096 / 100
+    assert long <= 4 * short
+
+
+def test_torch_operator_is_used_where_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    original = F.scaled_dot_product_attention
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    inputs = _inputs()
+    attention(**inputs, backend="torch")
+    attention(**inputs, mask=causal(), backend="torch")
+    attention(**inputs, mask=causal() & window(4), backend="torch")
+    assert [kwargs["is_causal"] for kwargs in seen] == [False, True, False]
+    assert [kwargs["attn_mask"] is None for kwargs in seen] == [True, True, False]
+    attention(**inputs, mask=custom(lambda b, h, q, k: k >= q, "causal"), backend="torch")
+    assert not seen[-1]["is_causal"], "a mask is known by its expression, not by its name"
+    for beyond in ({"softcap": 1.0}, {"dropout": 0.1}, {"return_lse": True}, {"sinks": torch.zeros(4)}):
+        attention(**inputs, **beyond, backend="torch")
+    assert len(seen) == 4
+    monkeypatch.setattr(tiled, "DENSE_LIMIT", 20 * 20 - 1)
+    attention(**inputs, mask=causal() & window(4), backend="torch")
+    assert len(seen) == 4, "a mask too large for memory is walked over"
+
+
+def test_visible_pairs_are_counted() -> None:
+    for mask in (None, causal(), causal() & window(100), custom(lambda b, h, q, k: k < 40 * h + 7 * b)):
+        for queries, keys in ((300, 300), (128, 257), (200, 64), (0, 5)):
+            expected = 2 * 3 * queries * keys
+            if mask is not None:
+                expected = int(mask.visible(2, 3, queries, keys).expand(2, 3, queries, keys).sum())
+            assert spec.visible_pairs(mask, 2, 3, queries, keys) == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": torch.zeros(2, 20, 12, 16), "k": torch.zeros(2, 20, 5, 16), "v": torch.zeros(2, 20, 5, 16)},
+         "12 query heads cannot share 5 key/value heads; Hq must be a multiple of Hkv"),
+        ({"q": torch.zeros(2, 20, 64)}, "q must be a float tensor"),
+        ({"k": torch.zeros(2, 20, 2, 16, dtype=torch.int64)}, "k must be a float tensor"),
+        ({"k": torch.zeros(2, 20, 2, 8)}, "q has head_dim 16 and k has 8"),
+        ({"k": torch.zeros(3, 20, 2, 16)}, "k has a batch of 3 but q has one of 2"),
+        ({"v": torch.zeros(2, 19, 2, 16)}, "every key needs its value"),
+        ({"v": torch.zeros(2, 20, 2, 16, dtype=torch.float16)}, "v is torch.float16 on cpu but q is torch.float32"),
+        ({"k": torch.zeros(2, 20, 2, 16, device="meta")}, "k is torch.float32 on meta but q is torch.float32 on cpu"),
+        ({"bias": torch.zeros(3, 20)}, "does not broadcast"),
+        ({"bias": torch.zeros(1, 1, 1, 20, 20)}, "does not broadcast"),
+        ({"bias": torch.ones(20, 20, dtype=torch.bool)}, "a mask goes into mask="),
+        ({"sinks": torch.zeros(2)}, r"sinks has shape \(2,\); it must have one logit a head, \(4,\)"),
+        ({"alibi_slopes": torch.zeros(3, 4)}, r"alibi_slopes has shape \(3, 4\)"),
+        ({"sinks": torch.zeros(4, device="meta")}, "sinks is on meta but q is on cpu"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"mask": documents(torch.zeros(20, device="meta"))}, "a table of .* is on meta but q is on cpu"),
+    ],
+)  # fmt: skip
+def test_wrong_inputs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^attention: .*{message}"):
+        attention(**{**_inputs(), **change})
+
+
+def test_wrong_kinds() -> None:
+    inputs = _inputs()
+    with pytest.raises(TypeError, match="attention: mask is a Tensor; it must be a Mask"):
+        attention(**inputs, mask=torch.ones(20, 20, dtype=torch.bool))
+    with pytest.raises(TypeError, match="attention: score is a Tensor"):
+        attention(**inputs, score=torch.zeros(20, 20))
+    with pytest.raises(TypeError, match="cannot branch"):
+        attention(**inputs, score=lambda s, b, h, q, k: s if q > k else -s)
