@@ -111,9 +111,9 @@ def _backward(
     nothing = [q.new_empty(0) for _ in range(3)]
     return (
         dq, dk, dv,
-        nothing[0] if dbias is None else dbias.view(bias.shape),
+        nothing[0] if dbias is None or bias is None else dbias.view(bias.shape),
         nothing[1] if dsinks is None else dsinks,
-        nothing[2] if dslopes is None else dslopes.to(slopes.dtype),
+        nothing[2] if dslopes is None or slopes is None else dslopes.to(slopes.dtype),
     )  # fmt: skip
 
 
