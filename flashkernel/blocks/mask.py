@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.expression import Expression, Gather, Interval, Table, Traced, Truth, Variable
+from flashkernel.blocks.expression import Expression, Gather, Table, Traced, Variable
+from flashkernel.blocks.intervals import Interval, Truth, bounds
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _B, _H, _Q, _K, _SQ, _SK = (Variable(name) for name in ("b", "h", "q", "k", "sq", "sk"))
@@ -84,7 +85,7 @@ class Mask(Traced):
             "sq": Interval(queries, queries), "sk": Interval(keys, keys),
         }  # fmt: skip
         sizes = {"q": (queries, rows), "k": (keys, columns)}
-        truth: Truth = ex.bounds(self.expression, known, lambda gather: _gather_bounds(gather, known, sizes))
+        truth: Truth = bounds(self.expression, known, lambda gather: _gather_bounds(gather, known, sizes))
         shape = (b.shape[0], h.shape[1], q.low.shape[2], k.low.shape[3])
         some = torch.as_tensor(truth.some, device=device).expand(shape)
         every = torch.as_tensor(truth.every, device=device).expand(shape)
@@ -159,7 +160,7 @@ def _corner_bounds(
     gather: Gather, table: Tensor, known: dict[str, Interval], sizes: dict[str, tuple[int, int]]
 ) -> Interval:
     """The values at the corners where a tile's indices span at most two entries of each dim, else the whole table's."""
-    spans = [ex.bounds(index, known, lambda inner: _gather_bounds(inner, known, sizes)) for index in gather.indices]
+    spans = [bounds(index, known, lambda inner: _gather_bounds(inner, known, sizes)) for index in gather.indices]
     ends = [(torch.as_tensor(span.low), torch.as_tensor(span.high)) for span in spans]
     near = torch.ones((), dtype=torch.bool)
     for low, high in ends:
