@@ -328,6 +328,37 @@ def plot(
             screen.out().print(str(path), highlight=False, soft_wrap=True)
 
 
+@app.command("tune", epilog="Example: flashkernel tune rms_norm --case 16384x4096")
+def tune_configs(
+    names: Names = None,
+    case: Cases = None,
+    dtype: Dtypes = None,
+    device: OnDevice = None,
+    format: Formatted = Format.table,
+) -> None:
+    """Search launch configs for benchmark cases on this GPU; the best are kept on disk and used from then on."""
+    with screen.clear_errors():
+        from flashkernel.lab import selection
+        from flashkernel.lab.tuning import Finding, tune_case
+
+        place = selection.device(device)
+        if place.type != "cuda":
+            screen.tell("tune searches launch configs of GPU kernels; there is no GPU here, or --device names none")
+            raise typer.Exit(1)
+        chosen, hardware = selection.operators(names), selection.hardware(str(place))
+        work = selection.bench_work(chosen, case, selection.dtypes(dtype), hardware, 0)
+    found: list[Finding] = []
+    with screen.keeping_results() as stopped:
+        for op, one, kind in work:
+            found += tune_case(op, one, kind, place, screen.tell)
+    table = Table("operator", "case", "kernel", "config", "ms", "default ms")
+    for finding in found:
+        times = (f"{finding.ms:.4f}", f"{finding.default_ms:.4f}")
+        table.add_row(finding.op, finding.case, finding.kernel, escape(finding.config), *times)
+    screen.show(format, [finding.as_dict() for finding in found], [table])
+    screen.leave(stopped, failed=False)
+
+
 def _run_bench(
     work: Sequence[tuple[Op, Case, torch.dtype]],
     settings: Settings,

@@ -200,16 +200,6 @@ def test_cache_folder_prefers_its_own_variable(monkeypatch: pytest.MonkeyPatch, 
     assert env.cache_dir() == Path.home() / ".cache" / "flashkernel"
 
 
-def test_tuning_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASHKERNEL_TUNE", raising=False)
-    assert env.tuning() is False
-    monkeypatch.setenv("FLASHKERNEL_TUNE", "1")
-    assert env.tuning() is True
-    monkeypatch.setenv("FLASHKERNEL_TUNE", "yes")
-    with pytest.raises(ValueError, match="FLASHKERNEL_TUNE is 'yes'"):
-        env.tuning()
-
-
 @pytest.mark.gpu
 def test_a_real_gpu_agrees_with_the_table() -> None:
     found = devices.facts(torch.device("cuda"))

@@ -59,7 +59,6 @@ SHAPE = {"width": 128}
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("FLASHKERNEL_TUNE", raising=False)
     tune.forget()
     yield
     tune.forget()
@@ -195,24 +194,21 @@ def test_an_interrupted_search_keeps_nothing(clock: dict[Config, float]) -> None
     assert not _file().exists()
 
 
-def test_a_pretended_device_is_not_searched(clock: dict[Config, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHKERNEL_TUNE", "1")
+def test_a_pretended_device_is_not_searched(clock: dict[Config, float]) -> None:
     with devices.pretend(GPU):
         with pytest.raises(ValueError, match="is not here"):
             search(TUNABLE, GPU, SHAPE, _identity)
-        assert pick(TUNABLE, GPU, SHAPE, run=_identity) == Config(128)
+        assert pick(TUNABLE, GPU, SHAPE) == Config(128)
 
 
-def test_pick_searches_only_when_told_to(clock: dict[Config, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock[Config(256, 8)] = 0.5
-    assert pick(TUNABLE, CPU, SHAPE, run=_identity) == Config(128)
-    tune.forget()
-    monkeypatch.setenv("FLASHKERNEL_TUNE", "1")
-    assert pick(TUNABLE, CPU, SHAPE, run=_identity) == Config(256, 8)
-    monkeypatch.setattr(tune, "measure", None)  # a second search would fail
-    assert pick(TUNABLE, CPU, SHAPE, run=_identity) == Config(256, 8)
-    tune.forget()
-    assert pick(TUNABLE, CPU, SHAPE, run=_identity) == Config(256, 8)
+def test_watching_collects_what_is_picked() -> None:
+    with tune.watching() as outer, tune.watching() as inner:
+        pick(TUNABLE, CPU, SHAPE)
+        pick(TUNABLE, CPU, SHAPE)
+    pick(TUNABLE, CPU, {**SHAPE, "width": 4096})
+    assert [tunable for tunable, _ in inner] == [TUNABLE]
+    assert list(inner.values()) == [SHAPE]
+    assert outer == inner
 
 
 def _stored(**changes: object) -> str:

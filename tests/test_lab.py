@@ -409,3 +409,34 @@ class TestDoctor:
         found = {one.name: one for one in doctor._set_up()}
         assert found["cache folder"].status == "missing"
         assert "FLASHKERNEL_CACHE_DIR" in found["cache folder"].advice
+
+
+def test_tuning_searches_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every kernel of a call and its backward is searched, and what was found is used from then on."""
+    from flashkernel.core import tune
+    from flashkernel.lab.tuning import tune_case
+    from flashkernel.ops import registry
+
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
+    tune.forget()
+    op = registry()["rms_norm"]
+    case = next(case for case in op.cases if case.name == "weight")
+    search = tune.search  # over empty spaces, that is the default alone: the interpreter is slow
+    monkeypatch.setattr(
+        tune, "search", lambda tunable, *args, **kwargs: search(replace(tunable, space=lambda *_: []), *args, **kwargs)
+    )
+    found = list(tune_case(op, case, torch.float32, torch.device("cpu"), backend="triton"))
+    assert [finding.kernel for finding in found] == ["norm_forward", "norm_backward", "norm_column_sum"]
+    assert all(finding.ms > 0 for finding in found)
+    assert sorted(path.stem for path in tmp_path.rglob("*.json")) == sorted(finding.kernel for finding in found)
+    tune.forget()
+
+
+def test_tune_needs_a_gpu() -> None:
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+
+    result = CliRunner().invoke(app, ["tune", "rms_norm", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "there is no GPU here" in result.output

@@ -3,7 +3,6 @@
 | variable | meaning |
 | --- | --- |
 | FLASHKERNEL_CACHE_DIR | keeps compiled kernels and tuned launch configs; default: in the user's cache folder |
-| FLASHKERNEL_TUNE | 1: search launch configs for shapes nobody has searched yet; 0 (default): never search |
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
 | XDG_CACHE_HOME | the user's cache folder; default: `~/.cache` |
 | CUDA_HOME | a CUDA toolkit, for the headers that CUDA C++ kernels include; default: `/usr/local/cuda` |
@@ -21,14 +20,6 @@ def cache_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashkernel"
-
-
-def tuning() -> bool:
-    """Whether launch configs may be searched for on first use."""
-    value = os.environ.get("FLASHKERNEL_TUNE") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"FLASHKERNEL_TUNE is {value!r}; set it to 1 (search launch configs) or 0 (do not)")
-    return value == "1"
 
 
 def interpreting() -> bool:

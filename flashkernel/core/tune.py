@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
-
 from flashkernel.core import device as devices
 from flashkernel.core import env, files
 from flashkernel.core.device import Device
@@ -64,16 +62,17 @@ class Tunable:
 # Process-wide, not per context: a backward pass runs on autograd's own thread and must see the override as well.
 _overrides: dict[str, Any] = {}
 _picked: dict[tuple[Tunable, Device, tuple[Any, ...]], Any] = {}
+_watchers: list[dict[tuple[Tunable, tuple[Any, ...]], Shape]] = []
 _recent: dict[tuple[Any, ...], Any] = {}  # by exact shape, in front of the buckets, which take longer to work out
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[Path] = set()
 
 
-def pick(tunable: Tunable, device: Device, shape: Shape, run: Callable[[Any], Calls] | None = None) -> Any:
-    """The config for a launch; after the first call of a bucket this is a dictionary lookup.
-
-    Where `run` is given (as for `search`) and FLASHKERNEL_TUNE is 1, a bucket nobody has searched is searched first.
-    """
+def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
+    """The config for a launch; after the first call of a bucket this is a dictionary lookup."""
+    if _watchers:
+        for seen in _watchers:
+            seen.setdefault((tunable, tunable.bucket(shape)), dict(shape))
     if _overrides and tunable.name in _overrides:
         return _overriding(tunable, device, shape)
     exact = (tunable, device, *shape.values())
@@ -82,11 +81,22 @@ def pick(tunable: Tunable, device: Device, shape: Shape, run: Callable[[Any], Ca
         key = (tunable, device, tunable.bucket(shape))
         config = _picked.get(key)
         if config is None:
-            config = _picked[key] = _decide(tunable, device, shape, run)
+            config = _picked[key] = _decide(tunable, device, shape)
         if len(_recent) >= MOST_RECENT:
             _recent.clear()
         _recent[exact] = config
     return config
+
+
+@contextmanager
+def watching() -> Iterator[dict[tuple[Tunable, tuple[Any, ...]], Shape]]:
+    """Collect what `pick` is asked for inside: {(tunable, bucket): shape}, for whoever wants to search those."""
+    seen: dict[tuple[Tunable, tuple[Any, ...]], Shape] = {}
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers[:] = [watcher for watcher in _watchers if watcher is not seen]
 
 
 @contextmanager
@@ -176,7 +186,7 @@ def _overriding(tunable: Tunable, device: Device, shape: Shape) -> Any:
     return config
 
 
-def _decide(tunable: Tunable, device: Device, shape: Shape, run: Callable[[Any], Calls] | None) -> Any:
+def _decide(tunable: Tunable, device: Device, shape: Shape) -> Any:
     path = cache_path(tunable, device)
     if path not in _loaded:
         _loaded[path] = _read(path, tunable, device)
@@ -190,13 +200,7 @@ def _decide(tunable: Tunable, device: Device, shape: Shape, run: Callable[[Any],
         if reason is None:
             return config
         warnings.warn(f"{path}: ignored the config for {dict(shape)}: {reason}", stacklevel=3)
-    if run is not None and env.tuning() and not devices.pretending() and not _capturing():
-        return search(tunable, device, shape, run)
     return tunable.heuristic(device, shape)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _attempt(
