@@ -143,8 +143,8 @@ def _reduce_pairs(
     rows, width = x.shape
     sms, vector = device.facts(x.device).sms, 16 // x.element_size()
     # IN_FLIGHT loads a thread; many threads only for few rows that are too short to be split.
-    # Exponentials cost more to merge than to add up: half the threads, each with twice the columns.
-    many = 64 if kind in (kinds.LOGSUMEXP, kinds.SOFTMAX) else 128
+    # Exponentials cost more to merge than to add up: on short rows half the threads, each with twice the columns.
+    many = 64 if kind in (kinds.LOGSUMEXP, kinds.SOFTMAX) and width <= 8192 else 128
     most = MOST_THREADS if rows < 4 * sms and width <= 65536 else many
     threads = max(WARP, min(most, power_of_2(-(-width // (vector * IN_FLIGHT)))))
     together = 4 if threads == WARP else 1  # rows of a block
