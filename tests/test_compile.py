@@ -72,6 +72,8 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
     try:
         launches = launches_of(op, case, dtype, arch)
     except BackendError as refusal:
+        if arch >= 80:  # only what has no tensor cores in Triton may be declined
+            raise
         pytest.skip(str(refusal).splitlines()[0])
     assert launches, f"{op.name} launched nothing"
     for launch in launches:

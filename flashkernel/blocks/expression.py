@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-VARIABLES = ("b", "h", "q", "k", "sq", "sk", "score")
-
 
 class Expression:
     """A number or a truth value computed from indices."""

@@ -101,13 +101,14 @@ class Cost:
 class Tolerance:
     """Error allowed: `factor` times torch's own error in the same dtype, plus `floor` roundings of the output's scale.
 
-    Roundings are those of the output's dtype, or of the inputs' where intermediate results are rounded to it.
+    Roundings are those of the compared tensor's dtype. `of_inputs` says where intermediate results are rounded to the
+    inputs' dtype, so that a wider tensor cannot be better than that: for "gradients", or for "all".
     """
 
     factor: float = 2.0
     floor: float = 2.0
     floor32: float | None = None  # the floor in float32, where a GPU's exponentials, good to 2 roundings, show
-    of_inputs: bool = False
+    of_inputs: str = ""
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ ATTENTION = Op(
     cases=(*_SHAPES, *_MASKS, *_SCORES),
     benches=_benches(),
     cost=_cost,
-    # Probabilities and the output, from which gradients start, are rounded to the inputs' dtype on the way.
-    tolerance=Tolerance(floor32=8.0, of_inputs=True),
+    # Gradients start from probabilities and an output that were rounded to the inputs' dtype; the lse does not.
+    tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1)},
     baselines=tuple(
