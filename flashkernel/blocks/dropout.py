@@ -31,8 +31,8 @@ def scramble(word: Word) -> Word:
     return word ^ (word >> 16)
 
 
-def seed_word(seed: int) -> int:
-    """The seed, of up to 64 bits, as one scrambled word: computed once a call, on the host."""
+def seed_word(seed: Word) -> Word:
+    """The seed, of up to 64 bits, as one scrambled word."""
     low, high = seed & WORD, (seed >> 32) & WORD
     return scramble(scramble((low + START) & WORD) ^ high)
 
@@ -47,7 +47,9 @@ def keep_pairs(
 ) -> Tensor:
     """Which of the pairs at these indices are kept: bool, of the shape the index tensors broadcast to."""
     index = ((b * heads + h) * queries + q) * keys + k
-    outer = scramble((index >> 32) ^ seed_word(seed))
+    # In a graph a seed may be a symbol, whose scrambling no compiler should have to carry: there, a tensor.
+    word = seed_word(index.new_full((), seed) if torch.compiler.is_compiling() else seed)
+    outer = scramble((index >> 32) ^ word)
     return scramble((index & WORD) ^ outer) >= threshold(probability)
 
 

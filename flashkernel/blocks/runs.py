@@ -46,6 +46,16 @@ def runs_of(status: Tensor, most: int | None = None) -> Runs:
     return Runs(table[..., :most, :].contiguous(), count)
 
 
+SHORT = 4  # tiles
+
+
+def joined(status: Tensor) -> Tensor:
+    """A tile map in which short walks are one run: to mask a few full tiles costs less than to start a loop anew."""
+    present = status != EMPTY
+    short = present.sum(-1, keepdim=True) <= SHORT
+    return torch.where(present & short & (status == PARTIAL).any(-1, keepdim=True), PARTIAL, status)
+
+
 _plans: dict[tuple[object, ...], tuple[Runs, Runs]] = {}
 MOST_PLANS = 256
 
@@ -61,7 +71,7 @@ def plan(
     if mask is not None and mask.tables:
         status = mask.tiles(batch, heads, queries, keys, rows, columns, device)
         turned = status.transpose(-1, -2)
-        return runs_of(status, status.shape[-1]), runs_of(turned, turned.shape[-1])
+        return runs_of(joined(status), status.shape[-1]), runs_of(joined(turned), turned.shape[-1])
     key = (None if mask is None else mask.text, batch, heads, queries, keys, rows, columns, device)
     known = _plans.get(key)
     if known is None:
@@ -69,5 +79,5 @@ def plan(
             _plans.clear()
         seen = Mask(Variable("k") >= 0) if mask is None else mask
         status = seen.tiles(batch, heads, queries, keys, rows, columns, device)
-        known = _plans[key] = runs_of(status), runs_of(status.transpose(-1, -2))
+        known = _plans[key] = runs_of(joined(status)), runs_of(joined(status.transpose(-1, -2)))
     return known

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
 
 
@@ -54,7 +54,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return
     if 0 in grid:
         return
-    device = args[0].device
+    first = args[0]
+    device = first.device if isinstance(first, torch.Tensor) else first.base.device  # or a tensor descriptor
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, **constants)
@@ -78,11 +79,13 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     options = {name: value for name, value in recorded.constants.items() if name in _OPTIONS}
     constants = {name: value for name, value in recorded.constants.items() if name not in _OPTIONS}
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    inner: dict[tuple[int, ...], Any] = {}  # elements of tuples that are compiled in
     values = {**dict(zip(recorded.kernel.arg_names, recorded.args)), **constants}
     for position, name in enumerate(recorded.kernel.arg_names):
         value = values[name]
@@ -90,6 +93,7 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
             kinds = [_argument(element, constexpr=False) for element in value]
             signature[name] = tuple(kind for kind, _ in kinds)
             attributes |= {(position, place): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind[1]}
+            inner |= {(position, place): value[place] for place, kind in enumerate(kinds) if kind[0] == "constexpr"}
             continue
         kind, divisible = _argument(value, constexpr=name in constants)
         signature[name] = kind
@@ -98,7 +102,9 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
         elif divisible:
             attributes[(position,)] = [["tt.divisibility", 16]]
     places = {(recorded.kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(recorded.kernel, signature, constexprs=places, attrs=attributes)
+    places |= inner
+    language = GluonASTSource if recorded.kernel.is_gluon() else ASTSource
+    source = language(recorded.kernel, signature, constexprs=places, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack, sass = _inspect(compiled.asm["cubin"])
     return Machine(registers, stack, compiled.metadata.shared, sass)

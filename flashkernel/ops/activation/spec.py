@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from flashkernel.core import backends
-from flashkernel.core.op import Baseline, Case, Cost, Draw, Input, Op, count, normal
+from flashkernel.core.op import Baseline, Case, Cost, Draw, Input, Op, Tolerance, count, normal
 from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.activation"
@@ -101,6 +101,7 @@ def _op(
         cases=cases,
         benches=benches,
         cost=_cost,
+        tolerance=Tolerance(floor32=4.0),
         ranges={"rows": (0, 6, 1), "columns": (2, 200, 2)},
         baselines=tuple(Baseline(peer, f"{_ROOM}.baselines:{functions[peer]}") for peer in peers),
     )

@@ -118,13 +118,21 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Mask | No
         blind = (~allowed if allowed.dtype == torch.bool else allowed == -math.inf).all(-1, keepdim=True)
         allowed = allowed | blind if allowed.dtype == torch.bool else allowed.masked_fill(blind, 0)
     grouped = {"enable_gqa": True} if heads != k.shape[2] else {}  # a branch: a symbol of the tracer is no bool
+    rows, columns, values = (_aligned(x).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        rows, columns, values,
         attn_mask=allowed, is_causal=is_causal, scale=scale, **grouped,
     ).to(q.dtype)  # fmt: skip
     if blind is not None:
         out = out.masked_fill(blind, 0)
     return out.transpose(1, 2)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """cuDNN reads 16 bytes at a time, and gives wrong results, not an error, where rows do not begin at such places."""
+    if x.device.type != "cuda" or not any(stride * x.element_size() % 16 for stride in x.stride()[:3]):
+        return x
+    return x.contiguous()
 
 
 @dataclass(frozen=True)

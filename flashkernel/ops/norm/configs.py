@@ -9,14 +9,16 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 
 WIDEST_HELD = 8192  # columns up to which the backward kernel holds the weight in registers
+EARLY_VALUES = 16  # values a thread up to which the forward kernel fetches the weight before it reduces the row
 MAX_WIDTH = 16384  # a whole row, and its part of the weight gradient, live in registers
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tile of whole rows."""
+    """A tile of rows: whole ones, or `block` columns at a time."""
 
     rows: int
+    block: int
     warps: int
 
 
@@ -48,20 +50,24 @@ def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
     if count < 16 * device.sms:
         # Too few rows to keep the GPU busy: what counts is how soon one row is done, so 16 values a thread.
         most = 32 if count < device.sms else max(4, width // 2048)
-        return Rows(max(1, min(512 // width, count)), min(most, max(1, width // 512)))
-    # Many rows: 64 values a thread, so that each warp has much in flight and meets few others at a barrier.
+        return Rows(max(1, min(512 // width, count)), width, min(most, max(1, width // 512)))
     rows = max(1, min(2048 // width, count))
-    return Rows(rows, min(32, max(1, rows * width // 2048, min(2, rows * width // 1024))))
+    # Many rows: up to 8 warps, so that few meet at a barrier; a wide row gives each much to have in flight.
+    return Rows(rows, width, min(8, max(1, rows * width // 512)))
 
 
 def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:
-    for rows in (1, 2, 4, 8, 16):
-        for warps in (1, 2, 4, 8, 16, 32):
-            yield Rows(rows, warps)
+    width = power_of_2(shape["width"])
+    for warps in (1, 2, 4, 8, 16, 32):
+        for rows in (1, 2, 4, 8, 16):
+            yield Rows(rows, width, warps)
+        for block in (1024, 2048, 4096, 8192):
+            if block < width:
+                yield Rows(1, block, warps)
 
 
 def _rows_valid(config: Rows, device: Device, shape: Mapping[str, int]) -> str | None:
-    elements = config.rows * power_of_2(shape["width"]) / (32 * config.warps)
+    elements = config.rows * config.block / (32 * config.warps)
     return None if elements <= 128 else f"{elements:.0f} values a thread do not fit its registers"
 
 

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm in Triton: one forward and one backward kernel for both.
 
-Forward: a tile holds whole rows, so each element is read once and written once. Backward: as many programs as the
+Forward: a tile holds whole rows, so each element is read once and written once; of wide rows it holds a part, and
+reads again what the L1 cache still has. Backward: as many programs as the
 GPU can hold walk over the rows, each adding its rows' share of the weight gradient in registers; the rows to come are
 copied into shared memory meanwhile, which is what hides the memory's latency. A second, small kernel adds the
 programs' partial weight gradients.
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, FORWARD, WIDEST_HELD
+from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, EARLY_VALUES, FORWARD, WIDEST_HELD
 
 
 @triton.jit
@@ -29,37 +30,110 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
+def _merge_moments(mean_a, square_a, count_a, mean_b, square_b, count_b):
+    """Mean and summed squared deviation of two groups together, without the cancellation of sums of squares."""
+    count = count_a + count_b
+    share = count_b / tl.maximum(count, 1.0)
+    step = mean_b - mean_a
+    return mean_a + step * share, square_a + square_b + step * step * count_a * share, count
+
+
+@triton.jit
+def _moments(value, inside, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """(mean, summed squared deviation) of each row [ROWS, BLOCK]: both in one exchange between the threads."""
+    GROUP: tl.constexpr = min(8, BLOCK)  # neighbours that one thread holds
+    groups = tl.reshape(value, [ROWS, BLOCK // GROUP, GROUP])
+    if EVEN:
+        count = tl.full([ROWS, BLOCK // GROUP], GROUP, tl.float32)
+        mean = tl.sum(groups, 2) / GROUP
+        apart = groups - mean[:, :, None]
+    else:
+        there = tl.reshape(tl.broadcast_to(inside, [ROWS, BLOCK]), [ROWS, BLOCK // GROUP, GROUP])
+        count = tl.sum(there.to(tl.float32), 2)
+        mean = tl.sum(groups, 2) / tl.maximum(count, 1.0)
+        apart = tl.where(there, groups - mean[:, :, None], 0.0)
+    mean, square, _ = tl.reduce((mean, tl.sum(apart * apart, 2), count), 1, _merge_moments)
+    return mean, square
+
+
+@triton.jit
+def _load_sum(x, residual, x_row, residual_row, column, inside, HAS_RESIDUAL: tl.constexpr):
+    """x + residual in float32, [ROWS, BLOCK]; x_row and residual_row are where the rows begin, [ROWS, 1]."""
+    value = tl.load(x + x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + residual_row + column, mask=inside, other=0.0)
+    return value
+
+
+@triton.jit
 def norm_forward(
     x, residual, weight, bias, y, total, mean, rstd,
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """WHOLE says that a block holds a whole row, which then stays in registers; else it is read again, from L1.
+
+    EVEN: blocks end with the row. EARLY: the weight is fetched before the row is reduced, if registers allow.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = tl.arange(0, BLOCK)  # [BLOCK]
-    inside = (row < rows)[:, None] & (column < width)[None, :]  # [ROWS, BLOCK]
-    place = row[:, None] * x_stride + column[None, :]
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        place = row[:, None] * residual_stride + column[None, :]
-        value += tl.load(residual + place, mask=inside, other=0.0)
-        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside)
-    scale = _load_row(weight, column, column < width, HAS_WEIGHT)  # [BLOCK]
-    shift = _load_row(bias, column, column < width, HAS_BIAS)  # [BLOCK]
-    if RMS:
-        centred = value
+    exists = (row < rows) | (ROWS == 1)
+    here = exists[:, None]  # [ROWS, 1]
+    x_row, residual_row, place = row[:, None] * x_stride, row[:, None] * residual_stride, row[:, None] * width
+    column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    centre = tl.zeros([ROWS], tl.float32)
+    if WHOLE:
+        in_width = (column < width) | EVEN
+        inside = here & in_width  # [ROWS, BLOCK]
+        value = _load_sum(x, residual, x_row, residual_row, column, inside, HAS_RESIDUAL)
+        if EARLY:
+            scale = _load_row(weight, column, in_width, HAS_WEIGHT)  # [1, BLOCK]
+            shift = _load_row(bias, column, in_width, HAS_BIAS)
+        if HAS_RESIDUAL:
+            tl.store(total + place + column, value, mask=inside)
+        if RMS:
+            square = tl.sum(value * value, 1)  # [ROWS]
+        else:
+            centre, square = _moments(value, inside, ROWS, BLOCK, EVEN)
+        inverse = tl.rsqrt(square / width + eps)
+        result = (value - centre[:, None]) * inverse[:, None]
+        if not EARLY:
+            scale = _load_row(weight, column, in_width, HAS_WEIGHT)
+            shift = _load_row(bias, column, in_width, HAS_BIAS)
+        if HAS_WEIGHT:
+            result *= scale + offset
+        if HAS_BIAS:
+            result += shift
+        tl.store(y + place + column, result, mask=inside)
     else:
-        centre = tl.sum(value, 1) / width  # [ROWS]
-        centred = tl.where(inside, value - centre[:, None], 0.0)
-        tl.store(mean + row, centre, mask=row < rows)
-    inverse = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)  # [ROWS]
-    tl.store(rstd + row, inverse, mask=row < rows)
-    result = centred * inverse[:, None]
-    if HAS_WEIGHT:
-        result *= (scale + offset)[None, :]
-    if HAS_BIAS:
-        result += shift[None, :]
-    tl.store(y + row[:, None] * width + column[None, :], result, mask=inside)
+        if not RMS:
+            sums = tl.zeros([ROWS, BLOCK], tl.float32)
+            for first in range(0, width, BLOCK):
+                inside = here & ((first + column < width) | EVEN)
+                sums += _load_sum(x, residual, x_row, residual_row, first + column, inside, HAS_RESIDUAL)
+            centre = tl.sum(sums, 1) / width
+        squares = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(0, width, BLOCK):
+            inside = here & ((first + column < width) | EVEN)
+            value = _load_sum(x, residual, x_row, residual_row, first + column, inside, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(total + place + first + column, value, mask=inside)
+            value = tl.where(inside, value - centre[:, None], 0.0)
+            squares += value * value
+        inverse = tl.rsqrt(tl.sum(squares, 1) / width + eps)
+        for first in range(0, width, BLOCK):
+            in_width = (first + column < width) | EVEN
+            inside = here & in_width
+            value = _load_sum(x, residual, x_row, residual_row, first + column, inside, HAS_RESIDUAL)
+            result = (value - centre[:, None]) * inverse[:, None]
+            if HAS_WEIGHT:
+                result *= _load_row(weight, first + column, in_width, True) + offset
+            if HAS_BIAS:
+                result += _load_row(bias, first + column, in_width, True)
+            tl.store(y + place + first + column, result, mask=inside)
+    if not RMS:
+        tl.store(mean + row, centre, mask=exists)
+    tl.store(rstd + row, inverse, mask=exists)
 
 
 @triton.jit
@@ -148,7 +222,8 @@ def forward(
         x, residual, weight, bias, y, total, mean, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=config.rows, BLOCK=tune.power_of_2(width), num_warps=config.warps,
+        ROWS=config.rows, BLOCK=config.block, WHOLE=config.block >= width, EVEN=width > 0 and width % config.block == 0,
+        EARLY=config.rows * config.block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd
 

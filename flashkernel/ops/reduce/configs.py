@@ -12,7 +12,6 @@ MAX_TILE = 16384  # widest row a softmax keeps in registers: 16 values a thread 
 MAX_SPLITS = 1024  # programs that share one row; their results must fit the tile of the pass that merges them
 LEAST_BLOCKS = 4  # a row of fewer tiles is not worth the second launch that a split costs
 BYTES_PER_WARP = 2048  # 64 bytes a thread: four 16-byte loads in flight
-EVERY_TILE = 1 << 20  # as `per_sm`: no walking, a program for every tile
 
 Shape = Mapping[str, int]
 
@@ -35,18 +34,8 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """A tile of whole rows; `per_sm` programs on each multiprocessor walk over the rows."""
-
-    rows: int
-    warps: int
-    per_sm: int
-    stages: int  # tiles under way at once
-
-
-@dataclass(frozen=True)
 class Tile:
-    """A tile of rows and columns that is visited once."""
+    """A tile of rows and columns; `block` may be less than a row, which is then visited in parts."""
 
     rows: int
     block: int
@@ -61,15 +50,6 @@ def splits_of(config: Reduce, device: Device, tiles: int, width: int, block: int
         return blocks * block, 1
     span = -(-blocks // wanted) * block
     return span, -(-width // span)
-
-
-def programs_of(config: Walk, device: Device, rows: int, width: int) -> int:
-    """Programs that walk over the rows, each with the same number of tiles (give or take one)."""
-    if width == 0:
-        return 0
-    tiles = -(-rows // config.rows)
-    rounds = max(1, -(-tiles // (config.per_sm * device.sms)))
-    return -(-tiles // rounds)
 
 
 def walkers_of(config: Reduce, device: Device, rows: int, blocks: int) -> int:
@@ -131,34 +111,45 @@ def _reduce_valid(config: Reduce, device: Device, shape: Shape) -> str | None:
     return _too_large(config.rows * config.block / (32 * config.warps), 64)
 
 
-def _row_tile(device: Device, shape: Shape, most_warps: int) -> tuple[int, int]:
-    """(rows, warps) with 16 values a thread, and no more warps than may meet at a barrier."""
+def _softmax_heuristic(device: Device, shape: Shape) -> Tile:
+    """16 values a thread, and no more warps than may meet at a barrier."""
     width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
     rows = _narrow_rows(shape, width, 1024)
+    most = 8
     if count < device.sms * rows:
-        most_warps = 32  # too few rows to fill the GPU: what counts is how soon one is done
-    return rows, max(1, min(most_warps, rows * width // 512))
+        most = 32  # too few rows to fill the GPU: what counts is how soon one is done
+    elif count < 16 * device.sms:
+        most = max(4, width // 2048)
+    return Tile(rows, width, max(1, min(most, rows * width // 512)))
 
 
-def _forward_heuristic(device: Device, shape: Shape) -> Walk:
-    return Walk(*_row_tile(device, shape, 8), per_sm=EVERY_TILE, stages=1)
+def _backward_heuristic(device: Device, shape: Shape) -> Tile:
+    forward = _softmax_heuristic(device, shape)
+    return Tile(forward.rows, forward.block, min(32, 2 * forward.warps) if forward.block >= 4096 else forward.warps)
 
 
-def _backward_heuristic(device: Device, shape: Shape) -> Walk:
-    return Walk(*_row_tile(device, shape, 16), per_sm=EVERY_TILE, stages=1)
-
-
-def _walk_space(device: Device, shape: Shape) -> Iterator[Walk]:
+def _softmax_space(device: Device, shape: Shape) -> Iterator[Tile]:
     for rows in (1, 2, 4):
         for warps in (1, 2, 4, 8, 16, 32):
-            yield Walk(rows, warps, EVERY_TILE, 1)
-            for per_sm in (1, 2, 3, 4, 6, 8):
-                for stages in (2, 3, 4):
-                    yield Walk(rows, warps, per_sm, stages)
+            yield Tile(rows, power_of_2(shape["width"]), warps)
 
 
-def _walk_valid(config: Walk, device: Device, shape: Shape) -> str | None:
-    return _too_large(config.rows * power_of_2(shape["width"]) / (32 * config.warps), 64)
+def _backward_space(device: Device, shape: Shape) -> Iterator[Tile]:
+    yield from _softmax_space(device, shape)
+    for block in (2048, 4096, 8192):
+        for warps in (4, 8, 16):
+            if block < power_of_2(shape["width"]):
+                yield Tile(1, block, warps)
+
+
+def _softmax_valid(config: Tile, device: Device, shape: Shape) -> str | None:
+    if config.block < power_of_2(shape["width"]):
+        return f"a tile of {config.block} columns does not hold a row"
+    return _backward_valid(config, device, shape)
+
+
+def _backward_valid(config: Tile, device: Device, shape: Shape) -> str | None:
+    return _too_large(config.rows * config.block / (32 * config.warps), 64)
 
 
 def _spread_heuristic(device: Device, shape: Shape) -> Tile:
@@ -207,7 +198,7 @@ def _column_space(device: Device, shape: Shape) -> Iterator[Tile]:
 
 REDUCE = Tunable("reduce", Reduce, _reduce_heuristic, _reduce_space, _reduce_valid, _bucket)
 SPREAD = Tunable("reduce_spread", Tile, _spread_heuristic, _spread_space, _tile_valid, _bucket)
-SOFTMAX_FORWARD = Tunable("softmax_forward", Walk, _forward_heuristic, _walk_space, _walk_valid, _bucket)
-SOFTMAX_BACKWARD = Tunable("softmax_backward", Walk, _backward_heuristic, _walk_space, _walk_valid, _bucket)
+SOFTMAX_FORWARD = Tunable("softmax_forward", Tile, _softmax_heuristic, _softmax_space, _softmax_valid, _bucket)
+SOFTMAX_BACKWARD = Tunable("softmax_backward", Tile, _backward_heuristic, _backward_space, _backward_valid, _bucket)
 WEIGHTED_BACKWARD = Tunable("weighted_backward", Reduce, _weighted_heuristic, _weighted_space, _reduce_valid, _bucket)
 COLUMN_SUM = Tunable("reduce_column_sum", Tile, _column_heuristic, _column_space, _tile_valid, _bucket)

@@ -17,12 +17,9 @@ from flashkernel.core import device, tune
 from flashkernel.core.generate import jit_function
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.configs import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, Tiles
-from flashkernel.ops.attention.triton.backward import (
-    attention_backward_keys,
-    attention_backward_queries,
-    attention_delta,
-)
+from flashkernel.ops.attention.triton.backward import attention_backward_keys, attention_backward_queries
 from flashkernel.ops.attention.triton.forward import attention_forward
+from flashkernel.ops.attention.triton.sources import sources
 
 _INDICES = "b, h, q, k, sq, sk, tables"
 
@@ -67,14 +64,16 @@ def forward(
     runs, _ = _planned(problem.mask, q, k, config)
     mask, score, _, tables, mask_tables = problem.functions()
     tiles = tune.ceil_div(queries, config.rows)
+    (q_tiles, k_tiles, v_tiles), described = sources((q, config.rows), (k, config.columns), (v, config.columns))
     launch(
         attention_forward, (tiles, heads, batch),
-        q, k, v, q if bias is None else bias, sinks, slopes, o, lse, tables, mask_tables, runs.table, runs.count,
+        q_tiles, k_tiles, v_tiles, q if bias is None else bias, sinks, slopes, o, lse,
+        tables, mask_tables, runs.table, runs.count,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_bias_strides(bias), _slope_stride(slopes),
         *_run_strides(runs), heads, heads // k.shape[2], queries, keys, tiles, runs.table.shape[3],
         *_numbers(problem),
         MASK=mask, SCORE=score, HAS_BIAS=bias is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
-        **_constants(problem, q, width, values, config),
+        TMA=described, **_constants(problem, q, bias, slopes, width, values, config),
     )  # fmt: skip
     return o, lse
 
@@ -94,13 +93,13 @@ def backward(
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dk, dv, dbias, dsinks, dslopes); those without their input, and a bias gradient not wanted, are None."""
-    delta = _delta(do, dlse, o)
+    delta = torch.empty_like(lse)
+    dq, dbias, dsinks, dslopes = _backward_queries(
+        do, dlse, q, k, v, bias, sinks, slopes, o, lse, delta, problem, want_bias
+    )
     dk, dv = _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem)
-    dq, dbias, dslopes = _backward_queries(do, q, k, v, bias, slopes, lse, delta, problem, want_bias)
-    dsinks = None
-    if sinks is not None:
-        share = torch.exp(sinks.float()[None, :, None] - lse)  # [batch, heads, queries]
-        dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+    if sinks is not None and dsinks is not None:
+        dsinks = dsinks.sum((0, 2)).to(sinks.dtype)  # [heads]
     if slopes is not None and dslopes is not None:
         dslopes = dslopes.sum(-1)  # [batch, heads]
         dslopes = (dslopes.sum(0) if slopes.ndim == 1 else dslopes).to(slopes.dtype)
@@ -109,17 +108,38 @@ def backward(
     return dq, dk, dv, dbias, dsinks, dslopes
 
 
-def _delta(do: Tensor, dlse: Tensor | None, o: Tensor) -> Tensor:
-    batch, queries, heads, values = o.shape
-    delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=o.device)
-    block = max(16, tune.power_of_2(values))
-    rows = max(1, 4096 // block)
+def _backward_queries(
+    do, dlse, q, k, v, bias, sinks, slopes, o, lse, delta, problem: Problem, want_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dbias, and of each tile the gradients of sinks and slopes); fills `delta`, which the keys' kernel reads."""
+    batch, queries, heads, width = q.shape
+    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
+    dq = torch.empty((batch, queries, heads, width), dtype=q.dtype, device=q.device)
+    config = _config(BACKWARD_QUERIES, q, k, v)
+    runs, _ = _planned(problem.mask, q, k, config)
+    mask, score, slope, tables, mask_tables = problem.functions()
+    tiles = tune.ceil_div(queries, config.rows)
+    dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device) if want_bias else None
+    dsinks, dslopes = (
+        None if x is None else torch.empty((batch, heads, tiles), dtype=torch.float32, device=q.device)
+        for x in (sinks, slopes)
+    )
+    (q_tiles, k_tiles, v_tiles, do_tiles), described = sources(
+        (q, config.rows), (k, config.columns), (v, config.columns), (do, config.rows)
+    )
     launch(
-        attention_delta, (tune.ceil_div(queries, rows), heads, batch),
-        o, do, dlse, delta, *do.stride()[:3], heads, queries,
-        HAS_DLSE=dlse is not None, VALUES=values, BLOCK_V=block, ROWS=rows, num_warps=4,
+        attention_backward_queries, (tiles, heads, batch),
+        q_tiles, k_tiles, v_tiles, q if bias is None else bias, sinks, slopes, o, do_tiles, lse, dlse, delta,
+        dq, q if dbias is None else dbias, dsinks, dslopes, tables, mask_tables, runs.table, runs.count,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
+        *_bias_strides(dbias), _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys,
+        tiles, runs.table.shape[3],
+        *_numbers(problem),
+        MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None, HAS_DLSE=dlse is not None, WANT_BIAS=want_bias, TMA=described,
+        **_constants(problem, q, bias, slopes, width, values, config),
     )  # fmt: skip
-    return delta
+    return dq, dbias, dsinks, dslopes
 
 
 def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -130,43 +150,20 @@ def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> t
     config = _config(BACKWARD_KEYS, q, k, v)
     _, runs = _planned(problem.mask, q, k, config)
     mask, score, slope, tables, mask_tables = problem.functions()
+    (q_tiles, k_tiles, v_tiles, do_tiles), described = sources(
+        (q, config.rows), (k, config.columns), (v, config.columns), (do, config.rows)
+    )
     launch(
         attention_backward_keys, (tune.ceil_div(keys, config.columns), pairs, batch),
-        q, k, v, q if bias is None else bias, slopes, do, lse, delta, dk, dv,
+        q_tiles, k_tiles, v_tiles, q if bias is None else bias, slopes, do_tiles, lse, delta, dk, dv,
         tables, mask_tables, runs.table, runs.count,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
         _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys, runs.table.shape[3],
         *_numbers(problem),
         MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SLOPES=slopes is not None,
-        **_constants(problem, q, width, values, config),
+        TMA=described, **_constants(problem, q, bias, slopes, width, values, config),
     )  # fmt: skip
     return dk, dv
-
-
-def _backward_queries(
-    do, q, k, v, bias, slopes, lse, delta, problem: Problem, want_bias: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    batch, queries, heads, width = q.shape
-    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
-    dq = torch.empty((batch, queries, heads, width), dtype=q.dtype, device=q.device)
-    config = _config(BACKWARD_QUERIES, q, k, v)
-    runs, _ = _planned(problem.mask, q, k, config)
-    mask, score, slope, tables, mask_tables = problem.functions()
-    tiles = tune.ceil_div(queries, config.rows)
-    dbias = torch.zeros(bias.shape, dtype=torch.float32, device=q.device) if want_bias else None
-    dslopes = torch.empty((batch, heads, tiles), dtype=torch.float32, device=q.device) if slopes is not None else None
-    launch(
-        attention_backward_queries, (tiles, heads, batch),
-        q, k, v, q if bias is None else bias, slopes, do, lse, delta, dq, q if dbias is None else dbias, dslopes,
-        tables, mask_tables, runs.table, runs.count,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
-        *_bias_strides(dbias), _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys,
-        tiles, runs.table.shape[3],
-        *_numbers(problem),
-        MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SLOPES=slopes is not None,
-        WANT_BIAS=want_bias, **_constants(problem, q, width, values, config),
-    )  # fmt: skip
-    return dq, dbias, dslopes
 
 
 def _config(tunable: tune.Tunable, q: Tensor, k: Tensor, v: Tensor) -> Tiles:
@@ -202,11 +199,14 @@ def _numbers(problem: Problem) -> tuple[float, float, int, int, float]:
     return problem.scale, problem.softcap, seed_word(problem.seed), threshold(problem.dropout), kept
 
 
-def _constants(problem: Problem, q: Tensor, width: int, values: int, config: Tiles) -> dict[str, Any]:
+def _constants(
+    problem: Problem, q: Tensor, bias: Tensor | None, slopes: Tensor | None, width: int, values: int, config: Tiles
+) -> dict[str, Any]:
+    changed = problem.score is not None or problem.softcap > 0 or bias is not None or slopes is not None
     precise = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return {
         "CAP": problem.softcap > 0, "DROP": problem.dropout > 0, "PRECISION": "ieee" if precise else "tf32",
         "WIDTH": width, "VALUES": values, "BLOCK_D": max(16, tune.power_of_2(width)),
         "BLOCK_V": max(16, tune.power_of_2(values)), "ROWS": config.rows, "COLUMNS": config.columns,
-        "STAGES": config.stages, "num_warps": config.warps,
+        "STAGES": config.stages, "PLAIN": problem.scale > 0 and not changed, "num_warps": config.warps,
     }  # fmt: skip

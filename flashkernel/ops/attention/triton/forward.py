@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashkernel.ops.attention.triton.dropping import keep
-from flashkernel.ops.attention.triton.scores import LN2, LOG2E, load_rows, transform, visible
+from flashkernel.ops.attention.triton.scores import LN2, LOG2E, load_tile, origin, transform, visible
 
 
 @triton.jit
@@ -20,20 +20,25 @@ def attention_forward(
     MASK: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     CAP: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PLAIN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    PLAIN: tl.constexpr = (SCORE is None) and not (HAS_BIAS or HAS_SLOPES or CAP)
     tile = tiles - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: they go first
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
     q_index = row[:, None]  # [ROWS, 1]
-    query = load_rows(q + b * q_batch + h * q_head, row, q_seq, queries, WIDTH, BLOCK_D, True)  # [ROWS, BLOCK_D]
-    k += b * k_batch + (h // group) * k_head
-    v += b * v_batch + (h // group) * v_head
+    q_place = origin(b * q_batch + h * q_head, q_seq, TMA)
+    k_place = origin(b * k_batch + (h // group) * k_head, k_seq, TMA)
+    v_place = origin(b * v_batch + (h // group) * v_head, v_seq, TMA)
+    query = load_tile(q, q_place, tile * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, True, TMA)  # [ROWS, BLOCK_D]
     bias += b * bias_batch + h * bias_head
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + b * slope_batch + h)
+    # To powers of two. A plain score is scaled in the exponent, by the multiply-add that subtracts the maximum.
+    factor = LOG2E
+    if PLAIN:
+        factor *= scale
     top = tl.full([ROWS], float("-inf"), tl.float32)  # largest score so far, in powers of two
     total = tl.zeros([ROWS], tl.float32)  # sum of 2^(score - top)
     output = tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -45,30 +50,27 @@ def attention_forward(
         must_mask = tl.load(runs + (place * most_runs + run) * 3 + 2)
         for MASKED in tl.static_range(2):  # two loops, one of which is empty: the full tiles' has no mask in it
             for index in tl.range(begin, tl.where(must_mask == MASKED, end, begin), num_stages=STAGES):
-                column = index * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-                k_index = column[None, :]  # [1, COLUMNS]
-                key = load_rows(k, column, k_seq, keys, WIDTH, BLOCK_D, MASKED == 1)  # [COLUMNS, BLOCK_D]
-                product = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [ROWS, COLUMNS]
-                if PLAIN:
-                    score = product * (scale * LOG2E)
-                else:
+                k_index = (index * COLUMNS + tl.arange(0, COLUMNS))[None, :]  # [1, COLUMNS]
+                clip: tl.constexpr = MASKED == 1
+                key = load_tile(k, k_place, index * COLUMNS, k_seq, keys, COLUMNS, WIDTH, BLOCK_D, clip, TMA)
+                score = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [ROWS, COLUMNS]
+                if not PLAIN:
                     score, _, _ = transform(
-                        product, b, h, q_index, k_index, queries, keys, tables, bias, bias_q, bias_k, slope, scale,
+                        score, b, h, q_index, k_index, queries, keys, tables, bias, bias_q, bias_k, slope, scale,
                         softcap, CAP, HAS_SLOPES, HAS_BIAS, SCORE,
                     )  # fmt: skip
-                    score *= LOG2E
                 if MASKED == 1:
                     seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK)
                     score = tl.where(seen, score, float("-inf"))
-                higher = tl.maximum(top, tl.max(score, 1))
+                higher = tl.maximum(top, tl.max(score, 1) * factor)
                 anchor = tl.where(higher == float("-inf"), 0.0, higher)
                 rescale = tl.exp2(top - anchor)
-                weight = tl.exp2(score - anchor[:, None])  # [ROWS, COLUMNS]
+                weight = tl.exp2(score * factor - anchor[:, None])  # [ROWS, COLUMNS]
                 total = total * rescale + tl.sum(weight, 1)
                 if DROP:
                     kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
                     weight = tl.where(kept, weight * inverse_keep, 0.0)
-                value = load_rows(v, column, v_seq, keys, VALUES, BLOCK_V, MASKED == 1)  # [COLUMNS, BLOCK_V]
+                value = load_tile(v, v_place, index * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, clip, TMA)
                 output = output * rescale[:, None]
                 output = tl.dot(weight.to(value.dtype), value, output, input_precision=PRECISION)
                 top = higher

@@ -13,16 +13,35 @@ def tanh(x):
 
 
 @triton.jit
-def load_rows(base, row, stride, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr):
-    """A tile of rows, [len(row), BLOCK]; with CLIP, rows beyond the last are zero."""
-    column = tl.arange(0, BLOCK)[None, :]
-    place = base + row[:, None].to(tl.int64) * stride + column
-    if CLIP:
-        return tl.load(place, mask=(row < rows)[:, None] & (column < WIDTH), other=0.0)
-    elif BLOCK == WIDTH:
-        return tl.load(place)
+def origin(start, stride, TMA: tl.constexpr):
+    """Where a matrix of rows begins, `start` elements into its tensor: as (row, column) for a descriptor."""
+    if TMA:
+        return (start // stride).to(tl.int32), (start % stride).to(tl.int32)
     else:
-        return tl.load(place, mask=column < WIDTH, other=0.0)
+        return start, 0
+
+
+@triton.jit
+def load_tile(
+    source, place, first, stride, rows,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on, [COUNT, BLOCK], of the matrix at `place`; with CLIP, rows beyond the last are zero.
+
+    A descriptor needs no CLIP: it is used where tiles end with their matrix, or their matrix with its tensor.
+    """
+    if TMA:
+        return source.load([place[0] + first, place[1]])
+    else:
+        row = first + tl.arange(0, COUNT)
+        column = tl.arange(0, BLOCK)[None, :]
+        address = source + place[0] + row[:, None].to(tl.int64) * stride + column
+        if CLIP:
+            return tl.load(address, mask=(row < rows)[:, None] & (column < WIDTH), other=0.0)
+        elif BLOCK == WIDTH:
+            return tl.load(address)
+        else:
+            return tl.load(address, mask=column < WIDTH, other=0.0)
 
 
 @triton.jit
