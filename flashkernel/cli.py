@@ -244,6 +244,49 @@ def bench(
     screen.leave(stopped, failed=any(record.kind == "backend" and not record.counts for record in records))
 
 
+@app.command(epilog="Example: flashkernel step --tokens 8192 --save results/h200")
+def step(
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens a step; repeatable.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="An attention that Transformers knows; repeatable.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of each layer.")] = 8,
+    vocab: Annotated[int | None, typer.Option(min=2, help="Words; by default gpt-oss's own 201088.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 8,
+    device: OnDevice = None,
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Merge into DIR/training_step.json.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to record, where there is no git checkout.")] = None,
+    format: Formatted = Format.table,
+) -> None:
+    """Time training steps of a Transformers gpt-oss with one attention after another, and weigh their memory."""
+    with screen.clear_errors():
+        from flashkernel.core import roofline
+        from flashkernel.lab import selection, training
+        from flashkernel.lab.results import ResultsFile, describe_run
+
+        place = selection.device(device)
+        file = None
+        if save is not None:
+            ceilings = roofline.ceilings(place, ["bfloat16"])
+            header = describe_run(ceilings.device, ceilings.as_dict(), commit)
+            file = ResultsFile(save / f"{training.OP}.json", header)
+    records: list[Record] = []
+    with screen.progress() as progress, screen.keeping_results() as stopped:
+        names = impl or training.IMPLEMENTATIONS
+        lengths = tokens or [2048, 4096, 8192]
+        bar = progress.add_task("", total=len(names) * len(lengths))
+        size = vocab or training.MODELS["gpt-oss-20b"].vocab
+        for length in lengths:
+            case: list[Record] = []
+            for record in training.measure(length, names, place, layers, experts, size, steps):
+                case.append(record)
+                progress.update(bar, description=f"{record.implementation} {length}", advance=1)
+            records += case
+            if file is not None:
+                file.add(case)
+    screen.show_records(format, records)
+    screen.leave(stopped, failed=any(not record.counts for record in records if record.kind == "backend"))
+
+
 @app.command(epilog="Example: flashkernel demo --quick")
 def demo(
     names: Names = None,

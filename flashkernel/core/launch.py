@@ -45,6 +45,19 @@ class Machine:
     shared: int  # bytes per block
     sass: str
 
+    @property
+    def spills_in_loops(self) -> int:
+        """Stores to the stack inside innermost loops, where they cost; values parked outside are only read back."""
+        code = [(int(found[1], 16), found[2]) for found in re.finditer(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", self.sass)]
+        jumps = [(place, re.search(r"BRA.* (0x[0-9a-f]+)", text)) for place, text in code]
+        loops = [(int(jump[1], 16), place) for place, jump in jumps if jump and int(jump[1], 16) < place]
+        innermost = [
+            (first, last)
+            for first, last in loops
+            if not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
+        ]
+        return sum("STL" in text for place, text in code if any(first <= place <= last for first, last in innermost))
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on the current stream of its first tensor's device; a grid of zero launches nothing."""

@@ -1,7 +1,8 @@
 """Records as tables: on the terminal, as CSV or JSON, and as markdown in the docs.
 
 What stands in a README between `<!-- results:rms_norm -->` and `<!-- /results -->` is regenerated from `results/`;
-`<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob.
+`<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob, and `<!-- results:attention long-* memory -->`
+shows the peak memory instead of times.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from flashkernel.lab.results import Record, load_folder
 if TYPE_CHECKING:
     from rich.table import Table
 
-BLOCK = re.compile(r"(<!-- results:(?P<op>\w+)(?: (?P<glob>\S+))? -->\n).*?(<!-- /results -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- results:(?P<op>\w+)(?: (?P<glob>[^\s-]\S*))?(?P<memory> memory)? -->\n).*?(<!-- /results -->)", re.DOTALL
+)
 DOCUMENTS = ("README.md", "flashkernel/ops/*/README.md", "docs/**/*.md")
 UNMEASURED = "_Not measured yet._"
+MEMORY = "memory"
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,8 @@ def line(records: Sequence[Record]) -> str:
     return f"{first.op} {first.case} {first.dtype}: " + "; ".join(parts)
 
 
-def markdown(records: Sequence[Record]) -> str:
-    """A markdown table of milliseconds (median) and share of the roof."""
+def markdown(records: Sequence[Record], statistic: str = "p50") -> str:
+    """A markdown table of milliseconds (median) and share of the roof, or of the peak "memory"."""
     names = columns(records)
     lines = [
         "| " + " | ".join(["case", "dtype", "direction", *names, "vs best peer"]) + " |",
@@ -115,8 +119,8 @@ def markdown(records: Sequence[Record]) -> str:
     for row in rows(records):
         cells = []
         for name in names:
-            text = _cell(row.records.get(name))
-            cells.append(f"**{text}**" if name == row.fastest else text)
+            text = _cell(row.records.get(name), statistic)
+            cells.append(f"**{text}**" if name == row.fastest and statistic != MEMORY else text)
         lines.append("| " + " | ".join([row.case, row.dtype, row.direction, *cells, _ratio(row)]) + " |")
     return "\n".join(lines)
 
@@ -140,7 +144,16 @@ def regenerate(text: str, results: Path) -> str:
     """A document with its result blocks written anew."""
     folders = sorted(folder for folder in results.glob("*") if folder.is_dir())
     measured = {folder.name: load_folder(folder) for folder in folders}
-    return BLOCK.sub(lambda found: found[1] + _block(found["op"], found["glob"], measured) + "\n" + found[4], text)
+
+    def renew(found: re.Match[str]) -> str:
+        return (
+            found[1]
+            + _block(found["op"], found["glob"], MEMORY if found["memory"] else "p50", measured)
+            + "\n"
+            + found[5]
+        )
+
+    return BLOCK.sub(renew, text)
 
 
 def documents(root: Path) -> list[Path]:
@@ -148,7 +161,7 @@ def documents(root: Path) -> list[Path]:
     return sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
 
 
-def _block(op: str, glob: str | None, measured: Mapping[str, Mapping[str, Any]]) -> str:
+def _block(op: str, glob: str | None, statistic: str, measured: Mapping[str, Mapping[str, Any]]) -> str:
     parts = []
     for gpu, files in measured.items():
         if op not in files:
@@ -161,9 +174,11 @@ def _block(op: str, glob: str | None, measured: Mapping[str, Mapping[str, Any]])
         versions = ", ".join(
             f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"]
         )
+        shown = f"median ms and share of the roof (copy {copy:.2f} TB/s)"
+        if statistic == MEMORY:
+            shown = "peak memory, in GB, beyond what was allocated before"
         parts.append(
-            f"{found['device']}, {versions}; median ms and share of the roof (copy {copy:.2f} TB/s); "
-            f"from `results/{gpu}/{op}.json`.\n\n{markdown(records)}"
+            f"{found['device']}, {versions}; {shown}; from `results/{gpu}/{op}.json`.\n\n{markdown(records, statistic)}"
         )
     return "\n\n".join(parts) or UNMEASURED
 
@@ -183,6 +198,8 @@ def _cell(record: Record | None, statistic: str = "p50") -> str:
         return "failed"
     if record.ms is None:
         return "wrong"
+    if statistic == MEMORY:
+        return "" if record.peak_bytes is None else f"{record.peak_bytes / 1e9:.3g}"
     speed = milliseconds(record.ms[statistic])
     if not record.correct:
         return f"{speed} wrong"

@@ -26,7 +26,10 @@ def _width(shape: Mapping[str, int]) -> int:
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    return (power_of_2(shape["queries"]), power_of_2(shape["keys"]), _width(shape), shape["bytes"])
+    return (
+        power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), _width(shape),
+        shape["bytes"],
+    )  # fmt: skip
 
 
 def _too_much(device: Device, shape: Mapping[str, int], config: Tiles, held: int, streamed: int) -> str | None:
@@ -49,16 +52,23 @@ def _keys_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str 
     return _too_much(device, shape, config, 2 * config.columns, 2 * config.rows)
 
 
-# Tiles by head size, largest that do not spill: what a whole warpgroup multiplies on Hopper, and smaller ones before.
+# Tiles by head size: the best that were tried. On Hopper that is one warpgroup, and several programs on a
+# multiprocessor: while one waits, the next computes.
 _HOPPER = {
     "forward": {
-        64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1),
+        64: Tiles(64, 128, 4, 2), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2), 512: Tiles(64, 16, 8, 1),
     },
     "queries": {
-        64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2), 512: Tiles(32, 16, 8, 1),
+        64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 4, 2), 512: Tiles(32, 16, 8, 1),
     },
-    "keys": {64: Tiles(64, 128, 8, 2), 128: Tiles(32, 128, 8, 2), 256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 8, 1)},
+    "keys": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 64, 4, 2), 512: Tiles(16, 16, 8, 1)},
 }  # fmt: skip
+# Where a tile of queries walks over few keys, up to so many: smaller tiles waste less at both ends.
+_HOPPER_SHORT = {
+    ("forward", 64): (1024, Tiles(64, 64, 4, 2)),
+    ("queries", 64): (4096, Tiles(64, 32, 4, 3)),
+    ("queries", 128): (1024, Tiles(64, 64, 4, 2)),
+}
 _AMPERE = {
     "forward": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1), 512: Tiles(32, 16, 8, 1)},
     "queries": {64: Tiles(64, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1), 512: Tiles(16, 16, 8, 1)},
@@ -68,8 +78,11 @@ _AMPERE = {
 
 def _heuristic(kind: str, valid: Valid) -> Callable[[Device, Mapping[str, int]], Tiles]:
     def choose(device: Device, shape: Mapping[str, int]) -> Tiles:
-        table = (_HOPPER if device.arch >= 90 or device.kind == "cpu" else _AMPERE)[kind]
-        return _shrunk(table[max(64, _width(shape))], device, shape, valid)
+        width = max(64, _width(shape))
+        if device.arch < 90 and device.kind != "cpu":
+            return _shrunk(_AMPERE[kind][width], device, shape, valid)
+        most, short = _HOPPER_SHORT.get((kind, width), (0, _HOPPER[kind][width]))
+        return _shrunk(short if shape["span"] <= most else _HOPPER[kind][width], device, shape, valid)
 
     return choose
 

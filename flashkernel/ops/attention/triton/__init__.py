@@ -12,7 +12,7 @@ from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import seed_word, threshold
 from flashkernel.blocks.expression import Expression
 from flashkernel.blocks.mask import Mask
-from flashkernel.blocks.runs import Runs, plan
+from flashkernel.blocks.runs import Runs, plan, span
 from flashkernel.core import device, tune
 from flashkernel.core.generate import jit_function
 from flashkernel.core.launch import launch
@@ -21,6 +21,7 @@ from flashkernel.ops.attention.triton.backward import attention_backward_keys, a
 from flashkernel.ops.attention.triton.forward import attention_forward
 from flashkernel.ops.attention.triton.sources import sources
 
+WIDEST_TOGETHER = 128  # heads up to which one program holds both dk and dv in registers
 _INDICES = "b, h, q, k, sq, sk, tables"
 
 
@@ -56,11 +57,11 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, problem: Problem
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): o is (batch, queries, heads, value_dim) in q's dtype, lse (batch, heads, queries) in float32."""
-    batch, queries, heads, width = q.shape
+    batch, queries, heads, _ = q.shape
     keys, values = k.shape[1], v.shape[3]
     o = torch.empty((batch, queries, heads, values), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    config = _config(FORWARD, q, k, v)
+    config = _config(FORWARD, q, k, v, problem.mask)
     runs, _ = _planned(problem.mask, q, k, config)
     mask, score, _, tables, mask_tables = problem.functions()
     tiles = tune.ceil_div(queries, config.rows)
@@ -73,7 +74,7 @@ def forward(
         *_run_strides(runs), heads, heads // k.shape[2], queries, keys, tiles, runs.table.shape[3],
         *_numbers(problem),
         MASK=mask, SCORE=score, HAS_BIAS=bias is not None, HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
-        TMA=described, **_constants(problem, q, bias, slopes, width, values, config),
+        TMA=described, **_constants(problem, q, k, v, bias, slopes, config),
     )  # fmt: skip
     return o, lse
 
@@ -113,9 +114,9 @@ def _backward_queries(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dbias, and of each tile the gradients of sinks and slopes); fills `delta`, which the keys' kernel reads."""
     batch, queries, heads, width = q.shape
-    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
+    keys, pairs = k.shape[1], k.shape[2]
     dq = torch.empty((batch, queries, heads, width), dtype=q.dtype, device=q.device)
-    config = _config(BACKWARD_QUERIES, q, k, v)
+    config = _config(BACKWARD_QUERIES, q, k, v, problem.mask)
     runs, _ = _planned(problem.mask, q, k, config)
     mask, score, slope, tables, mask_tables = problem.functions()
     tiles = tune.ceil_div(queries, config.rows)
@@ -137,7 +138,7 @@ def _backward_queries(
         *_numbers(problem),
         MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SINKS=sinks is not None,
         HAS_SLOPES=slopes is not None, HAS_DLSE=dlse is not None, WANT_BIAS=want_bias, TMA=described,
-        **_constants(problem, q, bias, slopes, width, values, config),
+        **_constants(problem, q, k, v, bias, slopes, config),
     )  # fmt: skip
     return dq, dbias, dsinks, dslopes
 
@@ -147,28 +148,30 @@ def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> t
     keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
     dk = torch.empty((batch, keys, pairs, width), dtype=k.dtype, device=k.device)
     dv = torch.empty((batch, keys, pairs, values), dtype=v.dtype, device=v.device)
-    config = _config(BACKWARD_KEYS, q, k, v)
+    config = _config(BACKWARD_KEYS, q, k, v, problem.mask)
     _, runs = _planned(problem.mask, q, k, config)
     mask, score, slope, tables, mask_tables = problem.functions()
     (q_tiles, k_tiles, v_tiles, do_tiles), described = sources(
         (q, config.rows), (k, config.columns), (v, config.columns), (do, config.rows)
     )
-    launch(
-        attention_backward_keys, (tune.ceil_div(keys, config.columns), pairs, batch),
-        q_tiles, k_tiles, v_tiles, q if bias is None else bias, slopes, do_tiles, lse, delta, dk, dv,
-        tables, mask_tables, runs.table, runs.count,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
-        _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys, runs.table.shape[3],
-        *_numbers(problem),
-        MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SLOPES=slopes is not None,
-        TMA=described, **_constants(problem, q, bias, slopes, width, values, config),
-    )  # fmt: skip
+    for want in ("kv",) if max(width, values) <= WIDEST_TOGETHER else ("k", "v"):
+        launch(
+            attention_backward_keys, (tune.ceil_div(keys, config.columns), pairs, batch),
+            q_tiles, k_tiles, v_tiles, q if bias is None else bias, slopes, do_tiles, lse, delta, dk, dv,
+            tables, mask_tables, runs.table, runs.count,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
+            _slope_stride(slopes), *_run_strides(runs), heads, heads // pairs, queries, keys, runs.table.shape[3],
+            *_numbers(problem),
+            MASK=mask, SCORE=score, SLOPE=slope, HAS_BIAS=bias is not None, HAS_SLOPES=slopes is not None,
+            TMA=described, WANT_K=want != "v", WANT_V=want != "k", **_constants(problem, q, k, v, bias, slopes, config),
+        )  # fmt: skip
     return dk, dv
 
 
-def _config(tunable: tune.Tunable, q: Tensor, k: Tensor, v: Tensor) -> Tiles:
+def _config(tunable: tune.Tunable, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tiles:
+    seen = span(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     shape = {
-        "queries": q.shape[1], "keys": k.shape[1], "head_dim": q.shape[3], "value_dim": v.shape[3],
+        "queries": q.shape[1], "keys": k.shape[1], "span": seen, "head_dim": q.shape[3], "value_dim": v.shape[3],
         "bytes": q.element_size(),
     }  # fmt: skip
     return tune.pick(tunable, device.facts(q.device), shape)
@@ -200,13 +203,15 @@ def _numbers(problem: Problem) -> tuple[float, float, int, int, float]:
 
 
 def _constants(
-    problem: Problem, q: Tensor, bias: Tensor | None, slopes: Tensor | None, width: int, values: int, config: Tiles
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, config: Tiles
 ) -> dict[str, Any]:
     changed = problem.score is not None or problem.softcap > 0 or bias is not None or slopes is not None
+    width, values = q.shape[3], v.shape[3]
+    even = q.shape[1] % config.rows == 0 and k.shape[1] % config.columns == 0
     precise = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return {
         "CAP": problem.softcap > 0, "DROP": problem.dropout > 0, "PRECISION": "ieee" if precise else "tf32",
         "WIDTH": width, "VALUES": values, "BLOCK_D": max(16, tune.power_of_2(width)),
         "BLOCK_V": max(16, tune.power_of_2(values)), "ROWS": config.rows, "COLUMNS": config.columns,
-        "STAGES": config.stages, "PLAIN": problem.scale > 0 and not changed, "num_warps": config.warps,
+        "STAGES": config.stages, "PLAIN": problem.scale > 0 and not changed, "EVEN": even, "num_warps": config.warps,
     }  # fmt: skip

@@ -14,19 +14,33 @@ from flashkernel.ops.attention.triton.scores import LOG2E, load_tile, origin, tr
 
 
 @triton.jit
-def _load_lse(lse, row, queries):
+def _load_lse(lse, row, queries, EVEN: tl.constexpr):
     """LSE in powers of two; +inf, so that no probability is left, for rows that are not there or see nothing."""
-    value = tl.load(lse + row, mask=row < queries, other=float("inf"))
+    value = tl.load(lse + row, mask=(row < queries) | EVEN, other=float("inf"))
     return tl.where(value == float("-inf"), float("inf"), value) * LOG2E
+
+
+@triton.jit
+def _upstream_dot(left, right, delta, SHAPE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr):
+    """left . right - delta: the gradient of a probability, less delta. The product begins there, at no cost.
+
+    With dropout delta is subtracted later, from what is kept: see _score_gradient.
+    """
+    if DROP:
+        return tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    else:
+        return tl.dot(left, tl.trans(right), tl.broadcast_to(-delta, SHAPE), input_precision=PRECISION)
 
 
 @triton.jit
 def _score_gradient(
     probability, upstream, delta, capped, before, b, h, q, k, queries, keys, tables, softcap,
-    CAP: tl.constexpr, SLOPE: tl.constexpr,
+    CAP: tl.constexpr, SLOPE: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """(of the product, of the score before the score function): gradients, without the scale."""
-    gradient = probability * (upstream - delta)
+    if DROP:
+        upstream -= delta
+    gradient = probability * upstream
     if SLOPE is not None:
         gradient *= SLOPE(before, b, h, q, k, queries, keys, tables)
     inner = gradient
@@ -47,6 +61,7 @@ def attention_backward_queries(
     HAS_SLOPES: tl.constexpr, HAS_DLSE: tl.constexpr, WANT_BIAS: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, TMA: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     tile = tiles - 1 - tl.program_id(0)
     h = tl.program_id(1)
@@ -64,7 +79,7 @@ def attention_backward_queries(
         False,
     )  # fmt: skip
     stat = (b * heads + h) * queries
-    norm = _load_lse(lse + stat, row, queries)  # [ROWS]
+    norm = _load_lse(lse + stat, row, queries, EVEN)  # [ROWS]
     shift = tl.sum(out.to(tl.float32) * upstream.to(tl.float32), 1)  # delta, [ROWS]
     if HAS_DLSE:
         shift -= tl.load(dlse + stat + row, mask=row < queries, other=0.0)
@@ -95,7 +110,7 @@ def attention_backward_queries(
                 key = load_tile(k, k_place, index * COLUMNS, k_seq, keys, COLUMNS, WIDTH, BLOCK_D, clip, TMA)
                 value = load_tile(v, v_place, index * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, clip, TMA)
                 product = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [ROWS, COLUMNS]
-                slope_value = tl.dot(upstream, tl.trans(value), input_precision=PRECISION)  # [ROWS, COLUMNS]
+                slope_value = _upstream_dot(upstream, value, shift, [ROWS, COLUMNS], DROP, PRECISION)
                 if PLAIN:
                     score, capped, before = product, product, product
                 else:
@@ -105,14 +120,14 @@ def attention_backward_queries(
                     )  # fmt: skip
                 weight = tl.exp2(score * factor - norm)
                 if MASKED == 1:
-                    seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK)
+                    seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK, EVEN)
                     weight = tl.where(seen, weight, 0.0)
                 if DROP:
                     kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
                     slope_value = tl.where(kept, slope_value * inverse_keep, 0.0)
                 inner, outer = _score_gradient(
                     weight, slope_value, shift, capped, before, b, h, q_index, k_index, queries, keys, tables, softcap,
-                    CAP, SLOPE,
+                    CAP, SLOPE, DROP,
                 )  # fmt: skip
                 if WANT_BIAS:
                     target = (
@@ -138,8 +153,9 @@ def attention_backward_keys(
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     CAP: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PLAIN: tl.constexpr, TMA: tl.constexpr,
+    PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
+    """dk and dv, or one of them where heads are so wide that registers do not hold both."""
     tile = tl.program_id(0)
     pair = tl.program_id(1)  # key/value head
     b = tl.program_id(2).to(tl.int64)
@@ -148,7 +164,8 @@ def attention_backward_keys(
     k_place = origin(b * k_batch + pair * k_head, k_seq, TMA)
     v_place = origin(b * v_batch + pair * v_head, v_seq, TMA)
     key = load_tile(k, k_place, tile * COLUMNS, k_seq, keys, COLUMNS, WIDTH, BLOCK_D, True, TMA)
-    value = load_tile(v, v_place, tile * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, True, TMA)
+    if WANT_K:
+        value = load_tile(v, v_place, tile * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, True, TMA)
     factor = LOG2E
     if PLAIN:
         factor *= scale
@@ -171,12 +188,15 @@ def attention_backward_keys(
                 for index in tl.range(begin, tl.where(must_mask == MASKED, end, begin), num_stages=STAGES):
                     row = index * ROWS + tl.arange(0, ROWS)  # [ROWS]
                     q_index = row[None, :]  # [1, ROWS]
-                    query = load_tile(q, q_place, index * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, True, TMA)
-                    upstream = load_tile(do, do_place, index * ROWS, do_seq, queries, ROWS, VALUES, BLOCK_V, True, TMA)
-                    norm = _load_lse(lse + stat, row, queries)[None, :]
-                    shift = tl.load(delta + stat + row, mask=row < queries, other=0.0)[None, :]
+                    query = load_tile(q, q_place, index * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, not EVEN, TMA)
+                    upstream = load_tile(
+                        do, do_place, index * ROWS, do_seq, queries, ROWS, VALUES, BLOCK_V, not EVEN, TMA
+                    )
+                    norm = _load_lse(lse + stat, row, queries, EVEN)[None, :]
+                    shift = tl.load(delta + stat + row, mask=(row < queries) | EVEN, other=0.0)[None, :]
                     product = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # [COLUMNS, ROWS]
-                    slope_value = tl.dot(value, tl.trans(upstream), input_precision=PRECISION)  # [COLUMNS, ROWS]
+                    if WANT_K:
+                        slope_value = _upstream_dot(value, upstream, shift, [COLUMNS, ROWS], DROP, PRECISION)
                     if PLAIN:
                         score, capped, before = product, product, product
                     else:
@@ -187,22 +207,27 @@ def attention_backward_keys(
                         )  # fmt: skip
                     weight = tl.exp2(score * factor - norm)  # [COLUMNS, ROWS]
                     if MASKED == 1:
-                        seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK)
+                        seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK, EVEN)
                         weight = tl.where(seen, weight, 0.0)
                     dropped = weight
                     if DROP:
                         kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
                         dropped = tl.where(kept, weight * inverse_keep, 0.0)
-                        slope_value = tl.where(kept, slope_value * inverse_keep, 0.0)
-                    value_sum = tl.dot(dropped.to(upstream.dtype), upstream, value_sum, input_precision=PRECISION)
-                    inner, _ = _score_gradient(
-                        weight, slope_value, shift, capped, before, b, h, q_index, k_index, queries, keys, tables,
-                        softcap, CAP, SLOPE,
-                    )  # fmt: skip
-                    key_sum = tl.dot(inner.to(query.dtype), query, key_sum, input_precision=PRECISION)
+                        if WANT_K:
+                            slope_value = tl.where(kept, slope_value * inverse_keep, 0.0)
+                    if WANT_V:
+                        value_sum = tl.dot(dropped.to(upstream.dtype), upstream, value_sum, input_precision=PRECISION)
+                    if WANT_K:
+                        inner, _ = _score_gradient(
+                            weight, slope_value, shift, capped, before, b, h, q_index, k_index, queries, keys, tables,
+                            softcap, CAP, SLOPE, DROP,
+                        )  # fmt: skip
+                        key_sum = tl.dot(inner.to(query.dtype), query, key_sum, input_precision=PRECISION)
     inside = (column < keys)[:, None]
-    width = tl.arange(0, BLOCK_D)[None, :]
     row_place = (b * keys + column[:, None]) * (heads // group) + pair
-    tl.store(dk + row_place * WIDTH + width, key_sum * scale, mask=inside & (width < WIDTH))
-    width = tl.arange(0, BLOCK_V)[None, :]
-    tl.store(dv + row_place * VALUES + width, value_sum, mask=inside & (width < VALUES))
+    if WANT_K:
+        width = tl.arange(0, BLOCK_D)[None, :]
+        tl.store(dk + row_place * WIDTH + width, key_sum * scale, mask=inside & (width < WIDTH))
+    if WANT_V:
+        width = tl.arange(0, BLOCK_V)[None, :]
+        tl.store(dv + row_place * VALUES + width, value_sum, mask=inside & (width < VALUES))

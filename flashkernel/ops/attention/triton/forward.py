@@ -20,7 +20,7 @@ def attention_forward(
     MASK: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     CAP: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PLAIN: tl.constexpr, TMA: tl.constexpr,
+    PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     tile = tiles - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: they go first
     h = tl.program_id(1)
@@ -60,7 +60,7 @@ def attention_forward(
                         softcap, CAP, HAS_SLOPES, HAS_BIAS, SCORE,
                     )  # fmt: skip
                 if MASKED == 1:
-                    seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK)
+                    seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK, EVEN)
                     score = tl.where(seen, score, float("-inf"))
                 higher = tl.maximum(top, tl.max(score, 1) * factor)
                 anchor = tl.where(higher == float("-inf"), 0.0, higher)

@@ -69,9 +69,11 @@ def transform(
 
 
 @triton.jit
-def visible(b, h, q, k, queries, keys, tables, MASK: tl.constexpr):
-    """Which pairs of a tile exist and are seen."""
-    inside = (q < queries) & (k < keys)
-    if MASK is not None:
-        inside &= MASK(b, h, q, k, queries, keys, tables)
-    return inside
+def visible(b, h, q, k, queries, keys, tables, MASK: tl.constexpr, EVEN: tl.constexpr):
+    """Which pairs of a tile exist and are seen. EVEN: queries and keys end with their tiles."""
+    if MASK is None:
+        return (q < queries) & (k < keys)
+    elif EVEN:
+        return MASK(b, h, q, k, queries, keys, tables)
+    else:
+        return (q < queries) & (k < keys) & MASK(b, h, q, k, queries, keys, tables)

@@ -1,0 +1,102 @@
+"""Training steps of a Transformers model, forward and backward, with one attention implementation after another.
+
+The model is gpt-oss with its real widths, learned sinks and windows, cut to a few layers and experts, with random
+weights; the batch is one sequence. Losses must agree: a step that computes something else claims no time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashkernel.core.shapes import MODELS
+from flashkernel.lab.results import Record
+
+OP = "training_step"
+OURS = "fkernel"
+IMPLEMENTATIONS = (OURS, "flex_attention", "eager")  # Transformers refuses sdpa for gpt-oss
+LOSS_GAP = 0.02  # relative: what rounding attention to bfloat16 in another order may change in a loss
+STATISTICS = {"p50": 50, "p95": 95, "p99": 99}
+
+
+def gpt_oss(layers: int, experts: int, vocab: int) -> Any:
+    from transformers import GptOssConfig
+
+    size = MODELS["gpt-oss-20b"]
+    return GptOssConfig(
+        hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads, head_dim=size.head_dim, vocab_size=vocab, num_hidden_layers=layers,
+        num_local_experts=experts, num_experts_per_tok=min(4, experts), sliding_window=128,
+        layer_types=(["sliding_attention", "full_attention"] * layers)[:layers],
+    )  # fmt: skip
+
+
+def measure(
+    tokens: int,
+    implementations: Sequence[str],
+    device: torch.device,
+    layers: int = 4,
+    experts: int = 8,
+    vocab: int = MODELS["gpt-oss-20b"].vocab,
+    steps: int = 8,
+) -> Iterator[Record]:
+    """A record for each implementation; the first that runs gives the loss that the others are held to."""
+    expected: float | None = None
+    axes = {"tokens": tokens, "layers": layers, "experts": experts, "vocab": vocab}
+    for name in implementations:
+        common = {
+            "op": OP, "case": f"gpt-oss-{layers}layers-{tokens}", "axes": axes, "dtype": "bfloat16",
+            "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name == OURS else "baseline",
+        }  # fmt: skip
+        try:
+            seconds, peak, loss = _run(name, gpt_oss(layers, experts, vocab), tokens, device, steps)
+        except (torch.OutOfMemoryError, ValueError, RuntimeError) as error:
+            yield Record(**common, correct=False, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            continue
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        expected = loss if expected is None else expected
+        close = abs(loss - expected) <= LOSS_GAP * abs(expected)
+        note = None if close else f"loss {loss:.4f}, expected {expected:.4f}"
+        yield Record(**common, correct=close, ms=_statistics(seconds), peak_bytes=peak, mode="steps", note=note)
+
+
+def _run(
+    implementation: str, config: Any, tokens: int, device: torch.device, steps: int
+) -> tuple[list[float], int | None, float]:
+    """(seconds of each step after two to warm up, peak memory in all, the first loss)."""
+    from transformers import GptOssForCausalLM
+
+    if implementation == OURS:
+        import flashkernel.hf
+
+        flashkernel.hf.register()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GptOssForCausalLM._from_config(config, attn_implementation=implementation, dtype=torch.bfloat16)
+    batch = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    losses, seconds = [], []
+    for _ in range(steps + 2):
+        began = time.perf_counter()
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))  # waits for the device, so the clock may be read
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return seconds[2:], peak, losses[0]
+
+
+def _statistics(seconds: Sequence[float]) -> dict[str, float]:
+    ms = np.array(seconds) * 1e3
+    found = {name: float(np.percentile(ms, share)) for name, share in STATISTICS.items()}
+    return {**found, "mean": float(ms.mean()), "std": float(ms.std()), "min": float(ms.min()), "max": float(ms.max())}
