@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import flashkernel as fk
 from flashkernel.blocks import dropout as dropping
 from flashkernel.blocks import expression as ex
 from flashkernel.core.check import execute, verify
@@ -32,7 +33,8 @@ from flashkernel.ops.attention import (
 )
 from flashkernel.ops.attention import torch as tiled
 
-BACKENDS = [backend.name for backend in spec.ATTENTION.backends]
+# Gluon kernels have no interpreter: tests/test_attention_hopper.py has theirs.
+BACKENDS = [backend.name for backend in spec.ATTENTION.backends if backend.name != "hopper"]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 FAST = [name for name in BACKENDS if name != "reference"]
 by_fast_backend = pytest.mark.parametrize("backend", FAST)
@@ -390,3 +392,41 @@ def test_wrong_kinds() -> None:
         attention(**inputs, score=torch.zeros(20, 20))
     with pytest.raises(TypeError, match="cannot branch"):
         attention(**inputs, score=lambda s, b, h, q, k: s if q > k else -s)
+
+
+def test_seed_on_the_device_drops_what_the_number_does() -> None:
+    """A seed in a tensor decides as the same number does, in every backend, forward and backward."""
+    q, k, v = (torch.randn(1, 20, heads, 16) for heads in (4, 2, 2))
+    number = 5_000_000_011  # more than 32 bits
+    for backend in ("reference", "torch", "triton"):
+        results = []
+        for seed in (number, torch.tensor(number)):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = fk.attention(*leaves, mask=fk.causal(), dropout=0.4, seed=seed, backend=backend)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert all(torch.equal(*pair) for pair in zip(*results)), backend
+    with pytest.raises(ValueError, match="one int64"):
+        fk.attention(q, k, v, dropout=0.4, seed=torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_varlen_is_attention_of_each_sequence(backend: str) -> None:
+    lengths_q, lengths_k = [5, 1, 9], [5, 4, 12]
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (lengths_q, lengths_k))
+    q, k, v = torch.randn(18, 4, 16), torch.randn(21, 2, 16), torch.randn(21, 2, 16)  # three queries too many
+    sinks = torch.randn(4)
+    options = {"sinks": sinks, "return_lse": True, "backend": backend}
+    out, lse = fk.attention_varlen(q, k, v, cu_q, cu_k, window=4, **options)
+    assert out.shape == q.shape and lse.shape == (4, 18)
+    for n in range(3):
+        rows, columns = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        alone, alone_lse = fk.attention(
+            q[None, rows], k[None, columns], v[None, columns], mask=fk.causal() & fk.window(4), **options
+        )
+        torch.testing.assert_close(out[rows], alone[0])
+        torch.testing.assert_close(lse[:, rows], alone_lse[0])
+    assert not out[15:].any()
+    with pytest.raises(ValueError, match="cu_seqlens_k"):
+        fk.attention_varlen(q, k, v, cu_q, cu_k[:-1])
+    with pytest.raises(ValueError, match="window is 0"):
+        fk.attention_varlen(q, k, v, cu_q, cu_k, window=0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import EMPTY, FULL
+from flashkernel.blocks.packed import packed_mask
 from flashkernel.compat import flash_attn as compat
 
 WINDOWS = [(-1, -1), (3, 0), (0, 0), (2, 4), (-1, 2), (4, -1)]
@@ -169,7 +170,7 @@ def test_packed_alibi_compiles_into_one_graph(shape: tuple[int, ...]) -> None:
 def test_tiles_of_a_packed_mask_do_not_contradict_it(lengths: tuple[list[int], list[int]]) -> None:
     queries, keys = sum(lengths[0]), sum(lengths[1])
     for left, right in ((None, None), (3, 0), (None, 0), (1, 2)):
-        mask, _ = compat.packed_mask(cumulative(lengths[0]), cumulative(lengths[1]), queries, left, right)
+        mask, _ = packed_mask(cumulative(lengths[0]), cumulative(lengths[1]), queries, left, right)
         seen = mask.visible(1, 1, queries, keys)[0, 0]
         status = mask.tiles(1, 1, queries, keys, 4, 4)[0, 0].repeat_interleave(4, 0).repeat_interleave(4, 1)
         status = status[:queries, :keys]

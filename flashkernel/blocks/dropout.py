@@ -42,19 +42,34 @@ def threshold(probability: float) -> int:
     return min(WORD, int(probability * 2.0**32))
 
 
+def draw_seed(dropout: float, device: torch.device) -> int | Tensor:
+    """A seed from torch's generator of the device, left there: a CUDA graph draws another at each replay."""
+    return torch.randint(2**63 - 1, (), device=device) if dropout > 0 else 0
+
+
 def keep_pairs(
-    seed: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor, heads: int, queries: int, keys: int, probability: float
+    seed: int | Tensor,
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    k: Tensor,
+    heads: int,
+    queries: int,
+    keys: int,
+    probability: float,
 ) -> Tensor:
     """Which of the pairs at these indices are kept: bool, of the shape the index tensors broadcast to."""
     index = ((b * heads + h) * queries + q) * keys + k
     # In a graph a seed may be a symbol, whose scrambling no compiler should have to carry: there, a tensor.
-    word = seed_word(index.new_full((), seed) if torch.compiler.is_compiling() else seed)
+    if torch.compiler.is_compiling() and not isinstance(seed, Tensor):
+        seed = index.new_full((), seed)
+    word = seed_word(seed)
     outer = scramble((index >> 32) ^ word)
     return scramble((index & WORD) ^ outer) >= threshold(probability)
 
 
 def keep(
-    seed: int,
+    seed: int | Tensor,
     batch: int,
     heads: int,
     queries: int,

@@ -2,10 +2,8 @@
 
 What is different: any float dtype, any device; value heads may have another size; a row that sees nothing has LSE -inf
 (flash-attn: +inf); LSE is differentiable; the third result of return_attn_probs, flash-attn's testing aid, is None.
-`max_seqlen_*` are accepted and not needed. Where dropout_p > 0 the seed is drawn from torch's CPU generator.
-
-Packed sequences are one batch in which query i sees the keys in [first[i], last[i]): two tables made on the device from
-the cumulative lengths, so nothing waits for the GPU and the work follows the documents, not the square of their sum.
+`max_seqlen_*` are accepted and not needed. Where dropout_p > 0 the seed is drawn by torch's generator of q's device,
+which torch.manual_seed and activation checkpointing restore. Attention with a cache is in kvcache.py.
 """
 
 from __future__ import annotations
@@ -17,9 +15,22 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
+from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.expression import Table
 from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.packed import packed_mask
+from flashkernel.compat.kvcache import flash_attn_with_kvcache
 from flashkernel.ops.attention import attention
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -43,7 +54,7 @@ def flash_attn_func(
     limit; causal is right = 0. ALiBi slopes are (heads,) or (batch, heads). With return_attn_probs the result is
     (out, lse, None), lse float32 (batch, heads, seqlen_q).
     """
-    options = _options(dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     return _result(
         attention(q, k, v, alibi_slopes=alibi_slopes, mask=_window_mask(causal, window_size), **options),
         return_attn_probs,
@@ -121,7 +132,7 @@ def flash_attn_varlen_func(
     lengths = _check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
     left, right = _sides(causal, window_size)
     mask, diagonal = packed_mask(*lengths, q.shape[0], left, right)
-    options = _options(dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     if alibi_slopes is not None:
         options |= _packed_alibi(alibi_slopes, diagonal, lengths, q.shape[1])
     found = attention(q[None], k[None], v[None], mask=mask, **options)
@@ -175,30 +186,6 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-def packed_mask(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, left: int | None = None, right: int | None = None
-) -> tuple[Mask, Tensor]:
-    """The mask of packed sequences, and for each query the packed position of the key it is aligned with, [queries].
-
-    The last query of a sequence is aligned with its last key. Tokens behind the last sequence see nothing.
-    """
-    token = torch.arange(queries, dtype=torch.int32, device=cu_seqlens_q.device)
-    sequence = torch.searchsorted(cu_seqlens_q, token, right=True) - 1  # [queries]
-    inside = sequence < cu_seqlens_q.shape[0] - 1
-    sequence = sequence.clamp(max=cu_seqlens_q.shape[0] - 2)
-    start, end = cu_seqlens_k[sequence], cu_seqlens_k[sequence + 1]
-    diagonal = token + end - cu_seqlens_q[sequence + 1]
-    first = start if left is None else torch.maximum(start, diagonal - left)
-    last = end if right is None else torch.minimum(end, diagonal + right + 1)
-    first_key, last_key = Table(first), Table(torch.where(inside, last, first))
-    return masks.custom(lambda b, h, q, k: (first_key[q] <= k) & (k < last_key[q]), "packed"), diagonal
-
-
-def draw_seed(dropout: float) -> int:
-    """A seed for dropout from torch's CPU generator, which torch.manual_seed and activation checkpointing restore."""
-    return int(torch.randint(2**31 - 1, ())) if dropout > 0 else 0
-
-
 def _sides(is_causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """How many keys a query sees before and behind the one it is aligned with; None for all."""
     if len(window_size) != 2:
@@ -216,13 +203,13 @@ def _window_mask(is_causal: bool, window_size: tuple[int, int]) -> Mask | None:
 
 
 def _options(
-    dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
+    q: Tensor, dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
 ) -> dict[str, Any]:
     return {
         "scale": softmax_scale,
         "softcap": max(0.0, softcap),  # flash-attn: 0 or less is none
         "dropout": dropout_p,
-        "seed": draw_seed(dropout_p),
+        "seed": draw_seed(dropout_p, q.device),
         "deterministic": deterministic,
         "return_lse": return_lse,
     }

@@ -22,9 +22,10 @@ from transformers.utils.import_utils import is_tracing
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
+from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.expression import Constant, Expression, Operation, Table, Variable
 from flashkernel.blocks.mask import Mask
-from flashkernel.compat.flash_attn import draw_seed, packed_mask
+from flashkernel.blocks.packed import packed_mask
 from flashkernel.ops.attention import attention
 
 NAME = "fkernel"  # Transformers rewrites names that contain "flash" for some models
@@ -94,7 +95,7 @@ def attention_forward(
         mask = packed if mask is None else mask & packed
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux, mask=mask,
-        scale=scaling, softcap=softcap or 0.0, dropout=dropout, seed=draw_seed(dropout),
+        scale=scaling, softcap=softcap or 0.0, dropout=dropout, seed=draw_seed(dropout, query.device),
         deterministic=bool(deterministic),
     )  # fmt: skip
     return out, None  # type: ignore[return-value]

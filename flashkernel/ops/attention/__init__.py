@@ -13,11 +13,13 @@ from flashkernel.blocks.mask import (
     window,
 )
 from flashkernel.ops.attention.api import attention
+from flashkernel.ops.attention.varlen import attention_varlen
 
 __all__ = [
     "Mask",
     "Table",
     "attention",
+    "attention_varlen",
     "block_sparse",
     "causal",
     "column_intervals",

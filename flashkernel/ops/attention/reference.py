@@ -27,7 +27,7 @@ def attention(
     softcap: float = 0.0,
     score: Callable[..., Any] | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scores) v, with every score in memory: q is (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""

@@ -26,21 +26,22 @@ def run(
     scale: float,
     softcap: float,
     dropout: float,
-    seed: int,
+    seed: int | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) by the kernels of a backend; differentiable in every tensor."""
+    drawn = seed if isinstance(seed, Tensor) else None
     return _attention(
-        q, k, v, bias, sinks, slopes,
+        q, k, v, bias, sinks, slopes, drawn,
         [] if mask is None else list(mask.tables), [] if score is None else list(score.tables),
         "" if mask is None else mask.text, "" if score is None else score.text,
-        scale, softcap, dropout, seed, kernels,
+        scale, softcap, dropout, 0 if isinstance(seed, Tensor) else seed, kernels,
     )  # fmt: skip
 
 
-def _problem(kernels, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed):
+def _problem(kernels, drawn, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed):
     return resolve(kernels).Problem(
         Mask(ex.recall(mask, mask_tables)) if mask else None,
-        scale, softcap, ex.recall(score, score_tables) if score else None, dropout, seed,
+        scale, softcap, ex.recall(score, score_tables) if score else None, dropout, seed if drawn is None else drawn,
     )  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def _forward(
     bias: Tensor | None,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    drawn: Tensor | None,
     mask_tables: list[Tensor],
     score_tables: list[Tensor],
     mask: str,
@@ -69,7 +71,7 @@ def _forward(
     seed: int,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(kernels, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
+    problem = _problem(kernels, drawn, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
     slopes = None if slopes is None else slopes.float().contiguous()
     return resolve(kernels).forward(_unit(q), _unit(k), _unit(v), _wide(bias), sinks, slopes, problem)
 
@@ -90,6 +92,7 @@ def _backward(
     slopes: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    drawn: Tensor | None,
     mask_tables: list[Tensor],
     score_tables: list[Tensor],
     mask: str,
@@ -102,7 +105,7 @@ def _backward(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsinks, dslopes); those without an input, or not wanted, are empty."""
-    problem = _problem(kernels, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
+    problem = _problem(kernels, drawn, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
     plain = None if slopes is None else slopes.float().contiguous()
     dq, dk, dv, dbias, dsinks, dslopes = resolve(kernels).backward(
         _unit(do), None if dlse is None else dlse.contiguous(), _unit(q), _unit(k), _unit(v), _wide(bias), sinks, plain,
@@ -126,27 +129,27 @@ def _fake_backward(do, dlse, q, k, v, bias, sinks, slopes, *settings):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, bias, sinks, slopes, mask_tables, score_tables, *settings = inputs
+    q, k, v, bias, sinks, slopes, drawn, mask_tables, score_tables, *settings = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, bias, sinks, slopes, *output, *mask_tables, *score_tables)
+    ctx.save_for_backward(q, k, v, bias, sinks, slopes, drawn, *output, *mask_tables, *score_tables)
     ctx.counts = (len(mask_tables), len(score_tables))
     ctx.settings = settings
     ctx.want_bias = bias is not None and bias.requires_grad
 
 
 def _pull_back(ctx, do, dlse):
-    q, k, v, bias, sinks, slopes, o, lse, *tables = ctx.saved_tensors
+    q, k, v, bias, sinks, slopes, drawn, o, lse, *tables = ctx.saved_tensors
     masks, scores = ctx.counts
     if do is None:
         do = torch.zeros_like(o)
     *settings, kernels = ctx.settings
     gradients = _attention_backward(
-        do, dlse, q, k, v, bias, sinks, slopes, o, lse, tables[:masks], tables[masks:], *settings,
+        do, dlse, q, k, v, bias, sinks, slopes, o, lse, drawn, tables[:masks], tables[masks:], *settings,
         ctx.want_bias, kernels,
     )  # fmt: skip
     given = (q, k, v, bias if ctx.want_bias else None, sinks, slopes)
     picked = [None if x is None else gradient for x, gradient in zip(given, gradients)]
-    return *picked, [None] * masks, [None] * scores, *[None] * 7
+    return *picked, None, [None] * masks, [None] * scores, *[None] * 7
 
 
 _attention_backward = KernelOp("attention_backward", _backward, _fake_backward)

@@ -39,7 +39,7 @@ def attention(
     softcap: float = 0.0,
     score: Callable[..., Any] | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     plain = sinks is None and alibi_slopes is None and score is None and not (softcap or dropout or return_lse)
@@ -160,7 +160,7 @@ class Problem:
     score: ex.Expression | None
     mask: Mask | None
     dropout: float
-    seed: int
+    seed: int | Tensor
 
     @property
     def groups(self) -> int:

@@ -34,7 +34,7 @@ class Problem:
     softcap: float
     score: Expression | None
     dropout: float
-    seed: int
+    seed: int | Tensor
 
     def functions(self) -> tuple[Any, Any, Any, tuple[Any, ...], tuple[Any, ...]]:
         """(mask, score, its derivative, the score's tables, the mask's tables) as the kernels take them."""
@@ -197,9 +197,10 @@ def _slope_stride(slopes: Tensor | None) -> int:
     return slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0
 
 
-def _numbers(problem: Problem) -> tuple[float, float, int, int, float]:
+def _numbers(problem: Problem) -> tuple[float, float, int | Tensor, int, float]:
     kept = 1.0 / (1.0 - problem.dropout) if problem.dropout < 1 else 0.0
-    return problem.scale, problem.softcap, seed_word(problem.seed), threshold(problem.dropout), kept
+    seed = problem.seed if isinstance(problem.seed, Tensor) else seed_word(problem.seed)
+    return problem.scale, problem.softcap, seed, threshold(problem.dropout), kept
 
 
 def _constants(
@@ -210,7 +211,8 @@ def _constants(
     even = q.shape[1] % config.rows == 0 and k.shape[1] % config.columns == 0
     precise = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     return {
-        "CAP": problem.softcap > 0, "DROP": problem.dropout > 0, "PRECISION": "ieee" if precise else "tf32",
+        "CAP": problem.softcap > 0, "DROP": problem.dropout > 0, "DRAWN": isinstance(problem.seed, Tensor),
+        "PRECISION": "ieee" if precise else "tf32",
         "WIDTH": width, "VALUES": values, "BLOCK_D": max(16, tune.power_of_2(width)),
         "BLOCK_V": max(16, tune.power_of_2(values)), "ROWS": config.rows, "COLUMNS": config.columns,
         "STAGES": config.stages, "PLAIN": problem.scale > 0 and not changed, "EVEN": even, "num_warps": config.warps,

@@ -9,7 +9,7 @@ added by atomics).
 import triton
 import triton.language as tl
 
-from flashkernel.ops.attention.triton.dropping import keep
+from flashkernel.ops.attention.triton.dropping import keep, seed_word
 from flashkernel.ops.attention.triton.scores import LOG2E, load_tile, origin, transform, visible
 
 
@@ -59,9 +59,9 @@ def attention_backward_queries(
     heads, group, queries, keys, tiles, most_runs, scale, softcap, seed, threshold, inverse_keep,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_DLSE: tl.constexpr, WANT_BIAS: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr,
+    DRAWN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     tile = tiles - 1 - tl.program_id(0)
     h = tl.program_id(1)
@@ -93,6 +93,8 @@ def attention_backward_queries(
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + b * slope_batch + h)
+    if DROP:
+        word = seed_word(seed, DRAWN)
     factor = LOG2E
     if PLAIN:
         factor *= scale
@@ -123,7 +125,7 @@ def attention_backward_queries(
                     seen = visible(b, h, q_index, k_index, queries, keys, mask_tables, MASK, EVEN)
                     weight = tl.where(seen, weight, 0.0)
                 if DROP:
-                    kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
+                    kept = keep(word, b, h, q_index, k_index, heads, queries, keys, threshold)
                     slope_value = tl.where(kept, slope_value * inverse_keep, 0.0)
                 inner, outer = _score_gradient(
                     weight, slope_value, shift, capped, before, b, h, q_index, k_index, queries, keys, tables, softcap,
@@ -151,9 +153,10 @@ def attention_backward_keys(
     bias_batch, bias_head, bias_q, bias_k, slope_batch, runs_batch, runs_head,
     heads, group, queries, keys, most_runs, scale, softcap, seed, threshold, inverse_keep,
     MASK: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    CAP: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    CAP: tl.constexpr, DROP: tl.constexpr, DRAWN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, WANT_K: tl.constexpr,
+    WANT_V: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, or one of them where heads are so wide that registers do not hold both."""
     tile = tl.program_id(0)
@@ -166,6 +169,8 @@ def attention_backward_keys(
     key = load_tile(k, k_place, tile * COLUMNS, k_seq, keys, COLUMNS, WIDTH, BLOCK_D, True, TMA)
     if WANT_K:
         value = load_tile(v, v_place, tile * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, True, TMA)
+    if DROP:
+        word = seed_word(seed, DRAWN)
     factor = LOG2E
     if PLAIN:
         factor *= scale
@@ -211,7 +216,7 @@ def attention_backward_keys(
                         weight = tl.where(seen, weight, 0.0)
                     dropped = weight
                     if DROP:
-                        kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
+                        kept = keep(word, b, h, q_index, k_index, heads, queries, keys, threshold)
                         dropped = tl.where(kept, weight * inverse_keep, 0.0)
                         if WANT_K:
                             slope_value = tl.where(kept, slope_value * inverse_keep, 0.0)

@@ -7,7 +7,7 @@ maximum rises. Full tiles are not masked, empty ones not loaded. LSE is saved in
 import triton
 import triton.language as tl
 
-from flashkernel.ops.attention.triton.dropping import keep
+from flashkernel.ops.attention.triton.dropping import keep, seed_word
 from flashkernel.ops.attention.triton.scores import LN2, LOG2E, load_tile, origin, transform, visible
 
 
@@ -18,9 +18,9 @@ def attention_forward(
     bias_batch, bias_head, bias_q, bias_k, slope_batch, runs_batch, runs_head,
     heads, group, queries, keys, tiles, most_runs, scale, softcap, seed, threshold, inverse_keep,
     MASK: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    CAP: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    CAP: tl.constexpr, DROP: tl.constexpr, DRAWN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     tile = tiles - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: they go first
     h = tl.program_id(1)
@@ -36,6 +36,8 @@ def attention_forward(
     if HAS_SLOPES:
         slope = tl.load(slopes + b * slope_batch + h)
     # To powers of two. A plain score is scaled in the exponent, by the multiply-add that subtracts the maximum.
+    if DROP:
+        word = seed_word(seed, DRAWN)
     factor = LOG2E
     if PLAIN:
         factor *= scale
@@ -68,7 +70,7 @@ def attention_forward(
                 weight = tl.exp2(score * factor - anchor[:, None])  # [ROWS, COLUMNS]
                 total = total * rescale + tl.sum(weight, 1)
                 if DROP:
-                    kept = keep(seed, b, h, q_index, k_index, heads, queries, keys, threshold)
+                    kept = keep(word, b, h, q_index, k_index, heads, queries, keys, threshold)
                     weight = tl.where(kept, weight * inverse_keep, 0.0)
                 value = load_tile(v, v_place, index * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, clip, TMA)
                 output = output * rescale[:, None]
