@@ -6,10 +6,12 @@ Every public function is here; `flashkernel.ops.registry()` lists the operators 
 from flashkernel.blocks.expression import score_function, where
 from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
+from flashkernel.ops.append_kv import append_kv
 from flashkernel.ops.attention import (
     Mask,
     Table,
     attention,
+    attention_varlen,
     block_sparse,
     causal,
     column_intervals,
@@ -19,6 +21,8 @@ from flashkernel.ops.attention import (
     sink_tokens,
     window,
 )
+from flashkernel.ops.decode import decode_attention, paged_attention
+from flashkernel.ops.gemm import linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import logsumexp, max, mean, softmax, sum, weighted_sum
@@ -32,22 +36,27 @@ __all__ = [
     "Frequencies",
     "Mask",
     "Table",
+    "append_kv",
     "attention",
+    "attention_varlen",
     "block_sparse",
     "causal",
     "column_intervals",
     "cross_entropy",
     "custom",
+    "decode_attention",
     "documents",
     "explain",
     "geglu",
     "gelu",
     "gpt_oss_glu",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "logsumexp",
     "max",
     "mean",
+    "paged_attention",
     "prefix",
     "reglu",
     "relu",

@@ -74,13 +74,14 @@ def test_compile_fullgraph(op: Op, case: Case, device: str, dynamic: bool) -> No
     inputs = op.make_inputs(case, torch.float32, device)
     wanted = wanted_gradients(op, case, inputs)
     doubled = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-    exact = execute(op.plain, doubled, case.options, wanted)
+    exact = execute(op.observed(op.plain), doubled, case.options, wanted)
     compiler = "aot_eager" if device == "cpu" else "inductor"
     for backend in dict.fromkeys(["torch", _kernel_backend(op)]):
         torch._dynamo.reset()
         options = {**case.options, "backend": backend}
-        compiled = torch.compile(op.call, fullgraph=True, dynamic=dynamic, backend=compiler)
-        mine, eager = execute(compiled, inputs, options, wanted), execute(op.call, inputs, options, wanted)
+        compiled = op.observed(torch.compile(op.call, fullgraph=True, dynamic=dynamic, backend=compiler))
+        mine = execute(compiled, inputs, options, wanted)
+        eager = execute(op.observed(op.call), inputs, options, wanted)
         tolerance = Tolerance(factor=op.tolerance.factor, floor=4.0)  # inductor rounds in other places
         reports = [
             compare(name, mine.outputs[name], exact.outputs[name], eager.outputs[name], tolerance)
@@ -120,8 +121,8 @@ def test_autocast(op: Op, device: str) -> None:
     inputs = op.make_inputs(case, torch.float32, device)
     wanted = wanted_gradients(op, case, inputs)
     with torch.autocast(device, dtype=torch.bfloat16):
-        run = execute(op.call, inputs, case.options, wanted)
-    plain = execute(op.call, inputs, case.options, wanted)
+        run = execute(op.observed(op.call), inputs, case.options, wanted)
+    plain = execute(op.observed(op.call), inputs, case.options, wanted)
     for name, value in run.outputs.items():
         assert value.shape == plain.outputs[name].shape
         assert torch.isfinite(value).all()
@@ -135,7 +136,7 @@ def test_cuda_graph(op: Op) -> None:
     """A captured call replays on new inputs."""
     case = op.cases[0]
     inputs = op.make_inputs(case, torch.float16, "cuda")
-    run = lambda: named(op.call(**inputs, **case.options))  # noqa: E731
+    run = lambda: named(op.observed(op.call)(**inputs, **case.options))  # noqa: E731
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
         run()

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import flashkernel as fk
-from flashkernel.core import tune
-from flashkernel.ops.norm.configs import FORWARD, Rows
 
 
 def test_reference_against_formulas() -> None:
@@ -68,14 +66,9 @@ def test_rows_too_wide_for_the_kernels_are_declined() -> None:
         fk.rms_norm(x, backend="triton")
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_wide_rows_in_parts(name: str) -> None:
-    """Rows that a tile holds a part of are read again, with the same result."""
-    function, draw = getattr(fk, name), torch.Generator().manual_seed(3)
-    x, residual = (torch.randn(5, 40, generator=draw) for _ in range(2))
-    weight = torch.randn(40, generator=draw)
-    whole = function(x, weight, residual=residual, backend="triton")
-    with tune.override(FORWARD, Rows(2, 16, 1)):
-        parts = function(x, weight, residual=residual, backend="triton")
-    for one, other in zip(whole, parts):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+def test_an_outlier_does_not_spoil_the_variance() -> None:
+    """Half-precision LayerNorm measures from a few samples: one of them as far off as a value can be."""
+    x = 0.01 * torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).half()
+    x[0, 0] = 1000.0
+    expected = fk.layer_norm(x.double(), backend="reference")
+    torch.testing.assert_close(fk.layer_norm(x, backend="triton").double(), expected, rtol=2e-3, atol=1e-4)

@@ -63,7 +63,7 @@ def keep_pairs(
     # In a graph a seed may be a symbol, whose scrambling no compiler should have to carry: there, a tensor.
     if torch.compiler.is_compiling() and not isinstance(seed, Tensor):
         seed = index.new_full((), seed)
-    word = seed_word(seed)
+    word = seed_word(seed)  # type: ignore[type-var]
     outer = scramble((index >> 32) ^ word)
     return scramble((index & WORD) ^ outer) >= threshold(probability)
 

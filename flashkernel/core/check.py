@@ -153,7 +153,9 @@ def _cotangent(value: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def named(outputs: Any) -> dict[str, torch.Tensor]:
-    """Outputs of a call as a dictionary: one tensor, or a tuple of them."""
+    """Outputs of a call as a dictionary: none, one tensor, or a tuple of them."""
+    if outputs is None:
+        return {}
     if isinstance(outputs, torch.Tensor):
         return {"output": outputs}
     return {f"output{index}": value for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
@@ -173,17 +175,17 @@ def verify(
     inputs = op.make_inputs(case, dtype, device, seed)
     wanted = wanted_gradients(op, case, inputs) if gradients else []
     exact_inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-    exact = execute(op.plain, exact_inputs, case.options, wanted)
+    exact = execute(op.observed(op.plain), exact_inputs, case.options, wanted)
     # Torch's own attempt: its best backend; for that backend itself, the reference run in the same dtype.
     if implementation == "torch":
-        own = execute(op.plain, inputs, case.options, wanted)
+        own = execute(op.observed(op.plain), inputs, case.options, wanted)
     else:
-        own = execute(op.call, inputs, {**case.options, "backend": "torch"}, wanted)
+        own = execute(op.observed(op.call), inputs, {**case.options, "backend": "torch"}, wanted)
     with poisoned():
         if callable(implementation):
-            mine = execute(implementation, inputs, case.options, wanted)
+            mine = execute(op.observed(implementation), inputs, case.options, wanted)
         else:
-            mine = execute(op.call, inputs, {**case.options, "backend": implementation}, wanted)
+            mine = execute(op.observed(op.call), inputs, {**case.options, "backend": implementation}, wanted)
     coarse = dtype if op.tolerance.of_inputs == "all" else None
     coarse_gradients = dtype if op.tolerance.of_inputs else None
     reports = [

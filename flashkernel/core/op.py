@@ -176,6 +176,8 @@ class Op:
     ranges: Mapping[str, tuple[int, int, int]] = field(
         default_factory=dict
     )  # axis -> least, most, step: for random cases
+    # For a function that writes to its inputs: what they hold after the call, to be compared as its outputs are.
+    written: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
     declared: ClassVar[dict[str, Op]] = {}
 
     def __post_init__(self) -> None:
@@ -197,6 +199,19 @@ class Op:
             f"{self.name}: unknown backend {name!r}; it has {', '.join(backend.name for backend in self.backends)}"
         )
 
+    def observed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as checks see it: one that writes to its inputs gets copies, and what it wrote is an output."""
+        if self.written is None:
+            return function
+        written = self.written
+
+        def observe(**given: Any) -> tuple[Any, ...]:
+            copies = {name: _copy(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+            result = function(**copies)
+            return (*(result if isinstance(result, tuple) else (result,)), *written(copies))
+
+        return observe
+
     def make_inputs(
         self, case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> dict[str, torch.Tensor]:
@@ -210,6 +225,12 @@ class Op:
             wanted = case.dtype_of.get(name, spec.dtype or (dtype if values.is_floating_point() else values.dtype))
             tensors[name] = lay_out(values.to(wanted), case.layout)
         return tensors
+
+
+def _copy(values: torch.Tensor) -> torch.Tensor:
+    """The same values behind the same strides, in memory of their own."""
+    copy = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=values.device)
+    return copy.copy_(values.detach())
 
 
 def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:

@@ -48,7 +48,7 @@ def measure(
     expected: float | None = None
     axes = {"tokens": tokens, "layers": layers, "experts": experts, "vocab": vocab}
     for name in implementations:
-        common = {
+        common: dict[str, Any] = {
             "op": OP, "case": f"gpt-oss-{layers}layers-{tokens}", "axes": axes, "dtype": "bfloat16",
             "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name == OURS else "baseline",
         }  # fmt: skip

@@ -8,72 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.activation_triton import activate, clamp_gate, clamp_up
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.activation.configs import BACKWARD, FORWARD, Block
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
-
-
-@triton.jit
-def _normal_tail(a):
-    """P(Z > a) of a standard normal for a >= 0: 2^-p(a), where p is fitted to float32 accuracy on [0, 6]."""
-    p = 2.01481498152134e-08 * a - 6.263879299694963e-07
-    p = p * a + 8.360007996088825e-06
-    p = p * a - 6.053904871805571e-05
-    p = p * a + 2.2215439821593463e-04
-    p = p * a + 1.2529618106782436e-04
-    p = p * a - 7.107788696885109e-03
-    p = p * a + 5.25551438331604e-02
-    p = p * a + 4.591823220252991e-01
-    p = p * a + 1.1511086225509644
-    return tl.exp2(-1.0 - p * a)
-
-
-@triton.jit
-def _activate(x, KIND: tl.constexpr, alpha):
-    """(value, slope) of the activation; what a kernel does not use is not computed."""
-    if KIND == "relu":
-        value = tl.where(x < 0, 0.0, x)  # keeps NaN
-        slope = tl.where(x > 0, 1.0, 0.0)
-    elif KIND == "squared_relu":
-        positive = tl.where(x < 0, 0.0, x)
-        value = positive * positive
-        slope = 2.0 * positive
-    elif KIND == "gelu":
-        tail = _normal_tail(tl.abs(x))
-        below = tl.where(x < 0, tail, 1.0 - tail)  # P(Z < x)
-        value = x * below
-        slope = below + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
-    elif KIND == "gelu_tanh":
-        # (1 + tanh z) / 2 = sigmoid(2 z)
-        below = _sigmoid(x * (1.5957691216057308 + 0.07135481282938 * x * x))
-        value = x * below
-        slope = below + value * (1.0 - below) * (1.5957691216057308 + 0.21406443848814 * x * x)
-    elif KIND == "silu":
-        share = _sigmoid(x)
-        value = x * share
-        slope = share + value * (1.0 - share)
-    else:
-        tl.static_assert(KIND == "gpt_oss", "unknown activation")
-        share = _sigmoid(alpha * x)
-        value = x * share
-        slope = share + alpha * value * (1.0 - share)
-    return value, slope
-
-
-@triton.jit
-def _clamp_gate(gate, limit, KIND: tl.constexpr):
-    return tl.where(gate > limit, limit, gate) if KIND == "gpt_oss" else gate
-
-
-@triton.jit
-def _clamp_up(up, limit, KIND: tl.constexpr):
-    return tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0 if KIND == "gpt_oss" else up
 
 
 @triton.jit
@@ -112,9 +51,9 @@ def activation_forward(
     if row >= rows:
         return
     left, right = _load_pair(gate, up, row, first, gate_stride, up_stride, up_start, width, LAYOUT, BLOCK)
-    value, _ = _activate(_clamp_gate(left, limit, KIND), KIND, alpha)
+    value, _ = activate(clamp_gate(left, limit, KIND), KIND, alpha)
     if LAYOUT != "plain":
-        value *= _clamp_up(right, limit, KIND)
+        value *= clamp_up(right, limit, KIND)
     column = tl.arange(0, BLOCK)
     tl.store(y + row * width + first + column, value, mask=first + column < width)
 
@@ -131,10 +70,10 @@ def activation_backward(
     inside = first + column < width
     slope_y = tl.load(dy + row * dy_stride + first + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     left, right = _load_pair(gate, up, row, first, gate_stride, up_stride, up_start, width, LAYOUT, BLOCK)
-    value, slope = _activate(_clamp_gate(left, limit, KIND), KIND, alpha)
+    value, slope = activate(clamp_gate(left, limit, KIND), KIND, alpha)
     slope_gate = slope_y * slope
     if LAYOUT != "plain":
-        slope_gate *= _clamp_up(right, limit, KIND)
+        slope_gate *= clamp_up(right, limit, KIND)
     slope_up = slope_y * value
     if KIND == "gpt_oss":
         slope_gate = tl.where(left > limit, 0.0, slope_gate)

@@ -15,10 +15,9 @@ MAX_WIDTH = 16384  # a whole row, and its part of the weight gradient, live in r
 
 @dataclass(frozen=True)
 class Rows:
-    """A tile of rows: whole ones, or `block` columns at a time."""
+    """A tile of whole rows."""
 
     rows: int
-    block: int
     warps: int
 
 
@@ -50,24 +49,20 @@ def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
     if count < 16 * device.sms:
         # Too few rows to keep the GPU busy: what counts is how soon one row is done, so 16 values a thread.
         most = 32 if count < device.sms else max(4, width // 2048)
-        return Rows(max(1, min(512 // width, count)), width, min(most, max(1, width // 512)))
+        return Rows(max(1, min(512 // width, count)), min(most, max(1, width // 512)))
     rows = max(1, min(2048 // width, count))
     # Many rows: up to 8 warps, so that few meet at a barrier; a wide row gives each much to have in flight.
-    return Rows(rows, width, min(8, max(1, rows * width // 512)))
+    return Rows(rows, min(8, max(1, rows * width // 512)))
 
 
 def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:
-    width = power_of_2(shape["width"])
-    for warps in (1, 2, 4, 8, 16, 32):
-        for rows in (1, 2, 4, 8, 16):
-            yield Rows(rows, width, warps)
-        for block in (1024, 2048, 4096, 8192):
-            if block < width:
-                yield Rows(1, block, warps)
+    for rows in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16, 32):
+            yield Rows(rows, warps)
 
 
 def _rows_valid(config: Rows, device: Device, shape: Mapping[str, int]) -> str | None:
-    elements = config.rows * config.block / (32 * config.warps)
+    elements = config.rows * power_of_2(shape["width"]) / (32 * config.warps)
     return None if elements <= 128 else f"{elements:.0f} values a thread do not fit its registers"
 
 

@@ -1,7 +1,6 @@
 """RMSNorm and LayerNorm in Triton: one forward and one backward kernel for both.
 
-Forward: a tile holds whole rows, so each element is read once and written once; of wide rows it holds a part, and
-reads again what the L1 cache still has. Backward: as many programs as the
+Forward: a tile holds whole rows, so each element is read once and written once. Backward: as many programs as the
 GPU can hold walk over the rows, each adding its rows' share of the weight gradient in registers; the rows to come are
 copied into shared memory meanwhile, which is what hides the memory's latency. A second, small kernel adds the
 programs' partial weight gradients.
@@ -11,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.widen_triton import widen_again
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, EARLY_VALUES, FORWARD, WIDEST_HELD
+
+SAMPLES = tl.constexpr(8)  # of a row: in half precision, LayerNorm measures deviations from their mean
 
 
 @triton.jit
@@ -30,110 +32,67 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _merge_moments(mean_a, square_a, count_a, mean_b, square_b, count_b):
-    """Mean and summed squared deviation of two groups together, without the cancellation of sums of squares."""
-    count = count_a + count_b
-    share = count_b / tl.maximum(count, 1.0)
-    step = mean_b - mean_a
-    return mean_a + step * share, square_a + square_b + step * step * count_a * share, count
-
-
-@triton.jit
-def _moments(value, inside, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """(mean, summed squared deviation) of each row [ROWS, BLOCK]: both in one exchange between the threads."""
-    GROUP: tl.constexpr = min(8, BLOCK)  # neighbours that one thread holds
-    groups = tl.reshape(value, [ROWS, BLOCK // GROUP, GROUP])
-    if EVEN:
-        count = tl.full([ROWS, BLOCK // GROUP], GROUP, tl.float32)
-        mean = tl.sum(groups, 2) / GROUP
-        apart = groups - mean[:, :, None]
-    else:
-        there = tl.reshape(tl.broadcast_to(inside, [ROWS, BLOCK]), [ROWS, BLOCK // GROUP, GROUP])
-        count = tl.sum(there.to(tl.float32), 2)
-        mean = tl.sum(groups, 2) / tl.maximum(count, 1.0)
-        apart = tl.where(there, groups - mean[:, :, None], 0.0)
-    mean, square, _ = tl.reduce((mean, tl.sum(apart * apart, 2), count), 1, _merge_moments)
-    return mean, square
-
-
-@triton.jit
-def _load_sum(x, residual, x_row, residual_row, column, inside, HAS_RESIDUAL: tl.constexpr):
-    """x + residual in float32, [ROWS, BLOCK]; x_row and residual_row are where the rows begin, [ROWS, 1]."""
-    value = tl.load(x + x_row + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + residual_row + column, mask=inside, other=0.0)
-    return value
-
-
-@triton.jit
 def norm_forward(
     x, residual, weight, bias, y, total, mean, rstd,
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE says that a block holds a whole row, which then stays in registers; else it is read again, from L1.
+    """EVEN: a row is as wide as the block. EARLY: the weight is fetched before the row is reduced, if registers allow.
 
-    EVEN: blocks end with the row. EARLY: the weight is fetched before the row is reduced, if registers allow.
+    Where x is of HALF precision, LayerNorm takes its two sums in one exchange between the threads, of deviations from
+    the mean of a few samples of the row. No value is farther than sqrt(width) standard deviations from the row's mean,
+    so with one such outlier among n samples the variance loses width / n^2 roundings of float32: nothing beside the
+    rounding of the output.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = (row < rows) | (ROWS == 1)
-    here = exists[:, None]  # [ROWS, 1]
     x_row, residual_row, place = row[:, None] * x_stride, row[:, None] * residual_stride, row[:, None] * width
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    centre = tl.zeros([ROWS], tl.float32)
-    if WHOLE:
-        in_width = (column < width) | EVEN
-        inside = here & in_width  # [ROWS, BLOCK]
-        value = _load_sum(x, residual, x_row, residual_row, column, inside, HAS_RESIDUAL)
-        if EARLY:
-            scale = _load_row(weight, column, in_width, HAS_WEIGHT)  # [1, BLOCK]
-            shift = _load_row(bias, column, in_width, HAS_BIAS)
-        if HAS_RESIDUAL:
-            tl.store(total + place + column, value, mask=inside)
-        if RMS:
-            square = tl.sum(value * value, 1)  # [ROWS]
-        else:
-            centre, square = _moments(value, inside, ROWS, BLOCK, EVEN)
-        inverse = tl.rsqrt(square / width + eps)
-        result = (value - centre[:, None]) * inverse[:, None]
-        if not EARLY:
-            scale = _load_row(weight, column, in_width, HAS_WEIGHT)
-            shift = _load_row(bias, column, in_width, HAS_BIAS)
-        if HAS_WEIGHT:
-            result *= scale + offset
-        if HAS_BIAS:
-            result += shift
-        tl.store(y + place + column, result, mask=inside)
-    else:
-        if not RMS:
-            sums = tl.zeros([ROWS, BLOCK], tl.float32)
-            for first in range(0, width, BLOCK):
-                inside = here & ((first + column < width) | EVEN)
-                sums += _load_sum(x, residual, x_row, residual_row, first + column, inside, HAS_RESIDUAL)
-            centre = tl.sum(sums, 1) / width
-        squares = tl.zeros([ROWS, BLOCK], tl.float32)
-        for first in range(0, width, BLOCK):
-            inside = here & ((first + column < width) | EVEN)
-            value = _load_sum(x, residual, x_row, residual_row, first + column, inside, HAS_RESIDUAL)
+    in_width = (column < width) | EVEN
+    inside = exists[:, None] & in_width  # [ROWS, BLOCK]
+    given = tl.load(x + x_row + column, mask=inside, other=0.0)
+    value = given.to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + residual_row + column, mask=inside, other=0.0)
+        tl.store(total + place + column, value, mask=inside)
+    if EARLY:
+        scale = _load_row(weight, column, in_width, HAS_WEIGHT)  # [1, BLOCK]
+        shift = _load_row(bias, column, in_width, HAS_BIAS)
+    centre = tl.zeros([ROWS, 1], tl.float32)
+    if RMS:
+        variance = tl.sum(value * value, 1)[:, None] / width  # [ROWS, 1]
+    elif HALF:
+        first = tl.zeros([ROWS, 1], tl.float32)
+        for sample in tl.static_range(SAMPLES):
+            at = sample * (width // SAMPLES)
+            first += tl.load(x + x_row + at, mask=exists[:, None], other=0.0).to(tl.float32) / SAMPLES
             if HAS_RESIDUAL:
-                tl.store(total + place + first + column, value, mask=inside)
-            value = tl.where(inside, value - centre[:, None], 0.0)
-            squares += value * value
-        inverse = tl.rsqrt(tl.sum(squares, 1) / width + eps)
-        for first in range(0, width, BLOCK):
-            in_width = (first + column < width) | EVEN
-            inside = here & in_width
-            value = _load_sum(x, residual, x_row, residual_row, first + column, inside, HAS_RESIDUAL)
-            result = (value - centre[:, None]) * inverse[:, None]
-            if HAS_WEIGHT:
-                result *= _load_row(weight, first + column, in_width, True) + offset
-            if HAS_BIAS:
-                result += _load_row(bias, first + column, in_width, True)
-            tl.store(y + place + first + column, result, mask=inside)
+                first += tl.load(residual + residual_row + at, mask=exists[:, None], other=0.0).to(tl.float32) / SAMPLES
+        apart = tl.where(inside, value - first, 0.0)
+        along, across = tl.reduce((apart, apart * apart), 1, _add_pairs)
+        along = along[:, None] / width
+        centre = first + along
+        variance = tl.maximum(across[:, None] / width - along * along, 0.0)
+    else:
+        centre = tl.sum(value, 1)[:, None] / width
+        apart = tl.where(inside, value - centre, 0.0)
+        variance = tl.sum(apart * apart, 1)[:, None] / width
+    inverse = tl.rsqrt(variance + eps)
+    if not HAS_RESIDUAL:
+        value = widen_again(given)
+    result = (value - centre) * inverse
+    if not EARLY:
+        scale = _load_row(weight, column, in_width, HAS_WEIGHT)
+        shift = _load_row(bias, column, in_width, HAS_BIAS)
+    if HAS_WEIGHT:
+        result *= scale + offset
+    if HAS_BIAS:
+        result += shift
+    tl.store(y + place + column, result, mask=inside)
     if not RMS:
-        tl.store(mean + row, centre, mask=exists)
-    tl.store(rstd + row, inverse, mask=exists)
+        tl.store(mean + row[:, None], centre, mask=exists[:, None])
+    tl.store(rstd + row[:, None], inverse, mask=exists[:, None])
 
 
 @triton.jit
@@ -217,13 +176,14 @@ def forward(
     mean = torch.empty(0 if rms else rows, dtype=torch.float32, device=x.device)
     sizes = {"rows": rows, "width": width, "bytes": x.element_size()}
     config = tune.pick(FORWARD, device.facts(x.device), sizes)
+    block = tune.power_of_2(width)
     launch(
         norm_forward, (tune.ceil_div(rows, config.rows),),
         x, residual, weight, bias, y, total, mean, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=config.rows, BLOCK=config.block, WHOLE=config.block >= width, EVEN=width > 0 and width % config.block == 0,
-        EARLY=config.rows * config.block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
+        ROWS=config.rows, BLOCK=block, EVEN=width == block, HALF=x.element_size() == 2,
+        EARLY=config.rows * block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd
 

@@ -35,7 +35,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of rows and columns; `block` may be less than a row, which is then visited in parts."""
+    """A tile of rows and columns that is visited once."""
 
     rows: int
     block: int
@@ -134,21 +134,9 @@ def _softmax_space(device: Device, shape: Shape) -> Iterator[Tile]:
             yield Tile(rows, power_of_2(shape["width"]), warps)
 
 
-def _backward_space(device: Device, shape: Shape) -> Iterator[Tile]:
-    yield from _softmax_space(device, shape)
-    for block in (2048, 4096, 8192):
-        for warps in (4, 8, 16):
-            if block < power_of_2(shape["width"]):
-                yield Tile(1, block, warps)
-
-
 def _softmax_valid(config: Tile, device: Device, shape: Shape) -> str | None:
     if config.block < power_of_2(shape["width"]):
         return f"a tile of {config.block} columns does not hold a row"
-    return _backward_valid(config, device, shape)
-
-
-def _backward_valid(config: Tile, device: Device, shape: Shape) -> str | None:
     return _too_large(config.rows * config.block / (32 * config.warps), 64)
 
 
@@ -199,6 +187,6 @@ def _column_space(device: Device, shape: Shape) -> Iterator[Tile]:
 REDUCE = Tunable("reduce", Reduce, _reduce_heuristic, _reduce_space, _reduce_valid, _bucket)
 SPREAD = Tunable("reduce_spread", Tile, _spread_heuristic, _spread_space, _tile_valid, _bucket)
 SOFTMAX_FORWARD = Tunable("softmax_forward", Tile, _softmax_heuristic, _softmax_space, _softmax_valid, _bucket)
-SOFTMAX_BACKWARD = Tunable("softmax_backward", Tile, _backward_heuristic, _backward_space, _backward_valid, _bucket)
+SOFTMAX_BACKWARD = Tunable("softmax_backward", Tile, _backward_heuristic, _softmax_space, _softmax_valid, _bucket)
 WEIGHTED_BACKWARD = Tunable("weighted_backward", Reduce, _weighted_heuristic, _weighted_space, _reduce_valid, _bucket)
 COLUMN_SUM = Tunable("reduce_column_sum", Tile, _column_heuristic, _column_space, _tile_valid, _bucket)

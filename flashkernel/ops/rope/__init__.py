@@ -1,6 +1,6 @@
 """Rotary position embedding."""
 
+from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.ops.rope.api import rope
-from flashkernel.ops.rope.frequencies import Frequencies
 
 __all__ = ["Frequencies", "rope"]

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.frequencies import Frequencies
+from flashkernel.blocks.rope import half_width, rotary_width
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.rope import spec
-from flashkernel.ops.rope.frequencies import Frequencies
-from flashkernel.ops.rope.tables import half_width, rotary_width
 
 
 def rope(
@@ -42,7 +42,7 @@ def rope(
     """
     _check_heads(q, k)
     _check_angles(q, cos, sin, positions, frequencies)
-    width = rotary_width(q.shape[-1], cos, rotary_dim, frequencies)
+    width = rotary_width("rope", q.shape[-1], cos, rotary_dim, frequencies)
     if in_place:
         _check_in_place(q, k)
     chosen = choose(spec.ROPE, backend, q.device, q.dtype)

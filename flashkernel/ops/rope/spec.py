@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Case, Cost, Draw, Input, Op, count
 from flashkernel.core.shapes import MODELS
-from flashkernel.ops.rope.frequencies import Frequencies
 
 _ROOM = "flashkernel.ops.rope"
 _HALF = (torch.bfloat16,)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashkernel.ops.rope.frequencies import Frequencies
-from flashkernel.ops.rope.reference import rotate
-from flashkernel.ops.rope.tables import rotary_width, token_tables
+from flashkernel.blocks.frequencies import Frequencies
+from flashkernel.blocks.rope import rotary_width, rotate, token_tables
 
 
 def rope(
@@ -22,7 +21,7 @@ def rope(
     interleaved: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    width = rotary_width(q.shape[-1], cos, rotary_dim, frequencies)
+    width = rotary_width("rope", q.shape[-1], cos, rotary_dim, frequencies)
     cos, sin = token_tables(q, cos, sin, positions, frequencies, width, interleaved)
     cos, sin = cos.to(wide), sin.to(wide)
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.rope_triton import load_pairs, store_pairs, token_cos_sin, turn
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.core.tune import ceil_div, power_of_2
@@ -15,76 +16,12 @@ from flashkernel.ops.rope.configs import ROTATE, tile
 
 
 @triton.jit
-def _cos_sin(phase):
-    """(cos, sin) of a phase in units of 2^-64 turns."""
-    top = (phase >> 32).to(tl.int32)  # 2^-32 turns
-    quarter = ((top >> 29) + 1) >> 1  # the nearest quarter turn
-    x = (top - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # radians in [-pi / 4, pi / 4]
-    y = x * x
-    sine = x + x * y * (-1 / 6 + y * (1 / 120 + y * (-1 / 5040 + y / 362880)))
-    cosine = 1.0 + y * (-1 / 2 + y * (1 / 24 + y * (-1 / 720 + y / 40320)))
-    odd = (quarter & 1) == 1
-    real = tl.where(odd, sine, cosine)
-    imaginary = tl.where(odd, cosine, sine)
-    return tl.where(((quarter + 1) & 2) == 2, -real, real), tl.where((quarter & 2) == 2, -imaginary, imaginary)
-
-
-@triton.jit
-def _token_cos_sin(
-    cos, sin, rates, positions, batch, place,
-    table_batch, table_row, positions_batch, positions_seq, table_rows, scaling,
-    HALF: tl.constexpr, PAIRS: tl.constexpr, TABLE_STEP: tl.constexpr,
-):  # fmt: skip
-    """(cos, sin) of one token, each [1, PAIRS]; NaN where its position is outside the table."""
-    pair = tl.arange(0, PAIRS)
-    inside = pair < HALF
-    if positions is not None:
-        position = tl.load(positions + batch * positions_batch + place * positions_seq).to(tl.int64)
-    else:
-        position = place
-    if rates is not None:
-        cosine, sine = _cos_sin(position * tl.load(rates + pair, mask=inside, other=0))
-        cosine *= scaling
-        sine *= scaling
-    else:
-        if positions is not None:
-            inside = inside & (position >= 0) & (position < table_rows)
-        offset = batch * table_batch + position * table_row
-        cosine = tl.load(cos + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
-        sine = tl.load(sin + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
-    return cosine[None, :], sine[None, :]
-
-
-@triton.jit
-def _load_pairs(source, inside, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two members of each pair, [HEADS, PAIRS] each; source and inside are [HEADS, 1]."""
-    if INTERLEAVED:
-        both = tl.arange(0, 2 * PAIRS)[None, :]
-        values = tl.load(source + both, mask=inside & (both < 2 * HALF), other=0.0)
-        first, second = tl.split(tl.reshape(values, (source.shape[0], PAIRS, 2)))
-    else:
-        pair = tl.arange(0, PAIRS)[None, :]
-        first = tl.load(source + pair, mask=inside & (pair < HALF), other=0.0)
-        second = tl.load(source + HALF + pair, mask=inside & (pair < HALF), other=0.0)
-    return first, second
-
-
-@triton.jit
 def _store_turned(
     target, inside, first, second, cosine, sine,
     HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    a = first.to(tl.float32)
-    b = second.to(tl.float32)
-    real = (a * cosine - b * sine).to(first.dtype)
-    imaginary = (b * cosine + a * sine).to(first.dtype)
-    if INTERLEAVED:
-        both = tl.arange(0, 2 * PAIRS)[None, :]
-        tl.store(target + both, tl.interleave(real, imaginary), mask=inside & (both < 2 * HALF))
-    else:
-        pair = tl.arange(0, PAIRS)[None, :]
-        tl.store(target + pair, real, mask=inside & (pair < HALF))
-        tl.store(target + HALF + pair, imaginary, mask=inside & (pair < HALF))
+    real, imaginary = turn(first, second, cosine, sine)
+    store_pairs(target, inside, real.to(first.dtype), imaginary.to(first.dtype), HALF, PAIRS, INTERLEAVED)
 
 
 @triton.jit
@@ -115,14 +52,14 @@ def rope_rotate(
     q_inside = head < q_heads
     q_source = q + batch * q_batch + place * q_seq + head.to(tl.int64) * q_head
     q_target = q_source if IN_PLACE else q_out + (token * q_heads + head) * HEAD_DIM
-    q_first, q_second = _load_pairs(q_source, q_inside, HALF, PAIRS, INTERLEAVED)
+    q_first, q_second = load_pairs(q_source, q_inside, HALF, PAIRS, INTERLEAVED)
     if k is not None:
         head = (share * K_HEADS + tl.arange(0, K_HEADS))[:, None]  # [K_HEADS, 1]
         k_inside = head < k_heads
         k_source = k + batch * k_batch + place * k_seq + head.to(tl.int64) * k_head
         k_target = k_source if IN_PLACE else k_out + (token * k_heads + head) * HEAD_DIM
-        k_first, k_second = _load_pairs(k_source, k_inside, HALF, PAIRS, INTERLEAVED)
-    cosine, sine = _token_cos_sin(
+        k_first, k_second = load_pairs(k_source, k_inside, HALF, PAIRS, INTERLEAVED)
+    cosine, sine = token_cos_sin(
         cos, sin, rates, positions, batch, place,
         table_batch, table_row, positions_batch, positions_seq, table_rows, scaling, HALF, PAIRS, TABLE_STEP,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.widen_triton import widen_again
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.reduce import kinds
@@ -73,43 +74,21 @@ def softmax_forward(
 
 
 @triton.jit
-def _load_pair(dy, y, dy_row, y_row, column, there):
-    weight = tl.load(y + y_row + column, mask=there, other=0.0)
-    gradient = tl.load(dy + dy_row + column, mask=there, other=0.0)
-    return weight.to(tl.float32), gradient.to(tl.float32)  # [ROWS, BLOCK]
-
-
-@triton.jit
 def softmax_backward_rows(
     dy, y, dx,
     dy_stride, y_stride, rows, width, scale, queries,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dx = y * (dy - sum(y * dy)) * scale; what the mask hides has y = 0, so the mask is not read again.
-
-    WHOLE says that a block holds a whole row; else the row is read again, from L1. EVEN: blocks end with the row."""
+    """dx = y * (dy - sum(y * dy)) * scale; what the mask hides has y = 0, so the mask is not read again."""
     row, here = _tile_rows(rows, ROWS)
-    dy_row, y_row, place = row[:, None] * dy_stride, row[:, None] * y_stride, row[:, None] * width
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    if WHOLE:
-        in_width = (column < width) | EVEN
-        there = here & _to_load(row, column, in_width, width, queries, CAUSAL)
-        weight, gradient = _load_pair(dy, y, dy_row, y_row, column, there)
-        along = tl.sum(weight * gradient, 1)[:, None]  # [ROWS, 1]
-        tl.store(dx + place + column, weight * (gradient - along) * scale, mask=here & in_width)
-    else:
-        products = tl.zeros([ROWS, BLOCK], tl.float32)
-        for first in range(0, width, BLOCK):
-            in_width = (first + column < width) | EVEN
-            there = here & _to_load(row, first + column, in_width, width, queries, CAUSAL)
-            weight, gradient = _load_pair(dy, y, dy_row, y_row, first + column, there)
-            products += weight * gradient
-        along = tl.sum(products, 1)[:, None]
-        for first in range(0, width, BLOCK):
-            in_width = (first + column < width) | EVEN
-            there = here & _to_load(row, first + column, in_width, width, queries, CAUSAL)
-            weight, gradient = _load_pair(dy, y, dy_row, y_row, first + column, there)
-            tl.store(dx + place + first + column, weight * (gradient - along) * scale, mask=here & in_width)
+    in_width = (column < width) | EVEN
+    there = here & _to_load(row, column, in_width, width, queries, CAUSAL)
+    weight = tl.load(y + row[:, None] * y_stride + column, mask=there, other=0.0)
+    gradient = tl.load(dy + row[:, None] * dy_stride + column, mask=there, other=0.0)
+    along = tl.sum(weight.to(tl.float32) * gradient.to(tl.float32), 1)[:, None]  # [ROWS, 1]
+    result = widen_again(weight) * (widen_again(gradient) - along) * scale
+    tl.store(dx + row[:, None] * width + column, result, mask=here & in_width)
 
 
 def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torch.Tensor:
@@ -142,7 +121,6 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, queries: i
     launch(
         softmax_backward_rows, (tune.ceil_div(rows, config.rows) if width else 0,),
         dy, y, dx, dy.stride(0), y.stride(0), rows, width, scale, queries,
-        CAUSAL=queries > 0, ROWS=config.rows, BLOCK=config.block, WHOLE=config.block >= width,
-        EVEN=width % config.block == 0, num_warps=config.warps,
+        CAUSAL=queries > 0, ROWS=config.rows, BLOCK=block, EVEN=width == block, num_warps=config.warps,
     )  # fmt: skip
     return dx

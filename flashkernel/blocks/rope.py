@@ -1,19 +1,23 @@
-"""What cos and sin tables mean: how wide the rotation is, and which row belongs to which token."""
+"""The rotary embedding in plain torch: what cos and sin tables mean, and the rotation itself."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flashkernel.ops.rope.frequencies import Frequencies
+from flashkernel.blocks.frequencies import Frequencies
 
 
-def rotary_width(head_dim: int, cos: Tensor | None, rotary_dim: int | None, frequencies: Frequencies | None) -> int:
+def rotary_width(
+    caller: str, head_dim: int, cos: Tensor | None, rotary_dim: int | None, frequencies: Frequencies | None
+) -> int:
     """How many leading dims of a head are rotated; checks that the table's width says the same."""
     if frequencies is not None:
         width = frequencies.rotary_dim
         if rotary_dim is not None and rotary_dim != width:
-            raise ValueError(f"rope: rotary_dim is {rotary_dim} but the frequencies rotate {width} dims; leave it out")
+            raise ValueError(
+                f"{caller}: rotary_dim is {rotary_dim} but the frequencies rotate {width} dims; leave it out"
+            )
     else:
         assert cos is not None
         columns = cos.shape[-1]
@@ -21,7 +25,7 @@ def rotary_width(head_dim: int, cos: Tensor | None, rotary_dim: int | None, freq
             width = rotary_dim
             if columns not in (width, width // 2):
                 raise ValueError(
-                    f"rope: cos has {columns} columns; rotary_dim={width} needs {width // 2}, one for each pair, "
+                    f"{caller}: cos has {columns} columns; rotary_dim={width} needs {width // 2}, one for each pair, "
                     f"or {width}, each twice"
                 )
         elif cos.ndim == 2:
@@ -30,11 +34,12 @@ def rotary_width(head_dim: int, cos: Tensor | None, rotary_dim: int | None, freq
             width = columns
         else:
             raise ValueError(
-                f"rope: cos of each token has {columns} columns for heads of {head_dim}: say rotary_dim={columns} if "
-                f"each column comes twice and part of the head is rotated, rotary_dim={2 * columns} if each comes once"
+                f"{caller}: cos of each token has {columns} columns for heads of {head_dim}: say rotary_dim={columns} "
+                f"if each column comes twice and part of the head is rotated, rotary_dim={2 * columns} if each comes "
+                "once"
             )
     if width < 2 or width % 2 or width > head_dim:
-        raise ValueError(f"rope: cannot rotate {width} of {head_dim} dims; it takes an even number, at least 2")
+        raise ValueError(f"{caller}: cannot rotate {width} of {head_dim} dims; it takes an even number, at least 2")
     return width
 
 
@@ -75,3 +80,15 @@ def token_tables(
 def _per_token(table: Tensor) -> Tensor:
     """[seq, pairs] or [batch, seq, pairs] as [batch or 1, seq, 1, pairs]."""
     return (table if table.ndim == 3 else table[None]).unsqueeze(2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, interleaved: bool) -> Tensor:
+    """x [batch, seq, heads, head_dim], its first `width` dims turned by cos and sin [batch or 1, seq, 1, width / 2]."""
+    turning, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        a, b = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turning[..., : width // 2], turning[..., width // 2 :]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned, rest), -1)

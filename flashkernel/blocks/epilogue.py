@@ -1,0 +1,239 @@
+"""What happens to a matrix product before it is stored, as data.
+
+An `Epilogue` is a chain of small frozen pieces, applied in order to a product [rows, columns] (to a pair of products,
+gate and up, as long as the chain has a `Gate` ahead). Torch runs the chain, a backward pass pulls gradients back
+through it, and `epilogue_triton.finish` applies the same chain to a tile in registers: it reads the chain's text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "squared_relu")
+# The public names of gates, and the activation that each puts on its gate.
+GATES = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_exact": "gelu", "reglu": "relu", "gpt_oss_glu": "gpt_oss"}
+
+Values = tuple[Tensor, ...]  # one product, or gate and up
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors that pieces read: biases [columns], one for each product, and a residual [rows, columns]."""
+
+    biases: tuple[Tensor, ...] = ()
+    residual: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Bias:
+    """value + bias[column]"""
+
+    @property
+    def text(self) -> str:
+        return "bias"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        return tuple([value + bias for value, bias in zip(values, operands.biases)])
+
+    def pull_back(self, values: Values, gradients: Values) -> Values:
+        return gradients
+
+
+@dataclass(frozen=True)
+class Activation:
+    """activation(value)"""
+
+    kind: str
+
+    @property
+    def text(self) -> str:
+        return f"activation {self.kind}"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        return (_FORWARD[self.kind](values[0]),)
+
+    def pull_back(self, values: Values, gradients: Values) -> Values:
+        return (gradients[0] * _value_and_slope(self.kind, values[0])[1],)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """activation(gate) * up. The kind "gpt_oss" is (min(gate, limit) sigmoid(alpha gate)) (clamp(up) + 1)."""
+
+    kind: str
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def text(self) -> str:
+        return f"gate {self.kind} {float(self.alpha)!r} {float(self.limit)!r}"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        gate, up = values
+        if self.kind != "gpt_oss":
+            return (_FORWARD[self.kind](gate) * up,)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ((up + 1) * gate * torch.sigmoid(self.alpha * gate),)
+
+    def pull_back(self, values: Values, gradients: Values) -> Values:
+        gate, up = values
+        if self.kind != "gpt_oss":
+            value, slope = _value_and_slope(self.kind, gate)
+            return gradients[0] * slope * up, gradients[0] * value
+        capped, held = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        share = torch.sigmoid(self.alpha * capped)
+        slope = share * (1 + self.alpha * capped * (1 - share))
+        return gradients[0] * slope * (held + 1) * (gate <= self.limit), gradients[0] * capped * share * (held == up)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """value * factor"""
+
+    factor: float
+
+    @property
+    def text(self) -> str:
+        return f"scale {float(self.factor)!r}"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        return (values[0] * self.factor,)
+
+    def pull_back(self, values: Values, gradients: Values) -> Values:
+        return (gradients[0] * self.factor,)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """value + residual[row, column]"""
+
+    @property
+    def text(self) -> str:
+        return "residual"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        assert operands.residual is not None, "the chain has a residual, and none was given"
+        return (values[0] + operands.residual,)
+
+    def pull_back(self, values: Values, gradients: Values) -> Values:
+        return gradients
+
+
+Piece = Bias | Activation | Gate | Scale | Residual
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """A chain of pieces. `text` names it, for operators and kernels, and `parse` finds it again."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return ";".join([piece.text for piece in self.pieces])
+
+    @property
+    def gated(self) -> bool:
+        return any(isinstance(piece, Gate) for piece in self.pieces)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> Epilogue:
+        return Epilogue(tuple(_piece(words) for words in text.split(";")) if text else ())
+
+    def run(self, products: Values, operands: Operands) -> Tensor:
+        """The result, in the precision of the products."""
+        values = products
+        for piece in self.pieces:
+            values = piece.run(values, operands)
+        return values[0]
+
+    def pull_back(self, products: Values, operands: Operands, gradient: Tensor) -> tuple[Values, Values, Tensor]:
+        """Gradients of the products, of the values at the bias (sum their rows) and of the residual, in float32."""
+        values, before = tuple(product.float() for product in products), []
+        for piece in self.pieces:
+            before.append(values)
+            values = piece.run(values, operands)
+        gradients: Values = (gradient.float(),)
+        at_bias, at_residual = gradients, gradient
+        for piece, given in zip(reversed(self.pieces), reversed(before)):
+            if isinstance(piece, Residual):
+                at_residual = gradients[0]
+            gradients = piece.pull_back(given, gradients)
+            if isinstance(piece, Bias):
+                at_bias = gradients
+        return gradients, at_bias, at_residual
+
+
+def standard(bias: bool, activation: str | Activation | Gate | None, scale: float, residual: bool) -> tuple[Piece, ...]:
+    """The pieces of a transformer's layer, in its order: bias, activation or gate, scale, residual."""
+    pieces: list[Piece] = []
+    if bias:
+        pieces.append(Bias())
+    if isinstance(activation, str):
+        pieces.append(Gate(GATES[activation]) if activation in GATES else Activation(activation))
+    elif activation is not None:
+        pieces.append(activation)
+    if scale != 1.0:
+        pieces.append(Scale(scale))
+    if residual:
+        pieces.append(Residual())
+    return tuple(pieces)
+
+
+def _piece(text: str) -> Piece:
+    name, *words = text.split()
+    if name == "activation":
+        return Activation(words[0])
+    if name == "gate":
+        return Gate(words[0], float(words[1]), float(words[2]))
+    if name == "scale":
+        return Scale(float(words[0]))
+    if name == "bias":
+        return Bias()
+    if name == "residual":
+        return Residual()
+    raise ValueError(f"{text!r} is no piece of an epilogue")
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+    "squared_relu": _squared_relu,
+}
+
+
+def _value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """An activation and its derivative."""
+    if kind == "relu":
+        return F.relu(x), (x > 0).to(x.dtype)
+    if kind == "squared_relu":
+        positive = F.relu(x)
+        return positive.square(), 2 * positive
+    if kind == "silu":
+        share = torch.sigmoid(x)
+        return x * share, share * (1 + x * (1 - share))
+    if kind == "gelu_tanh":
+        root = math.sqrt(2 / math.pi)
+        bent = torch.tanh(root * (x + 0.044715 * x**3))
+        slope = 0.5 * (1 + bent) + 0.5 * x * (1 - bent.square()) * root * (1 + 3 * 0.044715 * x.square())
+        return 0.5 * x * (1 + bent), slope
+    below = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    return x * below, below + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)

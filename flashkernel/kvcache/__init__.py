@@ -1,0 +1,22 @@
+"""The paged cache of keys and values: pages, page tables, sharing, and the tensors that kernels take."""
+
+from flashkernel.kvcache.batch import BatchTensors, Step
+from flashkernel.kvcache.cache import KVCache, OutOfSequences
+from flashkernel.kvcache.pool import EMPTY_PAGE, OutOfPages, PagePool
+from flashkernel.kvcache.prefix import PrefixIndex
+from flashkernel.kvcache.storage import LayerPages, PageStorage
+from flashkernel.kvcache.usage import Usage
+
+__all__ = [
+    "EMPTY_PAGE",
+    "BatchTensors",
+    "KVCache",
+    "LayerPages",
+    "OutOfPages",
+    "OutOfSequences",
+    "PagePool",
+    "PageStorage",
+    "PrefixIndex",
+    "Step",
+    "Usage",
+]

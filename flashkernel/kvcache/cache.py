@@ -1,0 +1,385 @@
+"""Sequences over a pool of pages: growth, sharing, copy-on-write, prefix reuse, rollback and release.
+
+A sequence is a number, a row of the arrays below. What happens at every step of every sequence (`grow`, `commit`,
+`truncate`) takes many sequences at once and costs a few array operations; Python loops run only over those that
+need a page, fill one or share one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from flashkernel.kvcache.pool import EMPTY_PAGE, OutOfPages, PagePool
+from flashkernel.kvcache.prefix import first_digest, next_digest
+from flashkernel.kvcache.usage import Usage, measure
+
+Rows = int | Sequence[int] | np.ndarray  # one sequence, or several, none twice
+Tokens = Sequence[int] | np.ndarray
+
+
+class OutOfSequences(RuntimeError):
+    """There is no room for another sequence; nothing was changed."""
+
+
+class Storage(Protocol):
+    """What the cache needs of the memory behind its pages."""
+
+    pages: int
+    page_size: int
+
+    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None: ...
+
+
+class KVCache:
+    """Page tables of up to `most_sequences` sequences of up to `most_tokens` tokens each.
+
+    Each sequence holds ceil(length / page_size) pages. `grow` makes room for new tokens, whose keys and values the
+    caller then writes; `commit` says which tokens they are, which makes full pages findable for later sequences.
+
+    With `window`, pages that lie behind what the next token may see are given up, except those of the first
+    `sink_tokens` tokens; their entries in the page table become the empty page.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int = 16,
+        *,
+        most_sequences: int = 256,
+        most_tokens: int = 8192,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        prefix_caching: bool = True,
+        storage: Storage | None = None,
+    ) -> None:
+        if storage is not None and (storage.pages, storage.page_size) != (pages, page_size):
+            raise ValueError(
+                f"kvcache: the storage has {storage.pages} pages of {storage.page_size}; the cache was to have "
+                f"{pages} of {page_size}"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"kvcache: window is {window}; a token sees at least itself")
+        self.pool = PagePool(pages, page_size)
+        self.page_size = page_size
+        self._shift = page_size.bit_length() - 1
+        self.window, self.sink_pages = window, -(-sink_tokens // page_size)
+        self.prefix_caching, self.storage = prefix_caching, storage
+        self.most_sequences, self.most_tokens = most_sequences, most_tokens
+        self.most_pages = -(-most_tokens // page_size)
+        self.page_table = np.zeros((most_sequences, self.most_pages), dtype=np.int32)
+        self.lengths = np.zeros(most_sequences, dtype=np.int32)
+        self.page_counts = np.zeros(most_sequences, dtype=np.int32)
+        self.versions = np.zeros(most_sequences, dtype=np.int64)  # of a row's page table, never the same twice
+        self._version = 0
+        self._alive = np.zeros(most_sequences, dtype=bool)
+        self._unused = deque(range(most_sequences))
+        self._given_up = np.zeros(most_sequences, dtype=np.int32)  # pages from sink_pages up to this one are gone
+        # Memory for tokens is touched, and thereby taken, only as far as tokens come.
+        self._tokens = np.zeros((most_sequences, most_tokens if prefix_caching else 0), dtype=np.int32)
+        self._committed = np.zeros(most_sequences, dtype=np.int32)
+        self._digests: list[list[bytes]] = [[] for _ in range(most_sequences)]  # the chain's start, then one a page
+        self._digested = np.zeros(most_sequences, dtype=np.int32)  # full pages that have a digest
+        self._checked: bytes | None = None  # the sequences, as bytes, that were last found to exist
+
+    def add(self, tokens: Tokens = (), *, salt: bytes | str = b"") -> int:
+        """A new sequence. It begins with the pages that already hold the start of `tokens`: `lengths` says how many
+        tokens that is, always fewer than were given, so that there is one left to compute. The rest is not kept."""
+        given = np.asarray(tokens, dtype=np.int32)
+        pages, digests = self._find(given, salt)
+        row = self._new_row()
+        found = len(pages)
+        if found:
+            self.pool.share(np.array(pages, dtype=np.int32))
+            self.page_table[row, :found] = pages
+            self._tokens[row, : found * self.page_size] = given[: found * self.page_size]
+        self.page_counts[row] = self._digested[row] = found
+        self.lengths[row] = self._committed[row] = found * self.page_size
+        self._digests[row] = digests
+        self._given_up[row] = self.sink_pages
+        return row
+
+    def match(self, tokens: Tokens, *, salt: bytes | str = b"") -> int:
+        """How many tokens `add` would find in pages."""
+        return len(self._find(np.asarray(tokens, dtype=np.int32), salt)[0]) * self.page_size
+
+    def grow(self, sequences: Rows, count: int | Tokens = 1) -> None:
+        """Room for `count` more tokens in each sequence; a page that others see too is copied before it is written.
+
+        Raises OutOfPages, with nothing changed, where the pool cannot give what all of them need together.
+        """
+        rows = self._rows(sequences)
+        old = self.lengths[rows]
+        counts = count if isinstance(count, int) else np.asarray(count, dtype=np.int32)
+        new = old + counts
+        if np.count_nonzero((new < old) | (new > self.most_tokens)):
+            raise ValueError(
+                f"kvcache: sequences of {old.tolist()} tokens cannot grow to {new.tolist()}; they grow by 0 or more, "
+                f"to at most {self.most_tokens}"
+            )
+        have = self.page_counts[rows]
+        more = ((new + (self.page_size - 1)) >> self._shift) - have
+        needed = int(more.sum())
+        copies, overwritten = self._first_pages(rows, old, new)
+        behind = self._behind_window(rows, old)
+        pool = self.pool
+        gained = 0 if behind is None else int((pool.references[self.page_table[behind]] == 1).sum())
+        if needed + len(copies) > pool.available + gained:
+            raise OutOfPages(needed + len(copies), pool.available + gained)
+        if behind is not None:
+            self._give_up(rows, old, behind)
+        if needed + len(copies):
+            pages = pool.allocate(needed + len(copies))
+            self._attach(rows, have, more, pages[:needed])
+            if copies:
+                self._copy(copies, pages[needed:])
+        for page in overwritten:
+            pool.forget(page)
+        self.lengths[rows] = new
+
+    def commit(self, sequences: Rows, tokens: Tokens) -> None:
+        """The next tokens of each sequence, of those it has grown by: (n,) for one sequence, (batch,) or (batch, n) for
+        several. Their keys and values must be written before a kernel that is launched later reads them."""
+        rows = self._rows(sequences)
+        given = np.asarray(tokens, dtype=np.int32)
+        if not rows.size or given.size % rows.size:
+            raise ValueError(
+                f"kvcache: {given.size} tokens cannot be committed to {rows.size} sequences, as many to each"
+            )
+        given = given.reshape(rows.size, -1)
+        known = self._committed[rows]
+        after = known + given.shape[1]
+        if (after > self.lengths[rows]).any():
+            raise ValueError("kvcache: more tokens were committed than a sequence has grown by; call grow first")
+        self._committed[rows] = after
+        if not self.prefix_caching:
+            return
+        if given.shape[1] == 1:
+            self._tokens[rows, known] = given[:, 0]
+        else:
+            self._tokens[rows[:, None], known[:, None] + np.arange(given.shape[1])] = given
+        full = after >> self._shift
+        for place in np.nonzero(full > self._digested[rows])[0].tolist():
+            self._register(int(rows[place]), int(full[place]))
+
+    def fork(self, sequence: int) -> int:
+        """A second sequence with the same tokens, in the same pages until one of the two writes."""
+        (source,) = self._rows(sequence).tolist()
+        row = self._new_row()
+        count = self.page_counts[source]
+        pages = self.page_table[source, :count]
+        self.pool.share(pages[pages != EMPTY_PAGE])
+        self.page_table[row, :count] = pages
+        for state in (self.lengths, self.page_counts, self._given_up, self._committed, self._digested):
+            state[row] = state[source]
+        if self.prefix_caching:
+            known = self._committed[source]
+            self._tokens[row, :known] = self._tokens[source, :known]
+        self._digests[row] = list(self._digests[source])
+        return row
+
+    def truncate(self, sequences: Rows, lengths: int | Tokens) -> None:
+        """Drop all tokens of each sequence from `lengths` on: those of a draft that was not accepted, say."""
+        rows = self._rows(sequences)
+        target = np.zeros(rows.size, dtype=np.int32) + np.asarray(lengths, dtype=np.int32)
+        if ((target < 0) | (target > self.lengths[rows])).any():
+            raise ValueError(
+                f"kvcache: sequences of {self.lengths[rows].tolist()} tokens cannot be cut to {target.tolist()}"
+            )
+        kept = -(-target // self.page_size)
+        if self.window is not None:
+            self._check_behind(rows, target)
+            self._given_up[rows] = np.minimum(self._given_up[rows], np.maximum(kept, self.sink_pages))
+        for place in np.nonzero(kept < self.page_counts[rows])[0].tolist():
+            self._drop(int(rows[place]), int(kept[place]))
+        self.lengths[rows] = target
+        self._committed[rows] = np.minimum(self._committed[rows], target)
+        whole = self._committed[rows] // self.page_size
+        for place in np.nonzero(whole < self._digested[rows])[0].tolist():
+            row = int(rows[place])
+            self._digested[row] = whole[place]
+            del self._digests[row][1 + int(whole[place]) :]
+
+    def free(self, sequences: Rows) -> None:
+        """Give back everything these sequences hold; full pages that were committed can still be found."""
+        for row in self._rows(sequences).tolist():
+            self._drop(row, 0)
+            self.lengths[row] = self._committed[row] = self._digested[row] = 0
+            self._digests[row] = []
+            self._alive[row] = False
+            self._checked = None
+            self._unused.append(row)
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences there are."""
+        return np.nonzero(self._alive)[0].tolist()
+
+    def slots(self, sequence: int, start: int, stop: int) -> np.ndarray:
+        """Where tokens start to stop - 1 of a sequence lie: page * page_size + offset, int64."""
+        place = np.arange(start, stop)
+        pages = self.page_table[sequence, place // self.page_size].astype(np.int64)
+        return pages * self.page_size + place % self.page_size
+
+    def usage(self) -> Usage:
+        """What the pages are used for; takes time in proportion to the pages in use."""
+        rows = self.sequences
+        tables = [self.page_table[row, : self.page_counts[row]] for row in rows]
+        return measure(self.pool, tables, self.lengths[rows].tolist())
+
+    def waste(self) -> float:
+        """The share of reserved slots that hold no token."""
+        return self.usage().waste
+
+    def _rows(self, sequences: Rows) -> np.ndarray:
+        """The sequences as an array [batch] of int64; each must exist, and be named once."""
+        rows = np.asarray(sequences, dtype=np.int64).reshape(-1)
+        names = rows.tobytes()
+        if names == self._checked:  # the same batch as in the call before
+            return rows
+        if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.most_sequences):
+            raise ValueError(f"kvcache: sequences {rows.tolist()} are not all within 0 to {self.most_sequences - 1}")
+        if not self._alive[rows].all():
+            raise ValueError(f"kvcache: sequences {rows[~self._alive[rows]].tolist()} do not exist; add gives numbers")
+        if rows.size > 1 and np.unique(rows).size < rows.size:
+            raise ValueError(f"kvcache: a sequence is named twice in {rows.tolist()}")
+        self._checked = names
+        return rows
+
+    def _new_row(self) -> int:
+        if not self._unused:
+            raise OutOfSequences(
+                f"kvcache: all {self.most_sequences} sequences are in use; free one, or make most_sequences larger"
+            )
+        row = self._unused.popleft()
+        self._alive[row] = True
+        self._touch(row)
+        return row
+
+    def _touch(self, rows: int | np.ndarray) -> None:
+        """These rows of the page table have changed."""
+        count = rows.size if isinstance(rows, np.ndarray) else 1
+        self.versions[rows] = np.arange(self._version + 1, self._version + 1 + count)
+        self._version += count
+
+    def _find(self, tokens: np.ndarray, salt: bytes | str) -> tuple[list[int], list[bytes]]:
+        """The pages that hold the start of `tokens`, at least one token short of all, and their chain of digests."""
+        digests, pages = [first_digest(salt)], []
+        if self.prefix_caching:
+            data, step = tokens.tobytes(), self.page_size * tokens.itemsize
+            most = min(tokens.size, self.most_tokens) * tokens.itemsize
+            for end in range(step, most, step):
+                digest = next_digest(digests[-1], data[end - step : end])
+                page = self.pool.index.find(digest)
+                if page is None:
+                    break
+                pages.append(page)
+                digests.append(digest)
+        return pages, digests
+
+    def _first_pages(
+        self, rows: np.ndarray, old: np.ndarray, new: np.ndarray
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """What growth must do about the partly filled pages it begins in: (row, column) of those to be copied because
+        others hold them too, and the registered pages that only the sequence itself holds and will overwrite."""
+        inside = np.nonzero(((old & (self.page_size - 1)) != 0) & (new > old))[0]
+        rows, columns = rows[inside], old[inside] >> self._shift
+        pages = self.page_table[rows, columns]
+        special = (self.pool.references[pages] > 1) | self.pool.index.registered[pages]
+        copies: list[tuple[int, int]] = []
+        overwritten: list[int] = []
+        if not np.count_nonzero(special):
+            return copies, overwritten
+        left: dict[int, int] = {}  # references, as copies take them away
+        for place in np.nonzero(special)[0].tolist():
+            page = int(pages[place])
+            held = left.setdefault(page, int(self.pool.references[page]))
+            if held > 1:
+                copies.append((int(rows[place]), int(columns[place])))
+                left[page] -= 1
+            elif self.pool.index.registered[page]:
+                overwritten.append(page)
+        return copies, overwritten
+
+    def _behind_window(self, rows: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """(rows, columns) of the pages that no token from `old` on can see; None where there are none."""
+        if self.window is None:
+            return None
+        first = self._given_up[rows]
+        gone = np.maximum(old - self.window + 1, 0) // self.page_size - first
+        if not (gone > 0).any():
+            return None
+        return _runs(rows, first, np.maximum(gone, 0))
+
+    def _give_up(self, rows: np.ndarray, old: np.ndarray, behind: tuple[np.ndarray, np.ndarray]) -> None:
+        assert self.window is not None
+        self.pool.release(self.page_table[behind])
+        self.page_table[behind] = EMPTY_PAGE
+        self._given_up[rows] = np.maximum(self._given_up[rows], (old - self.window + 1) // self.page_size)
+        self._touch(behind[0])
+
+    def _check_behind(self, rows: np.ndarray, target: np.ndarray) -> None:
+        """A shorter sequence must not need pages that were given up."""
+        assert self.window is not None
+        gone, sinks = self._given_up[rows] * self.page_size, self.sink_pages * self.page_size
+        short = (target > sinks) & (gone > sinks) & (np.maximum(target - self.window + 1, 0) < gone)
+        if short.any():
+            raise ValueError(
+                f"kvcache: sequences {rows[short].tolist()} cannot be cut to {target[short].tolist()} tokens: of what "
+                f"those see in a window of {self.window}, pages were given up; cut by fewer, or free and start again"
+            )
+
+    def _attach(self, rows: np.ndarray, have: np.ndarray, more: np.ndarray, pages: np.ndarray) -> None:
+        """Put the new pages at the ends of the page tables."""
+        if not pages.size:
+            return
+        place = _runs(rows, have, more)
+        self.page_table[place] = pages
+        self.page_counts[rows] = have + more
+        self._touch(place[0])
+
+    def _copy(self, copies: list[tuple[int, int]], targets: np.ndarray) -> None:
+        rows, columns = (np.array(side) for side in zip(*copies))
+        sources = self.page_table[rows, columns]
+        if self.storage is not None:
+            self.storage.copy_pages(sources, targets)
+        self.page_table[rows, columns] = targets
+        self.pool.release(sources)
+        self._touch(rows)
+
+    def _drop(self, row: int, kept: int) -> None:
+        """Give back a sequence's pages from the one numbered `kept` on."""
+        count = int(self.page_counts[row])
+        pages = self.page_table[row, kept:count]
+        held = pages[pages != EMPTY_PAGE]
+        if held.size:
+            self.pool.release(held[::-1])  # the end of a prefix is the first to be evicted: the start serves without it
+        pages[:] = EMPTY_PAGE
+        self.page_counts[row] = kept
+        self._touch(row)
+
+    def _register(self, row: int, last: int) -> None:
+        """Let the first `last` pages, whose tokens are known now, be found."""
+        size, digests = self.page_size, self._digests[row]
+        first = int(self._digested[row])
+        tokens = self._tokens[row, first * size : last * size].tobytes()
+        step = size * self._tokens.itemsize
+        for number, page in enumerate(self.page_table[row, first:last].tolist()):
+            digests.append(next_digest(digests[-1], tokens[number * step : (number + 1) * step]))
+            if page != EMPTY_PAGE:
+                self.pool.index.register(digests[-1], page)
+        self._digested[row] = last
+
+
+def _runs(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) of `counts` columns of each row from `starts` on."""
+    some = np.nonzero(counts)[0]
+    rows, starts, counts = rows[some], starts[some], counts[some]
+    if not np.count_nonzero(counts > 1):
+        return rows, starts
+    row = np.repeat(rows, counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)  # how many entries earlier rows have
+    return row, np.repeat(starts, counts) + np.arange(row.size) - before

@@ -1,0 +1,82 @@
+"""The memory of the pages: keys and values of all layers that share page tables, and their scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+QUANTISED = (torch.float8_e4m3fn, torch.int8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, *QUANTISED)
+
+
+class LayerPages(NamedTuple):
+    """One layer's pages as the kernels take them; scales are there where the pages are quantised."""
+
+    k_pages: Tensor  # [pages, page_size, kv_heads, head_dim]
+    v_pages: Tensor  # [pages, page_size, kv_heads, value_dim]
+    k_scale: Tensor | None  # [pages, page_size, kv_heads], float32
+    v_scale: Tensor | None
+
+
+class PageStorage:
+    """Tensors for `layers` layers of `pages` pages, zero at first; page 0 stays so."""
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if dtype not in DTYPES:
+            names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+            raise ValueError(f"kvcache: keys and values cannot be kept in {dtype}; they can in {names}")
+        self.pages, self.page_size, self.dtype = pages, page_size, dtype
+        slots = (layers, pages, page_size, kv_heads)
+        stored = torch.uint8 if dtype == torch.float8_e4m3fn else dtype  # torch fills bytes on every device
+        self.k = torch.zeros((*slots, head_dim), dtype=stored, device=device).view(dtype)
+        self.v = torch.zeros((*slots, value_dim or head_dim), dtype=stored, device=device).view(dtype)
+        self.k_scale = torch.zeros(slots, device=device) if dtype in QUANTISED else None
+        self.v_scale = torch.zeros(slots, device=device) if dtype in QUANTISED else None
+        held = (self.k, self.v, self.k_scale, self.v_scale)
+        self.layers = [LayerPages(*(None if x is None else x[layer] for x in held)) for layer in range(layers)]  # type: ignore[arg-type]
+        self._words = [_as_words(x) for x in held if x is not None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all pages of all layers."""
+        return sum(words.nbytes for words in self._words)
+
+    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy pages on the device, in every layer; no target is a source."""
+        both = torch.from_numpy(np.stack((sources, targets)).astype(np.int64)).to(self.device, non_blocking=True)
+        for words in self._words:
+            words.index_copy_(1, both[1], words.index_select(1, both[0]))
+
+
+def bytes_per_page(
+    layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+) -> int:
+    """What one page takes in all layers: how many fit into some memory follows from it."""
+    head = (head_dim + (value_dim or head_dim)) * dtype.itemsize + (8 if dtype in QUANTISED else 0)
+    return layers * page_size * kv_heads * head
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """[layers, pages, words of a page], in the widest words that divide a page: copies move those."""
+    flat = x.view(x.shape[0], x.shape[1], -1)
+    size = flat.shape[2] * flat.element_size()
+    word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % kind.itemsize == 0)
+    return flat.view(torch.uint8).view(word)

@@ -1,0 +1,225 @@
+"""The public write into pages: argument checks, dispatch, registration."""
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.frequencies import Frequencies
+from flashkernel.blocks.rope import half_width, rotary_width
+from flashkernel.core.dispatch import choose
+from flashkernel.core.library import KernelOp
+from flashkernel.core.op import resolve
+from flashkernel.ops.append_kv import spec
+
+QUANTISED = (torch.float8_e4m3fn, torch.int8)
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    frequencies: Frequencies | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> Tensor | None:
+    """Write the keys and values of new tokens into pages, in place; with angles, rotate k on the way and return q'.
+
+    k and v are (tokens, kv_heads, head_dim), the new tokens of all sequences one after another. The pages are
+    (pages, page_size, kv_heads, head_dim): token i goes to k_pages[slots[i] // page_size, slots[i] % page_size], and a
+    slot of -1 (padding), or any other outside the pages, is not written. No two tokens may have one slot.
+
+    Pages in float8_e4m3fn or int8 need k_scale and v_scale, float32 (pages, page_size, kv_heads): each head of each
+    token is stored as value / scale, with scale = largest magnitude / 448 (or / 127). Others take the value itself.
+
+    With angles, given as `rope` takes them, k is rotated before it is written and q (tokens, heads, head_dim), where
+    given, is rotated and returned: `frequencies` with `positions` (tokens,); `cos` and `sin` tables
+    (max_positions, rotary_dim / 2) with `positions`; or cos and sin of each token, (1, tokens, columns).
+
+    For inference: nothing here has a gradient.
+    """
+    _check_tokens(k, v, q, slots)
+    _check_pages(k, v, k_pages, v_pages)
+    _check_scales(k_pages, v_pages, k_scale, v_scale)
+    turns = _check_angles(k, q, cos, sin, positions, frequencies)
+    width = rotary_width("append_kv", k.shape[-1], cos, rotary_dim, frequencies) if turns else 0
+    chosen = choose(spec.APPEND_KV, backend, k.device, k.dtype, pages=k_pages.dtype)
+    if chosen.composite:
+        return chosen.run(
+            k, v, k_pages, v_pages, slots, k_scale=k_scale, v_scale=v_scale, q=q, cos=cos, sin=sin,
+            positions=positions, frequencies=frequencies, rotary_dim=width if turns else None, interleaved=interleaved,
+        )  # fmt: skip
+    rates, scaling = None, 1.0
+    if frequencies is not None:
+        rates, scaling = frequencies.rates(k.device), frequencies.scaling
+    if cos is not None and sin is not None:
+        cos, sin = half_width(cos, width, interleaved), half_width(sin, width, interleaved)
+    turned = _append_kv(
+        k, v, k_pages, v_pages, slots, k_scale, v_scale, q, cos, sin, rates, positions, scaling, width, interleaved,
+        chosen.target,
+    )  # fmt: skip
+    return None if q is None else turned
+
+
+def _check_tokens(k: Tensor, v: Tensor, q: Tensor | None, slots: Tensor) -> None:
+    if k.ndim != 3 or not k.is_floating_point() or k.shape[2] == 0:
+        raise ValueError(
+            f"append_kv: k must be a float tensor (tokens, kv_heads, head_dim), not {k.dtype} of {tuple(k.shape)}"
+        )
+    if v.ndim != 3 or v.shape[:2] != k.shape[:2] or v.shape[2] == 0:
+        raise ValueError(
+            f"append_kv: v has shape {tuple(v.shape)}; beside k of {tuple(k.shape)} it must be "
+            f"({k.shape[0]}, {k.shape[1]}, head_dim)"
+        )
+    if q is not None and (q.ndim != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]):
+        raise ValueError(
+            f"append_kv: q has shape {tuple(q.shape)}; beside k of {tuple(k.shape)} it must be "
+            f"({k.shape[0]}, heads, {k.shape[2]})"
+        )
+    for name, x in (("v", v), ("q", q)):
+        if x is not None and (x.dtype != k.dtype or x.device != k.device):
+            raise ValueError(f"append_kv: {name} is {x.dtype} on {x.device}; it must match k: {k.dtype} on {k.device}")
+    if slots.shape != k.shape[:1] or slots.dtype not in (torch.int64, torch.int32) or slots.device != k.device:
+        raise ValueError(
+            f"append_kv: slots are {slots.dtype} {tuple(slots.shape)} on {slots.device}; for {k.shape[0]} tokens they "
+            f"must be int64 or int32 ({k.shape[0]},) on {k.device}"
+        )
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or (q is not None and q.requires_grad)):
+        raise ValueError("append_kv: it has no gradient; call it under torch.no_grad(), or detach q, k and v")
+
+
+def _check_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    for name, pages, new in (("k_pages", k_pages, k), ("v_pages", v_pages, v)):
+        if pages.ndim != 4 or pages.shape[1] == 0 or pages.shape[2:] != new.shape[1:]:
+            raise ValueError(
+                f"append_kv: {name} have shape {tuple(pages.shape)}; for new tokens of {tuple(new.shape)} they must be "
+                f"(pages, page_size, {new.shape[1]}, {new.shape[2]})"
+            )
+        if pages.stride(3) != 1 and pages.shape[3] > 1:
+            raise ValueError(f"append_kv: {name} have strides {pages.stride()}; a head's values must lie side by side")
+        if pages.device != k.device:
+            raise ValueError(f"append_kv: {name} are on {pages.device}; they must be where k is, on {k.device}")
+        if not pages.is_floating_point() and pages.dtype != torch.int8:
+            raise ValueError(f"append_kv: {name} are {pages.dtype}; they must be a float dtype or int8")
+    if k_pages.shape[:2] != v_pages.shape[:2] or k_pages.dtype != v_pages.dtype:
+        raise ValueError(
+            f"append_kv: k_pages are {k_pages.dtype} {tuple(k_pages.shape)} and v_pages {v_pages.dtype} "
+            f"{tuple(v_pages.shape)}; a slot must be the same place in both, in one dtype"
+        )
+
+
+def _check_scales(k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    wanted = k_pages.dtype in QUANTISED
+    for name, pages, scale in (("k_scale", k_pages, k_scale), ("v_scale", v_pages, v_scale)):
+        if (scale is not None) != wanted:
+            raise ValueError(
+                f"append_kv: pages in {pages.dtype} {'need' if wanted else 'have no use for'} {name}; "
+                f"{'give it' if wanted else 'leave it out'}"
+            )
+        if scale is None:
+            continue
+        if scale.shape != pages.shape[:3] or scale.dtype != torch.float32 or scale.device != pages.device:
+            raise ValueError(
+                f"append_kv: {name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; beside pages of "
+                f"{tuple(pages.shape)} it must be float32 {tuple(pages.shape[:3])} on {pages.device}"
+            )
+
+
+def _check_angles(
+    k: Tensor,
+    q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    frequencies: Frequencies | None,
+) -> bool:
+    """Whether there are angles to rotate by; they must fit the tokens."""
+    if (cos is None) != (sin is None):
+        raise ValueError(f"append_kv: {'cos' if cos is None else 'sin'} is missing; a table is both cos and sin")
+    if cos is not None and frequencies is not None:
+        raise ValueError("append_kv: give the angles either as cos and sin or as frequencies, not both")
+    if cos is None and frequencies is None:
+        if q is not None or positions is not None:
+            raise ValueError(
+                "append_kv: q and positions are there to rotate; give cos and sin or frequencies, or leave them out"
+            )
+        return False
+    by_token = cos is not None and cos.ndim == 3
+    if cos is not None and sin is not None:
+        _check_table(k, cos, sin)
+    if by_token != (positions is None):
+        raise ValueError(
+            "append_kv: cos and sin of each token leave no use for positions; drop them or pass a table"
+            if by_token
+            else "append_kv: positions are missing; tokens of many sequences say their own"
+        )
+    if positions is not None and (
+        positions.shape != k.shape[:1]
+        or positions.dtype not in (torch.int64, torch.int32)
+        or positions.device != k.device
+    ):
+        raise ValueError(
+            f"append_kv: positions are {positions.dtype} {tuple(positions.shape)} on {positions.device}; for "
+            f"{k.shape[0]} tokens they must be int64 or int32 ({k.shape[0]},) on {k.device}"
+        )
+    return True
+
+
+def _check_table(k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.is_floating_point() or cos.ndim not in (2, 3):
+        raise ValueError(
+            f"append_kv: cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both must be "
+            f"float and (max_positions, pairs), or (1, {k.shape[0]}, columns) for the tokens themselves"
+        )
+    if cos.ndim == 3 and cos.shape[:2] != (1, k.shape[0]):
+        raise ValueError(
+            f"append_kv: cos of each token has shape {tuple(cos.shape)}; for {k.shape[0]} tokens it must be "
+            f"(1, {k.shape[0]}, columns)"
+        )
+    if cos.ndim == 2 and cos.shape[0] == 0 and k.shape[0] > 0:
+        raise ValueError("append_kv: the table of cos and sin has no positions")
+    if cos.device != k.device or sin.device != k.device:
+        raise ValueError(f"append_kv: cos is on {cos.device} and sin on {sin.device}; move them to k's {k.device}")
+
+
+def _forward(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rates: Tensor | None,
+    positions: Tensor | None,
+    scaling: float,
+    rotary: int,
+    interleaved: bool,
+    kernels: str,
+) -> Tensor:
+    """q'; empty without a q."""
+    turned = resolve(kernels).forward(
+        k, v, k_pages, v_pages, slots, k_scale, v_scale, q, cos, sin, rates, positions, scaling, rotary, interleaved
+    )
+    for x in (k_pages, v_pages, k_scale, v_scale):
+        if x is not None and not x.is_inference():
+            torch.autograd.graph.increment_version(x)  # autograd must notice a write that torch did not make
+    return turned
+
+
+def _fake_forward(k, v, k_pages, v_pages, slots, k_scale, v_scale, q, *settings):
+    return k.new_empty(0 if q is None else q.shape)
+
+
+_append_kv = KernelOp("append_kv", _forward, _fake_forward, mutates=("k_pages", "v_pages", "k_scale", "v_scale"))

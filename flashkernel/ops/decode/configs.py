@@ -1,0 +1,172 @@
+"""Launch configs of the decoding kernels: how much of the cache a tile holds, how many tiles are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, power_of_2
+
+TILE_BYTES = 16384  # of keys, and as much of values: what keeps a multiprocessor's share of the bandwidth in flight
+SHORT = 512  # keys up to which a unit is one program's: one launch beats a finer split and its combining
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A tile is `rows` query rows by `keys` keys of `heads` key/value heads; `stages` tiles are in flight.
+
+    With `split`, `per_sm` programs on each multiprocessor share all tiles equally; else a program takes a unit.
+    With `overlap` the combining kernel takes its place while the first still runs (sm_90).
+    """
+
+    keys: int
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+    per_sm: int
+    split: bool
+    overlap: bool
+
+
+@dataclass(frozen=True)
+class Combine:
+    """`rows` rows of one unit a program, `pieces` parts of them at a time."""
+
+    rows: int
+    pieces: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Prefill: a tile of `rows` (query, head) rows by `keys` keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def _width(shape: Mapping[str, int]) -> int:
+    return max(16, power_of_2(max(shape["head_dim"], shape["value_dim"])))
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    """Batch and span by powers of two; the rest exactly, since tiles depend on it."""
+    sizes = (power_of_2(shape["batch"]), power_of_2(shape["span"]), _width(shape), shape["span"] > SHORT)
+    return (*sizes, *(shape[name] for name in ("bytes", "compute", "queries", "group", "kv_heads", "page")))
+
+
+def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
+    width = _width(shape)
+    rows = shape["queries"] * shape["group"]
+    columns = max(16, min(128, TILE_BYTES // (width * shape["compute"])))
+    # Narrow heads come in pairs: 256 neighbouring bytes of a token, and rows that would be padding.
+    pair = width * shape["bytes"] < 256 and shape["kv_heads"] % 2 == 0 and 2 * rows <= 16
+    heads = 2 if pair else 1
+    height = max(16, min(64 if width <= 256 else 16, power_of_2(heads * rows)))
+    keys = max(16 // heads, min(columns // heads, power_of_2(shape["span"])))
+    split = shape["span"] > SHORT
+    per_sm = 2 if device.kind == "cuda" else 5  # a CPU, under the interpreter, is one multiprocessor
+    config = Walk(keys, heads, height, 4, 3, per_sm, split, device.arch >= 90)
+    while _walk_valid(config, device, shape) and config.stages > 1:
+        config = replace(config, stages=config.stages - 1)
+    return config
+
+
+def _walk_space(device: Device, shape: Mapping[str, int]) -> Iterator[Walk]:
+    base = _walk_heuristic(device, shape)
+    for heads in (1, 2, 4):
+        rows = max(16, power_of_2(heads * shape["queries"] * shape["group"]))
+        for keys in (16, 32, 64, 128, 256):
+            for warps in (2, 4, 8):
+                for stages in (2, 3, 4, 5):
+                    for per_sm in (1, 2, 3, 4):
+                        for overlap in {False, base.overlap}:
+                            yield Walk(keys, heads, min(rows, 64), warps, stages, per_sm, base.split, overlap)
+
+
+def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str | None:
+    if shape["kv_heads"] % config.heads:
+        return f"{shape['kv_heads']} key/value heads cannot be taken {config.heads} at a time"
+    if config.overlap and device.arch < 90:
+        return "a kernel can be launched before its predecessor's end from sm_90 on"
+    if config.keys * config.heads < 16:
+        return "a tile must have 16 columns at least, as tensor cores do"
+    tile = 2 * config.keys * config.heads * _width(shape) * shape["bytes"]
+    needed = max(1, config.stages - 1) * tile + config.rows * _width(shape) * shape["compute"]
+    programs = config.per_sm if config.split else 1
+    if device.shared_per_sm and programs * (needed + 4096) > device.shared_per_sm:
+        return f"{programs} programs of {needed} bytes do not fit a multiprocessor's shared memory"
+    return None
+
+
+def _combine_heuristic(device: Device, shape: Mapping[str, int]) -> Combine:
+    """Few units: a row a program, so that the parts are read by many; many units: all their rows at once."""
+    width = max(16, power_of_2(shape["value_dim"]))
+    rows = power_of_2(shape["rows"]) if shape["units"] * shape["rows"] > 8 * device.sms else 1
+    rows = max(1, min(rows, 1024 // width))
+    typical = power_of_2(2 * shape["programs"] // max(1, shape["units"]))
+    return Combine(rows, max(2, min(typical, 64, 8192 // (rows * width))), 4)
+
+
+def _combine_space(device: Device, shape: Mapping[str, int]) -> Iterator[Combine]:
+    for rows in (1, 2, 4, 8, 16):
+        for pieces in (2, 4, 8, 16, 32, 64):
+            for warps in (1, 2, 4, 8):
+                yield Combine(rows, pieces, warps)
+
+
+def _combine_valid(config: Combine, device: Device, shape: Mapping[str, int]) -> str | None:
+    each = config.rows * config.pieces * max(16, power_of_2(shape["value_dim"])) / (32 * config.warps)
+    return None if each <= 128 else f"{each:.0f} values a thread do not fit its registers"
+
+
+def _combine_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(power_of_2(shape[name]) for name in ("units", "rows", "programs", "value_dim"))
+
+
+# Tiles by head size, the largest that do not spill.
+_HOPPER = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1)}
+_AMPERE = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1), 512: Tiles(32, 16, 8, 1)}
+
+
+def _tiles_heuristic(device: Device, shape: Mapping[str, int]) -> Tiles:
+    table = _HOPPER if device.arch >= 90 or device.kind == "cpu" else _AMPERE
+    config = table[max(64, _width(shape))]
+    rows = max(16, min(config.rows, power_of_2(shape["tokens"] * shape["group"])))
+    keys = max(16, min(config.keys, power_of_2(shape["span"])))
+    config = replace(config, rows=max(rows, power_of_2(shape["group"])), keys=keys)
+    while _tiles_valid(config, device, shape) and config.stages > 1:
+        config = replace(config, stages=config.stages - 1)
+    return config
+
+
+def _tiles_space(device: Device, shape: Mapping[str, int]) -> Iterator[Tiles]:
+    for rows in (32, 64, 128):
+        for keys in (32, 64, 128):
+            for warps in (4, 8):
+                for stages in (1, 2, 3, 4):
+                    yield Tiles(rows, keys, warps, stages)
+
+
+def _tiles_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
+    if config.rows < shape["group"]:
+        return f"a tile of {config.rows} rows cannot hold one query of {shape['group']} heads"
+    tile = 2 * config.keys * _width(shape) * shape["bytes"]
+    needed = config.stages * tile + config.rows * _width(shape) * shape["compute"]
+    if device.shared_per_block and needed > device.shared_per_block - 2048:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    return None
+
+
+def _tiles_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    sizes = (power_of_2(shape["tokens"]), power_of_2(shape["span"]), _width(shape))
+    return (*sizes, *(shape[name] for name in ("bytes", "compute", "group", "page")))
+
+
+WALK = Tunable("decode_walk", Walk, _walk_heuristic, _walk_space, _walk_valid, _bucket)
+COMBINE = Tunable("decode_combine", Combine, _combine_heuristic, _combine_space, _combine_valid, _combine_bucket)
+TILES = Tunable("paged_attention", Tiles, _tiles_heuristic, _tiles_space, _tiles_valid, _tiles_bucket)

@@ -1,0 +1,210 @@
+"""Attention over a cache by torch: on a CPU sequence by sequence, each over the keys it sees and no others, without a
+copy where they lie side by side; on a GPU, and in a graph, all at once and masked, so that nobody waits for `lengths`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashkernel.ops.decode import reference
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What is done to a score, and whether the log of the sums is wanted."""
+
+    window: int | None
+    sinks: Tensor | None
+    sink_tokens: int
+    softcap: float
+    scale: float
+    return_lse: bool
+
+    @property
+    def plain(self) -> bool:
+        return self.sinks is None and not self.softcap and not self.return_lse
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Keys and values, where each sequence's pages are, and the scales of what is quantised."""
+
+    k: Tensor
+    v: Tensor
+    table: list[list[int]] | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    capacity: int
+
+    def read(self, b: int, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [start, stop) of a sequence, each [Hkv, stop - start, D]."""
+        return (
+            self._one(self.k, self.k_scale, b, start, stop, dtype),
+            self._one(self.v, self.v_scale, b, start, stop, dtype),
+        )
+
+    def _one(self, x: Tensor, factor: Tensor | None, b: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        values = self._rows(x, b, start, stop).to(dtype)
+        if factor is not None:
+            values = values * self._rows(factor, b, start, stop)[..., None].to(dtype)
+        return values.transpose(0, 1)
+
+    def _rows(self, x: Tensor, b: int, start: int, stop: int) -> Tensor:
+        """Positions [start, stop) of a sequence, one behind the other; a view where its pages are neighbours."""
+        if self.table is None:
+            return x[b, start:stop]
+        size = x.shape[1]
+        first = start // size
+        pages = self.table[b][first : -(-stop // size)]
+        if pages == list(range(pages[0], pages[0] + len(pages))):
+            found = x[pages[0] : pages[0] + len(pages)]
+        else:
+            found = x.index_select(0, torch.tensor(pages))
+        return found.flatten(0, 1)[start - first * size : stop - first * size]
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    sink_tokens: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    prefix_length: int | Tensor = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    scores = _Scores(
+        window, sinks, sink_tokens, softcap, q.shape[-1] ** -0.5 if scale is None else scale, return_lse
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or q.device.type != "cpu":
+        wide = _wide(q.dtype)
+        keys, values = (reference.gathered(x, page_table, f, wide) for x, f in ((k, k_scale), (v, v_scale)))
+        count = lengths.long().clamp(max=keys.shape[1])
+        position = count[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
+        found = _at_once(q, keys, values, position, scores)
+        return found if return_lse else found[0]
+    batch, queries = q.shape[:2]
+    capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    cache = _Cache(k, v, None if page_table is None else page_table.tolist(), k_scale, v_scale, capacity)
+    out = q.new_empty((batch, queries, q.shape[2], v.shape[3]))
+    lse = q.new_empty((batch, q.shape[2], queries), dtype=_wide(q.dtype)) if return_lse else None
+    for b, length in enumerate(lengths.tolist()):
+        _sequence(q[b], cache, b, length, scores, out[b], None if lse is None else lse[b])
+    return out if lse is None else (out, lse)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    sink_tokens: int = 0,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling() or q.device.type != "cpu":
+        wide = _wide(q.dtype)
+        found = reference.paged_attention(
+            q.to(wide), k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
+            softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+        )  # fmt: skip
+        return (found[0].to(q.dtype), found[1]) if return_lse else found[0].to(q.dtype)
+    scores = _Scores(
+        window, sinks, sink_tokens, softcap, q.shape[-1] ** -0.5 if scale is None else scale, return_lse
+    )  # fmt: skip
+    cache = _Cache(k, v, page_table.tolist(), k_scale, v_scale, page_table.shape[1] * k.shape[1])
+    out = q.new_empty((*q.shape[:2], v.shape[3]))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_wide(q.dtype)) if return_lse else None
+    bounds: Sequence[int] = cu_seqlens_q.tolist()
+    for b, length in enumerate([*lengths.tolist(), 0]):  # tokens behind the last sequence see nothing
+        mine = slice(bounds[b], bounds[b + 1] if b + 1 < len(bounds) else q.shape[0])
+        if mine.stop > mine.start:
+            _sequence(q[mine], cache, b, length, scores, out[mine], None if lse is None else lse[:, mine])
+    return out if lse is None else (out, lse)
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scores: _Scores) -> tuple[Tensor, Tensor]:
+    out, lse = reference.attend(
+        q.to(k.dtype), k, v, position, scores.window, scores.sinks, scores.sink_tokens, scores.softcap, scores.scale
+    )
+    return out.to(q.dtype), lse
+
+
+def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, out: Tensor, lse: Tensor | None) -> None:
+    """One sequence's queries q [N, Hq, D] into out [N, Hq, Dv] and lse [Hq, N]."""
+    queries, heads, head_dim = q.shape
+    kv_heads = cache.k.shape[2]
+    group = heads // kv_heads
+    length = min(length, cache.capacity)
+    first = length - queries  # position of the first query
+    start = 0 if scores.window is None or scores.sink_tokens else max(0, first + 1 - scores.window)
+    if length <= 0 or queries == 0:  # nothing to see, or nobody to see it
+        out.zero_()
+        if lse is not None:
+            lse.copy_(torch.full_like(lse, -math.inf) if scores.sinks is None else scores.sinks[:, None].to(lse.dtype))
+        return
+    if cache.k_scale is not None:  # a product of two roundings is not worth a narrow dtype
+        q = q.to(_wide(q.dtype))
+    k, v = cache.read(b, start, length, q.dtype)
+    rows = (
+        q.reshape(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
+    )
+    hidden = _hidden(first, queries, start, length, scores, q.device)  # [N, S]
+    if scores.plain and (hidden is None or first >= 0):
+        seen = None if hidden is None else (~hidden).repeat(group, 1)
+        # Four dims: with fewer, torch takes its unfused path.
+        found = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=seen, scale=scores.scale)[0]
+        out.copy_(found.view(kv_heads, group, queries, -1).permute(2, 0, 1, 3).flatten(1, 2))
+        return
+    wide = _wide(q.dtype)
+    raw = (rows.to(wide) @ k.to(wide).transpose(1, 2)).view(heads, queries, length - start) * scores.scale
+    if scores.softcap:
+        raw = scores.softcap * torch.tanh(raw / scores.softcap)
+    if hidden is not None:
+        raw = raw.masked_fill(hidden, -math.inf)
+    log = torch.logsumexp(raw, -1)  # [Hq, N]
+    if scores.sinks is not None:
+        log = torch.logaddexp(log, scores.sinks[:, None].to(wide))
+    weights = torch.exp(raw - log.masked_fill(log == -math.inf, 0)[..., None])
+    found = weights.view(kv_heads, group * queries, -1) @ v.to(wide)
+    out.copy_(found.view(kv_heads, group, queries, -1).permute(2, 0, 1, 3).flatten(1, 2))
+    if lse is not None:
+        lse.copy_(log)
+
+
+def _hidden(first: int, queries: int, start: int, stop: int, scores: _Scores, device: torch.device) -> Tensor | None:
+    """Which keys of [start, stop) each query must not see, [N, S]; None where all are seen."""
+    narrow = scores.window is not None and first + 1 - scores.window > start
+    if queries == 1 and not narrow:
+        return None
+    position = torch.arange(first, first + queries, device=device)[:, None]
+    key = torch.arange(start, stop, device=device)
+    hidden = key > position
+    if scores.window is not None:
+        hidden |= (key <= position - scores.window) & (key >= scores.sink_tokens)
+    return hidden
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,155 @@
+"""The public linear layer: argument checks and dispatch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
+from flashkernel.core.dispatch import choose
+from flashkernel.ops.gemm import registered, spec
+from flashkernel.ops.gemm.packing import PACKINGS
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    activation: str | Activation | Gate | None = None,
+    packed: str = "halves",
+    splits: Sequence[int] | None = None,
+    scale: float = 1.0,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """scale * activation(x weight^T + bias) + residual, in one launch where x has few rows.
+
+    x is (..., in) and weight (out, in), as in torch.nn.Linear; the output is (..., out) in x's dtype or `out_dtype`.
+
+    Several outputs from one launch: up to three weights in a list (q, k and v), each with its bias or all without,
+    give a tuple; so does one weight with `splits`, the sizes of the outputs stored one after the other in it.
+
+    `activation` is "gelu", "gelu_tanh", "silu", "relu" or "squared_relu", or one with a gate: "swiglu", "geglu" (tanh),
+    "geglu_exact", "reglu" or "gpt_oss_glu", which give activation(gate) * up. The weight is then a list of gate and up,
+    or one (2 out, in) weight that is `packed` in "halves" or "interleaved" row by row.
+
+    With `norm_weight` (in,), x goes through RMSNorm first: x / rms(x) * (norm_weight + norm_offset).
+    Sums are in float32. Every tensor is differentiable.
+    """
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        weight = weight.to(dtype) if isinstance(weight, Tensor) else [matrix.to(dtype) for matrix in weight]
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
+    _check_names(activation, packed, out_dtype)
+    gated = isinstance(activation, Gate) or (isinstance(activation, str) and activation in GATES)
+    sizes = _check_weights(x, weights, biases, gated)
+    _check_extras(x, sizes, residual, norm_weight, splits, len(weights) > 1 and not gated)
+    chosen = choose(spec.LINEAR, backend, x.device, x.dtype, rows=spec.row_class(x.shape[:-1].numel()))
+    if chosen.composite:
+        return chosen.run(
+            x, weight, bias, residual, norm_weight,
+            activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
+            norm_offset=norm_offset, out_dtype=out_dtype,
+        )  # fmt: skip
+    chain = ";".join([piece.text for piece in standard(bool(biases), activation, scale, residual is not None)])
+    y = registered.run(
+        chosen.target, x, weights, biases, residual, norm_weight,
+        chain, packed, float(norm_eps), float(norm_offset), x.dtype if out_dtype is None else out_dtype,
+    )  # fmt: skip
+    if splits is not None:
+        return y.split(list(splits), -1)
+    return y if gated or isinstance(weight, Tensor) else y.split(sizes, -1)
+
+
+def _check_names(activation: str | Activation | Gate | None, packed: str, out_dtype: torch.dtype | None) -> None:
+    known, given = [*ACTIVATIONS, *GATES], activation
+    if isinstance(activation, (Activation, Gate)):
+        known = [*ACTIVATIONS, "gpt_oss"] if isinstance(activation, Gate) else [*ACTIVATIONS]
+        given = activation.kind
+    if given is not None and given not in known:
+        raise ValueError(f"linear: activation is {given!r}; it must be one of {', '.join(known)}")
+    if packed not in PACKINGS:
+        raise ValueError(f"linear: packed is {packed!r}; it must be 'halves' or 'interleaved'")
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ValueError(f"linear: out_dtype is {out_dtype}; it must be a float dtype")
+
+
+def _check_weights(x: Tensor, weights: list[Tensor], biases: list[Tensor], gated: bool) -> list[int]:
+    """The sizes of the outputs."""
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ValueError(f"linear: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
+    most = 2 if gated else registered.MOST_WEIGHTS
+    if not 1 <= len(weights) <= most:
+        raise ValueError(
+            f"linear: {len(weights)} weights were given; {'gate and up' if gated else 'outputs'} take one packed "
+            f"weight or up to {most} separate ones"
+        )
+    for weight in weights:
+        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"linear: a weight has shape {tuple(weight.shape)}; x has {x.shape[-1]} columns, so it must be "
+                f"(outputs, {x.shape[-1]})"
+            )
+        if weight.dtype != x.dtype or weight.device != x.device:
+            raise ValueError(
+                f"linear: a weight is {weight.dtype} on {weight.device} but x is {x.dtype} on {x.device}; "
+                "convert one of them"
+            )
+    sizes = [weight.shape[0] for weight in weights]
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"linear: {len(biases)} biases were given for {len(weights)} weights; give each one, or none")
+    for bias, size in zip(biases, sizes):
+        if bias is None or bias.ndim != 1 or bias.shape[0] != size or not bias.is_floating_point():
+            given = "None" if bias is None else f"{bias.dtype} {tuple(bias.shape)}"
+            raise ValueError(f"linear: a bias is {given}; its weight has {size} outputs, so it must be float ({size},)")
+        if bias.device != x.device:
+            raise ValueError(f"linear: a bias is on {bias.device} but x is on {x.device}; move one of them")
+    if not gated:
+        return sizes
+    if len(sizes) == 1 and sizes[0] % 2:
+        raise ValueError(f"linear: the weight holds gate and up and needs an even number of rows, not {sizes[0]}")
+    if len(sizes) == 2 and sizes[0] != sizes[1]:
+        raise ValueError(f"linear: the gate has {sizes[0]} outputs and up has {sizes[1]}; they must have as many")
+    return [sizes[0] if len(sizes) == 2 else sizes[0] // 2]
+
+
+def _check_extras(
+    x: Tensor,
+    sizes: list[int],
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    splits: Sequence[int] | None,
+    several: bool,
+) -> None:
+    if splits is not None and (several or sum(splits) != sizes[0] or min(splits) < 0):
+        raise ValueError(
+            f"linear: splits {list(splits)} cannot divide outputs of {sizes}; they split the outputs of one weight and "
+            f"must add up to {sizes[0]}"
+        )
+    if residual is not None:
+        if several or splits is not None:
+            raise ValueError("linear: a residual needs one output; leave splits out, or give one weight")
+        shape = (*x.shape[:-1], sizes[0])
+        if tuple(residual.shape) != tuple(shape) or residual.device != x.device or not residual.is_floating_point():
+            raise ValueError(
+                f"linear: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}; it must be a "
+                f"float tensor of the output's shape {tuple(shape)} on {x.device}"
+            )
+    if norm_weight is not None:
+        if norm_weight.ndim != 1 or norm_weight.shape[0] != x.shape[-1] or x.shape[-1] == 0:
+            raise ValueError(
+                f"linear: norm_weight has shape {tuple(norm_weight.shape)}; x has {x.shape[-1]} columns, as many as it "
+                "must have, and at least one"
+            )
+        if norm_weight.device != x.device or not norm_weight.is_floating_point():
+            raise ValueError(
+                f"linear: norm_weight is {norm_weight.dtype} on {norm_weight.device}; it must be a float tensor on "
+                f"{x.device}"
+            )

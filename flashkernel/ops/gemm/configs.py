@@ -1,0 +1,143 @@
+"""Launch configs of the linear layer's kernels: which kernel, its tile, and how many programs share the work.
+
+The weight is read once whatever the config; what differs is how many bytes are in flight, how evenly they are spread
+over the multiprocessors, and how often x is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, ceil_div, power_of_2
+
+MOST_ROWS = 64  # beyond, the weight is no longer what the time goes to
+VECTOR_ROWS = 4  # rows up to which plain arithmetic keeps pace with the memory
+MOST_VECTOR_ROWS = 8
+MOST_COUNTERS = 8192  # tiles whose sums may be shared between programs
+
+
+@dataclass(frozen=True)
+class Stream:
+    """`kernel` is "vector" (sums in plain arithmetic) or "tensor" (tensor cores).
+
+    A program works on `columns` outputs, `inner` elements of the sum at a time. `programs` walk over all the work in
+    equal shares, and a tile whose sum is cut is added up by the last of its programs; 0 means one for each tile.
+    """
+
+    kernel: str
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    programs: int = 0
+
+
+def row_tile(rows: int) -> int:
+    """Rows of x in a tensor-core tile."""
+    return max(16, power_of_2(rows))
+
+
+def tile_count(config: Stream, sizes: tuple[int, ...]) -> int:
+    """Tiles of the outputs; no tile crosses from one weight into the next."""
+    return sum(ceil_div(size, config.columns) for size in sizes)
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    # Columns and inner stay exact: how they divide among the multiprocessors is what the choice turns on.
+    rows = shape["rows"] if shape["rows"] <= MOST_VECTOR_ROWS else power_of_2(shape["rows"])
+    return (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["outer"], shape["norm"])
+
+
+def _heuristic(device: Device, shape: Mapping[str, int]) -> Stream:
+    if shape["rows"] <= VECTOR_ROWS and not shape["outer"]:
+        return _vector(device, shape)
+    return _tensor(device, shape)
+
+
+def _vector(device: Device, shape: Mapping[str, int]) -> Stream:
+    vector = 16 // shape["bytes"]  # elements of one 16-byte load
+    warps = 4
+    inner = 32 * warps * vector
+    # Threads past the sum's end idle, which costs less than another step; 32 along it are the least that load well.
+    while inner > 32 * vector and ceil_div(shape["inner"], inner) * inner > 1.35 * shape["inner"]:
+        inner //= 2
+    loads = 8 if shape["rows"] <= 2 else 4  # 16-byte loads in flight per thread; every row of x costs registers
+    columns = max(1, loads * 32 * warps * vector // (inner * shape["streams"]))
+    apart = 32 * warps * vector // inner  # columns that different warps work on
+    while columns > max(2, apart) and ceil_div(shape["columns"], columns) < 3 * device.sms:
+        columns //= 2
+        if inner < shape["inner"] and shape["rows"] <= 2:
+            inner *= 2  # as many bytes in flight, in fewer steps
+    return Stream("vector", columns, inner, warps, stages=1)
+
+
+def _tensor(device: Device, shape: Mapping[str, int]) -> Stream:
+    rows = row_tile(shape["rows"])
+    if shape["bytes"] == 4:
+        columns, inner, stages = 64, 32, 3
+    elif rows == 64:  # x is read again for every tile: wide tiles
+        columns, inner, stages = 128 // shape["streams"], 64, 4
+    else:
+        small = shape["columns"] <= 32 * device.sms and shape["inner"] <= 1024  # more programs, none of which is long
+        columns, inner, stages = 32 if small else 64, 128 // shape["streams"], 4
+    stages = stages if device.arch >= 80 else 1
+    return Stream("tensor", columns, inner, 4, stages, _programs(device, shape, columns, inner))
+
+
+def _programs(device: Device, shape: Mapping[str, int], columns: int, inner: int) -> int:
+    """Equal shares of the work, where tiles alone would leave multiprocessors idle; 0: tiles alone are even enough."""
+    tiles, steps = ceil_div(shape["columns"], columns), ceil_div(shape["inner"], inner)
+
+    def cost(share: int) -> float:
+        """Steps until the busiest multiprocessor is done, with 2 for a start and 3 for adding up cut tiles."""
+        programs = ceil_div(tiles * steps, share)
+        alone = 1.1 if programs <= device.sms else 1.0  # nothing is loaded while a program on its own ends a tile
+        starts = ceil_div(programs, 2 * device.sms)
+        return alone * ceil_div(programs, device.sms) * share + 2 * starts + (3 if share % steps else 0)
+
+    if tiles * steps == 0:
+        return 0
+    # A share of fewer than 4 steps costs more in adding up than it gains.
+    best = min((max(4, ceil_div(tiles * steps, programs)) for programs in (2 * device.sms, device.sms)), key=cost)
+    return ceil_div(tiles * steps, best) if cost(best) < 0.95 * cost(steps) else 0
+
+
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Stream]:
+    for columns in (1, 2, 4, 8, 16):
+        for inner in (256, 512, 1024, 2048):
+            for warps in (1, 2, 4, 8):
+                for stages in (1, 3):
+                    yield Stream("vector", columns, inner, warps, stages)
+    for columns in (32, 64, 128):
+        for inner in (64, 128, 256):
+            for stages in (3, 4, 5, 6):
+                for programs in (0, device.sms, 2 * device.sms, 3 * device.sms):
+                    yield Stream("tensor", columns, inner, 4, stages, programs)
+
+
+def _valid(config: Stream, device: Device, shape: Mapping[str, int]) -> str | None:
+    loaded = config.columns * config.inner * shape["streams"]
+    if config.kernel == "vector":
+        if shape["rows"] > MOST_VECTOR_ROWS:
+            return f"{shape['rows']} rows are too many for plain arithmetic; it takes up to {MOST_VECTOR_ROWS}"
+        if config.programs:
+            return "the vector kernel has one program for each tile"
+        if shape["outer"]:
+            return "the vector kernel wants weights that are contiguous along the sum"
+        each = loaded / (32 * config.warps)
+        return None if each <= 128 else f"{each:.0f} weights a thread do not fit its registers"
+    if config.kernel != "tensor":
+        return f"there is no kernel {config.kernel!r}; there are 'vector' and 'tensor'"
+    if config.inner < 16:
+        return "tensor cores sum at least 16 elements at a time"
+    staged = (loaded + row_tile(shape["rows"]) * config.inner) * shape["bytes"] * config.stages
+    if device.shared_per_block and staged > device.shared_per_block:
+        return f"{config.stages} stages take {staged} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.programs and ceil_div(shape["columns"], config.columns) > MOST_COUNTERS - 2:
+        return f"no more than {MOST_COUNTERS} tiles can be shared between programs"
+    return None
+
+
+LINEAR = Tunable("linear", Stream, _heuristic, _space, _valid, _bucket)

@@ -1,0 +1,34 @@
+"""The linear layer with a name for every tensor, as a declaration wants them; lists are put together here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flashkernel.ops.gemm import api
+from flashkernel.ops.gemm import reference as plain
+
+_MORE = ("up", "second", "third")
+
+
+def linear(x: Tensor, weight: Tensor, **given: Any) -> Any:
+    """flashkernel.linear of [weight, up] or [weight, second, third], where those are given."""
+    return gathered(api.linear, x, weight, given)
+
+
+def reference(x: Tensor, weight: Tensor, **given: Any) -> Any:
+    """The reference, called alike."""
+    return gathered(plain.linear, x, weight, given)
+
+
+def gathered(function: Callable[..., Any], x: Tensor, weight: Tensor, given: dict[str, Any]) -> Any:
+    """A function of lists, called with named tensors and options."""
+    more = [name for name in _MORE if name in given]
+    rest = {name: value for name, value in given.items() if not name.startswith(_MORE)}
+    if not more:
+        return function(x, weight, **rest)
+    if "bias" in rest:
+        rest["bias"] = [rest["bias"], *[given[f"{name}_bias"] for name in more]]
+    return function(x, [weight, *[given[name] for name in more]], **rest)

@@ -1,0 +1,201 @@
+"""The linear layer's kernels as a torch operator, with their gradients.
+
+An operator takes no epilogue, but its text. The weights are separate arguments, at most three, because autograd looks
+into no list. The backward pass is made of torch's products: serving has none, and training has rows in plenty.
+"""
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import Epilogue, Operands
+from flashkernel.core.library import KernelOp
+from flashkernel.core.op import resolve
+from flashkernel.ops.gemm.packing import packed_of, pair_of
+
+MOST_WEIGHTS = 3
+
+
+def run(
+    kernels: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    chain: str,
+    packed: str,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """All outputs side by side, [..., outputs]; differentiable in every tensor."""
+    padding = [None] * (MOST_WEIGHTS - len(weights))
+    vectors = [*biases, *padding] if biases else [None] * MOST_WEIGHTS
+    return _linear(
+        x, *weights, *padding, *vectors, residual, norm_weight, chain, packed, eps, offset, dtype, kernels
+    )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[rows, columns] with unit stride along the row; a view where the layout allows one."""
+    flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _streams(tensors: list[Tensor], gated: bool, packed: str) -> list[Tensor]:
+    """A gated chain's packed weight or bias as gate and up; anything else as it is."""
+    return list(pair_of(tensors[0], packed, 0)) if gated and len(tensors) == 1 else tensors
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    weight2: Tensor | None,
+    weight3: Tensor | None,
+    bias: Tensor | None,
+    bias2: Tensor | None,
+    bias3: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    chain: str,
+    packed: str,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    kernels: str,
+) -> Tensor:
+    gated = Epilogue.parse(chain).gated
+    y = resolve(kernels).forward(
+        _rows(x), _streams(_given(weight, weight2, weight3), gated, packed),
+        _streams(_given(bias, bias2, bias3), gated, packed), None if residual is None else _rows(residual),
+        norm_weight, chain, eps, offset, dtype,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _fake_forward(
+    x, weight, weight2, weight3, bias, bias2, bias3, residual, norm_weight, chain, packed, eps, offset, dtype, kernels
+):
+    outputs = sum([matrix.shape[0] for matrix in _given(weight, weight2, weight3)])
+    if Epilogue.parse(chain).gated:
+        outputs = outputs // 2
+    return x.new_empty((*x.shape[:-1], outputs), dtype=dtype)
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    weight2: Tensor | None,
+    weight3: Tensor | None,
+    bias: Tensor | None,
+    bias2: Tensor | None,
+    bias3: Tensor | None,
+    norm_weight: Tensor | None,
+    residual_dtype: torch.dtype,
+    chain: str,
+    packed: str,
+    eps: float,
+    offset: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, the weights, the biases, the residual and the norm's weight; those not wanted are empty."""
+    weights, vectors = _given(weight, weight2, weight3), _given(bias, bias2, bias3)
+    flat, width = _rows(x), x.shape[-1]
+    normal, spread = (flat, flat) if norm_weight is None else _normalised(flat, norm_weight, eps, offset)
+    chain_of = Epilogue.parse(chain)
+    gradients, at_bias, at_residual = _through_chain(chain_of, normal, weights, vectors, packed, _rows(dy))
+    results = [x.new_empty(0) for _ in wanted]
+    lowered = [gradient.to(x.dtype) for gradient in gradients]
+    if wanted[0] or wanted[8]:
+        dx = lowered[0] @ weights[0]
+        for gradient, matrix in zip(lowered[1:], weights[1:]):
+            dx += gradient @ matrix
+        if norm_weight is not None:
+            dx, dnorm = _pull_back_norm(dx, flat, norm_weight, spread, offset)
+            results[8] = dnorm if wanted[8] else results[8]
+        results[0] = dx.to(x.dtype).view(*x.shape[:-1], width) if wanted[0] else results[0]
+    for index, (matrix, gradient) in enumerate(zip(weights, lowered)):
+        if wanted[1 + index]:
+            results[1 + index] = (gradient.t() @ normal).to(matrix.dtype)
+    for index, (vector, gradient) in enumerate(zip(vectors, at_bias)):
+        if wanted[4 + index]:
+            results[4 + index] = gradient.sum(0).to(vector.dtype)
+    if wanted[7]:
+        results[7] = at_residual.to(residual_dtype, copy=True).view(dy.shape)
+    return tuple(results)  # type: ignore[return-value]
+
+
+def _through_chain(
+    chain: Epilogue, normal: Tensor, weights: list[Tensor], biases: list[Tensor], packed: str, dy: Tensor
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Gradients of the products of each weight, of the values at their biases, and of the residual, in float32."""
+    products = [normal @ matrix.t() for matrix in weights]
+    nothing = dy.new_zeros(1, 1)  # stands for a residual, whose value no gradient depends on
+    if not chain.gated:
+        found = []
+        for index, (product, part) in enumerate(zip(products, dy.split([matrix.shape[0] for matrix in weights], -1))):
+            found.append(chain.pull_back((product,), Operands(tuple(biases[index : index + 1]), nothing), part))
+        return [one[0][0] for one in found], [one[1][0] for one in found], found[0][2]
+    alone = len(weights) == 1
+    pair = tuple(pair_of(products[0], packed, -1)) if alone else tuple(products)
+    vectors = tuple(pair_of(biases[0], packed, 0)) if alone and biases else tuple(biases)
+    gradients, at_bias, at_residual = chain.pull_back(pair, Operands(vectors, nothing), dy)
+    if not alone:
+        return list(gradients), list(at_bias), at_residual
+    together = packed_of(gradients[0], gradients[1], packed)
+    return [together], [packed_of(at_bias[0], at_bias[-1], packed)] if biases else [], at_residual
+
+
+def _normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x in x's dtype, 1 / rms [rows, 1])."""
+    wide = x.float()
+    spread = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * spread * (norm_weight.float() + offset)).to(x.dtype), spread
+
+
+def _pull_back_norm(
+    dnormal: Tensor, x: Tensor, norm_weight: Tensor, spread: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(dx in float32, gradient of the norm's weight)."""
+    even = x.float() * spread
+    dnormal = dnormal.float()
+    along = dnormal * (norm_weight.float() + offset)
+    dx = spread * (along - even * (along * even).mean(-1, keepdim=True))
+    return dx, (dnormal * even).sum(0).to(norm_weight.dtype)
+
+
+def _fake_backward(
+    dy, x, weight, weight2, weight3, bias, bias2, bias3, norm_weight, residual_dtype, chain, packed, eps, offset, wanted
+):
+    given = (x, weight, weight2, weight3, bias, bias2, bias3, None, norm_weight)
+    results = [
+        x.new_empty(0) if tensor is None or not want else tensor.new_empty(tensor.shape)
+        for tensor, want in zip(given, wanted)
+    ]
+    if wanted[7]:
+        results[7] = dy.new_empty(dy.shape, dtype=residual_dtype)
+    return tuple(results)
+
+
+def _setup_context(ctx, inputs, output):
+    x, *weights_and_biases, residual, norm_weight, chain, packed, eps, offset, _, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, *weights_and_biases, norm_weight)
+    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed, eps, offset)
+
+
+def _pull_back(ctx, dy):
+    if dy is None:
+        return (None,) * 15
+    wanted = list(ctx.needs_input_grad[:9])
+    results = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted)
+    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 6
+
+
+_linear_backward = KernelOp("linear_backward", _backward, _fake_backward)
+_linear = KernelOp("linear", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)

@@ -1,0 +1,177 @@
+"""The declaration of the linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashkernel.blocks.epilogue import GATES
+from flashkernel.core import backends
+from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
+from flashkernel.core.shapes import MODELS, Model
+from flashkernel.ops.gemm.configs import MOST_ROWS, VECTOR_ROWS
+
+_ROOM = "flashkernel.ops.gemm"
+_HALF = (torch.bfloat16,)
+_FEW, _SOME, _MANY = f"1 to {VECTOR_ROWS}", f"{VECTOR_ROWS + 1} to {MOST_ROWS}", f"over {MOST_ROWS}"
+
+
+def row_class(rows: int) -> str:
+    """All that the choice of a backend asks of the number of rows."""
+    return _FEW if rows <= VECTOR_ROWS else _SOME if rows <= MOST_ROWS else _MANY
+
+
+def _rows(call: Call) -> str | None:
+    if call.facts["rows"] == _MANY:
+        return f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
+    if call.facts["rows"] == _SOME and call.device.kind == "cuda" and call.device.arch < 80:
+        return f"more than {VECTOR_ROWS} rows need tensor cores, which Triton has from sm_80 on"
+    return None
+
+
+_INPUTS = {
+    "x": Input(("*rows", "inner")),
+    "weight": Input(("columns", "inner"), draw=normal(0.1)),
+    "bias": Input(("columns",), optional=True),
+    "residual": Input(("*rows", "columns"), optional=True),
+    "norm_weight": Input(("inner",), draw=normal(0.3, 1.0), optional=True),
+    "up": Input(("columns", "inner"), draw=normal(0.1), optional=True),
+    "up_bias": Input(("columns",), optional=True),
+    "second": Input(("second", "inner"), draw=normal(0.1), optional=True),
+    "second_bias": Input(("second",), optional=True),
+    "third": Input(("third", "inner"), draw=normal(0.1), optional=True),
+    "third_bias": Input(("third",), optional=True),
+}
+_SIZES = {"rows": 3, "columns": 24, "inner": 40}
+_QKV = {"columns": 24, "second": 7, "third": 10}
+_WITH_BIASES = ("bias", "up", "up_bias")
+_THREE = ("second", "third", "bias", "second_bias", "third_bias")
+
+
+def _case(name: str, present: tuple[str, ...] = (), axes: Axes | None = None, **options: Any) -> Case:
+    return Case(name, {**_SIZES, **(axes or {})}, options, present=present)
+
+
+_CASES = (
+    _case("plain"),
+    _case("one-row", axes={"rows": (), "inner": 300}),
+    _case("bias", ("bias",), {"rows": 1}),
+    _case("residual", ("bias", "residual"), {"rows": (2, 2), "columns": 33}),
+    _case("norm", ("norm_weight",), {"rows": 2, "inner": 77}, norm_offset=1.0, norm_eps=1e-3),
+    _case("everything", ("bias", "residual", "norm_weight", "up", "up_bias"), activation="swiglu", scale=0.5),
+    _case("gelu", ("bias",), activation="gelu"),
+    _case("gelu-tanh", ("bias",), activation="gelu_tanh"),
+    _case("silu", activation="silu"),
+    _case("relu", activation="relu"),
+    _case("squared-relu", activation="squared_relu"),
+    _case("swiglu", ("up",), activation="swiglu"),
+    _case("geglu", _WITH_BIASES, activation="geglu"),
+    _case("geglu-exact", ("up",), activation="geglu_exact"),
+    _case("reglu", activation="reglu"),
+    _case("packed-halves", ("bias",), {"columns": 26}, activation="swiglu"),
+    _case("packed-interleaved", ("bias",), {"columns": 26}, activation="gpt_oss_glu", packed="interleaved", scale=2.0),
+    _case("three-weights", _THREE, _QKV),
+    _case("three-weights-norm", ("second", "third", "norm_weight"), {**_QKV, "rows": 17}),
+    Case("splits", {**_SIZES, "columns": 30}, {"splits": (16, 4, 10)}, gradients=False),
+    Case("float32-out", _SIZES, {"out_dtype": torch.float32}, present=("residual",)),
+    Case("float32-extras", _SIZES, present=("bias", "residual", "norm_weight"),
+         dtypes=(torch.float16, torch.bfloat16),
+         dtype_of={"bias": torch.float32, "residual": torch.float32, "norm_weight": torch.float32}),
+    _case("some-rows", ("bias",), {"rows": 9, "columns": 70, "inner": 300}),
+    _case("some-rows-everything", ("bias", "residual", "norm_weight", "up", "up_bias"),
+          {"rows": (3, 11), "columns": 37, "inner": 65}, activation="gpt_oss_glu", scale=0.1),
+    _case("most-rows", ("residual",), {"rows": 64, "columns": 90, "inner": 48}),
+    _case("many-rows", ("bias",), {"rows": 65}, activation="silu"),
+    Case("padded", {**_SIZES, "rows": (2, 3)}, present=("residual", "norm_weight"), layout="padded"),
+    Case("transposed", {**_SIZES, "rows": (3, 2)}, present=("bias", "residual"), layout="transposed"),
+    Case("transposed-one-row", {**_SIZES, "rows": 1}, {"activation": "reglu"}, present=("up",), layout="transposed"),
+    _case("no-rows", ("bias",), {"rows": (0, 3)}),
+    _case("no-columns", axes={"columns": 0}),
+    _case("no-inner", ("bias",), {"inner": 0}),
+    _case("one-element", ("bias",), {"rows": 1, "columns": 1, "inner": 1}),
+)  # fmt: skip
+
+
+_Layers = dict[str, tuple[Axes, tuple[str, ...], dict[str, Any]]]  # axes, optional inputs, options, by name
+
+
+def _layer(model: Model) -> _Layers:
+    """The linear layers of a transformer."""
+    hidden, queries, keys = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return {
+        "qkv": (
+            {"inner": hidden, "columns": queries, "second": keys, "third": keys},
+            ("second", "third", "norm_weight"), {},
+        ),
+        "o": ({"inner": queries, "columns": hidden}, ("residual",), {}),
+        "gate-up": ({"inner": hidden, "columns": model.intermediate}, ("up", "norm_weight"), {"activation": "swiglu"}),
+        "down": ({"inner": model.intermediate, "columns": hidden}, ("residual",), {}),
+        "lm-head": ({"inner": hidden, "columns": model.vocab}, ("norm_weight",), {}),
+    }  # fmt: skip
+
+
+def _benches() -> tuple[Case, ...]:
+    gpt2, gpt_oss = _layer(MODELS["gpt2"]), _layer(MODELS["gpt-oss-20b"])
+    hidden = MODELS["gpt2"].hidden
+    gpt2 = {  # LayerNorm stays outside
+        "qkv": ({"inner": hidden, "columns": 3 * hidden}, ("bias",), {}),
+        "o": (gpt2["o"][0], ("bias", "residual"), {}),
+        "up": ({"inner": hidden, "columns": 4 * hidden}, ("bias",), {"activation": "gelu_tanh"}),
+        "down": (gpt2["down"][0], ("bias", "residual"), {}),
+        "lm-head": (gpt2["lm-head"][0], (), {}),
+    }
+    gpt_oss = {
+        "qkv": (gpt_oss["qkv"][0], ("second", "third", "norm_weight", "bias", "second_bias", "third_bias"), {}),
+        "o": (gpt_oss["o"][0], ("bias", "residual"), {}),
+    }
+    tables: dict[str, _Layers] = {
+        "plain": {"4096x14336": ({"inner": 4096, "columns": 14336}, (), {})},
+        "llama-1b": _layer(MODELS["llama-3.2-1b"]),
+        "llama-8b": _layer(MODELS["llama-3.1-8b"]),
+        "gpt2": gpt2,
+        "gpt-oss": gpt_oss,
+    }
+    return tuple(
+        Case(f"{model}-{layer}-{rows}", {**axes, "rows": rows}, options, dtypes=_HALF, present=present, gradients=False)
+        for model, layers in tables.items()
+        for layer, (axes, present, options) in layers.items()
+        for rows in (1, 4, 16, 64)
+    )
+
+
+def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    """Every weight is read once; x, the residual and the output as well."""
+    rows, inner = count(case.axes["rows"]), case.axes["inner"]
+    matrices = [name for name in ("columns", "second", "third") if name == "columns" or name in case.present]
+    computed = sum(case.axes[name] for name in matrices) * (2 if "up" in case.present else 1)
+    packed = case.options.get("activation") in GATES and "up" not in case.present
+    outputs = sum(case.axes[name] for name in matrices) // (2 if packed else 1)
+    moved = computed * inner + rows * (inner + outputs * (2 if "residual" in case.present else 1))
+    product = 2.0 * rows * computed * inner
+    return {
+        "fwd": Cost(product, moved * dtype.itemsize),
+        "bwd": Cost(2 * product, (moved + computed * inner) * dtype.itemsize),
+    }
+
+
+LINEAR = Op(
+    name="linear",
+    summary="linear layer of few rows with norm, bias, activation, gate and residual",
+    function=f"{_ROOM}.named:linear",
+    reference=f"{_ROOM}.named:reference",
+    inputs=_INPUTS,
+    backends=(
+        backends.triton(f"{_ROOM}.triton", _rows),
+        backends.torch_native(f"{_ROOM}.torch:linear"),
+        backends.reference(f"{_ROOM}.reference:linear"),
+    ),
+    cases=_CASES,
+    benches=_benches(),
+    cost=_cost,
+    # Even, because a packed weight holds two columns for each of the output.
+    ranges={"rows": (0, 5, 1), "columns": (2, 60, 2), "inner": (1, 90, 1)},
+    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
+)
+OPS = (LINEAR,)

@@ -1,0 +1,59 @@
+"""The linear layer by torch's own operators: cuBLAS (or the CPU's BLAS) for the product, an operator for each piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import Activation, Epilogue, Gate, Operands, standard
+from flashkernel.ops.gemm.packing import pair_of
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    activation: str | Activation | Gate | None = None,
+    packed: str = "halves",
+    splits: Sequence[int] | None = None,
+    scale: float = 1.0,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    dtype = x.dtype if out_dtype is None else out_dtype
+    if norm_weight is not None:
+        x = normalised(x, norm_weight, norm_eps, norm_offset)
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
+    fused = len(biases) > 0 and all([vector.dtype == x.dtype for vector in biases])  # noqa: C419  dynamo wants a list
+    products = [
+        F.linear(x, matrix, biases[index] if fused else None) for index, matrix in enumerate(weights)
+    ]  # fmt: skip
+    chain = Epilogue(standard(len(biases) > 0 and not fused, activation, scale, residual is not None))
+    if chain.gated:
+        alone = len(products) == 1
+        pair = pair_of(products[0], packed, -1) if alone else (products[0], products[1])
+        vectors = pair_of(biases[0], packed, 0) if alone and biases else tuple(biases)
+        return chain.run(pair, Operands(vectors, residual)).to(dtype)
+    outputs = [
+        chain.run((product,), Operands(tuple(biases[index : index + 1]), residual)).to(dtype)
+        for index, product in enumerate(products)
+    ]
+    if splits is not None:
+        return outputs[0].split(list(splits), -1)
+    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+
+
+def normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
+    """RMSNorm of x, in float32 and rounded once."""
+    if offset == 0.0 and norm_weight.dtype == x.dtype:
+        return F.rms_norm(x, x.shape[-1:], norm_weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), x.shape[-1:], norm_weight.to(wide) + offset, eps).to(x.dtype)

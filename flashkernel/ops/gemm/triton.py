@@ -1,0 +1,322 @@
+"""Linear layers of few rows in Triton: the weight is streamed once, and everything around the product is fused.
+
+Two kernels. `linear_vector`, for a handful of rows, is plain arithmetic: every thread multiplies 16-byte pieces of
+weight rows with the same piece of x, and adds up across threads once, at the end. `linear_tensor` puts the weight's
+rows on the tensor cores' long side and x's, padded to 16, on the short one; its programs take equal shares of the
+whole work, and where a share ends within a tile the last program to arrive adds the parts, in a fixed order.
+
+Both take several weights (q, k and v, say) whose outputs lie side by side, or a gate and an up weight whose columns a
+program computes together. RMSNorm's 1 / rms is a factor of the finished row, so x is normalised as it streams by.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import Epilogue
+from flashkernel.blocks.epilogue_triton import finish
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch
+from flashkernel.ops.gemm.configs import LINEAR, MOST_COUNTERS, Stream, row_tile, tile_count
+
+
+@triton.jit
+def _part(tile, weights, strides, biases, sizes, COLUMNS: tl.constexpr):
+    """(weight, its stride, bias, size, first tile, first column) of the weight that a tile belongs to."""
+    weight, stride, bias, size = weights[0], strides[0], biases[0], sizes[0]
+    tiles, columns, first_tile, first_column = 0, 0, 0, 0
+    for part in tl.static_range(1, len(sizes)):
+        tiles += tl.cdiv(sizes[part - 1], COLUMNS)
+        columns += sizes[part - 1]
+        here = tile >= tiles
+        weight = tl.where(here, weights[part], weight)
+        stride = tl.where(here, strides[part], stride)
+        bias = tl.where(here, biases[part], bias)
+        size = tl.where(here, sizes[part], size)
+        first_tile = tl.where(here, tiles, first_tile)
+        first_column = tl.where(here, columns, first_column)
+    return weight, stride, bias, size, first_tile, first_column
+
+
+@triton.jit
+def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
+    """[..., LENGTH] -> [..., LENGTH / VECTOR]: sums within a thread."""
+    if len(values.shape) == 2:
+        return tl.sum(tl.reshape(values, (values.shape[0], LENGTH // VECTOR, VECTOR)), 2)
+    else:
+        return tl.sum(tl.reshape(values, (LENGTH // VECTOR, VECTOR)), 1)
+
+
+@triton.jit
+def linear_vector(
+    x, norm_weight, weights, biases, residual, y,
+    x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
+    CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    STREAMS: tl.constexpr = 2 if GATED else 1
+    LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
+    weight, stride, bias, size, first_tile, first_column = _part(tile, weights, strides, biases, sizes, COLUMNS)
+    place = (tile - first_tile) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    step = tl.arange(0, INNER)  # [INNER]
+    near = tl.minimum(place, size - 1).to(tl.int64)[:, None]  # columns beyond the last repeat it, and are not stored
+    left = weight + near * stride + step[None, :]  # [COLUMNS, INNER]
+    right = weights[LAST] + near * strides[LAST] + step[None, :]
+    sums = (tl.zeros([COLUMNS, INNER // VECTOR], tl.float32),) * (ROWS * STREAMS)
+    squares = (tl.zeros([INNER // VECTOR], tl.float32),) * (ROWS if NORM else 0)
+
+    for first in tl.range(0, inner, INNER, num_stages=STAGES):
+        inside = (first + step < inner) | EVEN
+        gate = tl.load(left + first, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if GATED:
+            up = tl.load(right + first, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if NORM:
+            factor = tl.load(norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + offset
+        new_sums, new_squares = sums * 0, squares * 0
+        for row in tl.static_range(ROWS):
+            x_row = x + tl.full([], row, tl.int64) * x_stride
+            values = tl.load(x_row + first + step, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            if NORM:
+                new_squares = new_squares + (squares[row] + _add_vectors(values * values, INNER, VECTOR),)
+                values *= factor
+            new_sums = new_sums + (sums[row * STREAMS] + _add_vectors(gate * values[None, :], INNER, VECTOR),)
+            if GATED:
+                new_sums = new_sums + (sums[row * STREAMS + 1] + _add_vectors(up * values[None, :], INNER, VECTOR),)
+        sums, squares = new_sums, new_squares
+
+    in_columns = place < size
+    for row in tl.static_range(ROWS):
+        value = tl.sum(sums[row * STREAMS], 1)[None, :]  # [1, COLUMNS]
+        partner = tl.sum(sums[row * STREAMS + STREAMS - 1], 1)[None, :]
+        if NORM:
+            rstd = tl.rsqrt(tl.sum(squares[row], 0) / inner + eps)
+            value *= rstd
+            partner *= rstd
+        here = tl.full([1], row, tl.int32)
+        value = finish(
+            value, partner, here, first_column + place, place, here == row, in_columns,
+            bias, biases[LAST], bias_stride, residual, residual_stride, CHAIN,
+        )  # fmt: skip
+        tl.store(y + row * y_stride + (first_column + place)[None, :], value, mask=in_columns[None, :])
+
+
+@triton.jit
+def _store_part(
+    workspace, slot, value, partner, squares, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program's part of a tile: the sums [ROWS, COLUMNS] of each product, then the squares [ROWS]."""
+    SIZE: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1) + ROWS
+    base = workspace + slot.to(tl.int64) * SIZE
+    flat = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(base + flat, value)
+    if GATED:
+        tl.store(base + ROWS * COLUMNS + flat, partner)
+    tl.store(base + SIZE - ROWS + tl.arange(0, ROWS), squares)
+
+
+@triton.jit
+def _add_parts(workspace, begin, end, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The whole of a tile from the parts of programs begin to end, in that order."""
+    SIZE: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1) + ROWS
+    flat = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    value = tl.zeros([ROWS, COLUMNS], tl.float32)
+    partner = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for program in range(begin, end + 1):
+        # Past the L1 cache, which other multiprocessors do not write to.
+        base = workspace + (2 * program + (program == begin).to(tl.int32)).to(tl.int64) * SIZE
+        value += tl.load(base + flat, cache_modifier=".cg")
+        if GATED:
+            partner += tl.load(base + ROWS * COLUMNS + flat, cache_modifier=".cg")
+        squares += tl.load(base + SIZE - ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
+    return value, partner, squares
+
+
+@triton.jit
+def _rows_of_weight(weight, stride, place, size, step, OUTER: tl.constexpr):
+    """(pointers [COLUMNS, INNER] to a weight's rows, elements from one element of the sum to the next)."""
+    if OUTER:  # stored (in, out): 16-byte loads go along the columns, so those beyond the last are masked by the caller
+        return weight + place[:, None] + step.to(tl.int64)[None, :] * stride, stride.to(tl.int64)
+    else:  # columns beyond the last repeat it, and are not stored
+        return weight + tl.minimum(place, size - 1).to(tl.int64)[:, None] * stride + step[None, :], 1
+
+
+@triton.jit
+def linear_tensor(
+    x, norm_weight, weights, biases, residual, y, workspace, counters,
+    x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share, eps, offset,
+    CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, OUTER: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
+    program = tl.program_id(0)
+    steps = tl.cdiv(inner, INNER)
+    if SHARED:  # the work is tiles x steps, in that order, cut into equal shares
+        work_begin = program * share
+        work_end = tl.minimum(work_begin + share, tiles * steps)
+        first_of_mine, last_of_mine = work_begin // steps, (work_end - 1) // steps
+    else:
+        work_begin, work_end = program * steps, (program + 1) * steps
+        first_of_mine, last_of_mine = program, program
+    row = tl.arange(0, ROWS)  # [ROWS]
+    step = tl.arange(0, INNER)  # [INNER]
+    x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [INNER, ROWS]
+
+    for tile in range(first_of_mine, last_of_mine + 1):
+        weight, stride, bias, size, first_tile, first_column = _part(tile, weights, strides, biases, sizes, COLUMNS)
+        place = (tile - first_tile) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+        left, advance = _rows_of_weight(weight, stride, place, size, step, OUTER)  # [COLUMNS, INNER]
+        right, right_advance = _rows_of_weight(weights[LAST], strides[LAST], place, size, step, OUTER)
+        product = tl.zeros([COLUMNS, ROWS], tl.float32)
+        other = tl.zeros([COLUMNS, ROWS], tl.float32)
+        squares = tl.zeros([INNER, ROWS], tl.float32)
+        begin = tl.maximum(work_begin - tile * steps, 0)
+        end = tl.minimum(work_end - tile * steps, steps)
+        for first in tl.range(begin * INNER, end * INNER, INNER, num_stages=STAGES):
+            inside = (first + step < inner) | EVEN
+            there = inside[None, :]
+            if OUTER:
+                there &= (place < size)[:, None]
+            values = tl.load(x_rows + first, mask=inside[:, None], other=0.0)
+            loaded = tl.load(left + first * advance, mask=there, other=0.0, eviction_policy="evict_first")
+            if NORM:
+                wide = values.to(tl.float32)
+                squares += wide * wide
+                factor = tl.load(norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + offset
+                values = (wide * factor[:, None]).to(values.dtype)
+            product = tl.dot(loaded, values, product, input_precision=PRECISION)
+            if GATED:
+                loaded = tl.load(right + first * right_advance, mask=there, other=0.0, eviction_policy="evict_first")
+                other = tl.dot(loaded, values, other, input_precision=PRECISION)
+
+        value, partner, square = tl.trans(product), tl.trans(other), tl.sum(squares, 0)  # [ROWS, COLUMNS], [ROWS]
+        complete = True
+        if SHARED:
+            complete = (begin == 0) & (end == steps)
+            if not complete:
+                # A program's first tile may lack its start, its last one its end: two slots each.
+                _store_part(
+                    workspace, 2 * program + (begin == 0).to(tl.int32), value, partner, square, GATED, ROWS, COLUMNS
+                )
+                first_program, last_program = tile * steps // share, ((tile + 1) * steps - 1) // share
+                tl.debug_barrier()  # every thread has stored before one of them says so
+                before = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+                if before == last_program - first_program:
+                    tl.store(counters + tile, 0)  # as the next launch wants to find it
+                    value, partner, square = _add_parts(workspace, first_program, last_program, GATED, ROWS, COLUMNS)
+                    complete = True
+        if complete:
+            if NORM:
+                rstd = tl.rsqrt(square / inner + eps)[:, None]
+                value *= rstd
+                partner *= rstd
+            in_rows, in_columns, column = row < rows, place < size, first_column + place
+            value = finish(
+                value, partner, row, column, place, in_rows, in_columns,
+                bias, biases[LAST], bias_stride, residual, residual_stride, CHAIN,
+            )  # fmt: skip
+            target = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
+            tl.store(target, value, mask=in_rows[:, None] & in_columns[None, :])
+
+
+def forward(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    chain: str,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y [rows, outputs] of x [rows, inner]; the weights are [n, inner] each, and a gated chain's are gate and up.
+
+    x and the residual have unit stride along their rows; the biases are none, or one for each weight.
+    """
+    rows, inner = x.shape
+    gated = Epilogue.parse(chain).gated
+    sizes = (weights[0].shape[0],) if gated else tuple([weight.shape[0] for weight in weights])
+    y = torch.empty((rows, sum(sizes)), dtype=dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    weights, outer = _one_layout(weights)
+    if len({(bias.dtype, bias.stride(0)) for bias in biases}) > 1:
+        biases = [bias.float().contiguous() for bias in biases]
+    if norm_weight is not None:
+        norm_weight = norm_weight.contiguous()
+    shape = {
+        "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": x.element_size(),
+        "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
+    }  # fmt: skip
+    config = tune.pick(LINEAR, device.facts(x.device), shape)
+    tensors = (tuple(weights), tuple(biases) if biases else (x,) * len(weights), residual, y)
+    strides = (
+        x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]),
+        biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0), sizes, inner,
+    )  # fmt: skip
+    constants = {
+        "CHAIN": chain, "GATED": gated, "NORM": norm_weight is not None, "EVEN": inner % config.inner == 0,
+        "COLUMNS": config.columns, "INNER": config.inner, "STAGES": config.stages, "num_warps": config.warps,
+    }  # fmt: skip
+    if config.kernel == "vector":
+        launch(
+            linear_vector, (tile_count(config, sizes),),
+            x, norm_weight, *tensors, *strides, eps, offset,
+            ROWS=rows, VECTOR=16 // x.element_size(), **constants,
+        )  # fmt: skip
+        return y
+    programs, share, tiles = _shares(config, sizes, inner)
+    shared = share > 0
+    parts = row_tile(rows) * (config.columns * (2 if gated else 1) + 1)
+    workspace = torch.empty(2 * programs * parts, dtype=torch.float32, device=x.device) if shared else None
+    launch(
+        linear_tensor, (programs,),
+        x, norm_weight, *tensors, workspace, _counters(x.device) if shared else None, *strides, rows, tiles, share,
+        eps, offset,
+        OUTER=outer, SHARED=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", ROWS=row_tile(rows),
+        **constants,
+    )  # fmt: skip
+    return y
+
+
+def _one_layout(weights: list[Tensor]) -> tuple[list[Tensor], bool]:
+    """The weights, and whether they are contiguous along their outputs; a mixture is copied into the usual layout."""
+    if all(weight.stride(1) == 1 or weight.shape[1] <= 1 for weight in weights):
+        return weights, False
+    if all(weight.stride(0) == 1 for weight in weights):
+        return weights, True
+    return [weight.contiguous() for weight in weights], False
+
+
+def _shares(config: Stream, sizes: tuple[int, ...], inner: int) -> tuple[int, int, int]:
+    """(programs, steps in each one's share, tiles); a share of 0 stands for one whole tile."""
+    tiles = tile_count(config, sizes)
+    steps = tune.ceil_div(inner, config.inner)
+    if config.programs == 0 or steps == 0:
+        return tiles, 0, tiles
+    share = tune.ceil_div(tiles * steps, config.programs)
+    return (tiles, 0, tiles) if share == steps else (tune.ceil_div(tiles * steps, share), share, tiles)
+
+
+_SLOTS = 32
+_tables: dict[torch.device, Tensor] = {}
+_slots: dict[tuple[torch.device, int], int] = {}
+
+
+def _counters(where: torch.device) -> Tensor:
+    """Zeros that kernels count in and leave as zeros: a row for each stream, whose launches follow one another."""
+    if where.type != "cuda":
+        return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=where)
+    table = _tables.get(where)
+    if table is None:
+        table = torch.zeros((_SLOTS, MOST_COUNTERS), dtype=torch.int32, device=where)
+        if torch.cuda.is_current_stream_capturing():
+            return table[0]  # the graph's own, zeroed at every replay
+        torch.cuda.current_stream(where).synchronize()  # once: other streams may be the next to use it
+        _tables[where] = table
+    stream = torch.cuda.current_stream(where).cuda_stream
+    return table[_slots.setdefault((where, stream), len(_slots) % _SLOTS)]

@@ -1,0 +1,163 @@
+"""flash_attn_with_kvcache against flash-attn's definition, written out sequence by sequence."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashkernel.compat.flash_attn import flash_attn_with_kvcache
+
+BATCH, HEADS, KV_HEADS, DIM, CAPACITY = 3, 4, 2, 16, 48
+LENGTHS = [5, 0, 31]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rotated(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (seq, heads, dim) turned by its positions, pair by pair."""
+    out = x.clone()
+    half = cos.shape[1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        c, s = cos[position, i][:, None], sin[position, i][:, None]
+        out[..., a], out[..., b] = x[..., a] * c - x[..., b] * s, x[..., b] * c + x[..., a] * s
+    return out
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int], softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """One sequence: q (sq, heads, dim), k and v (sk, heads_k, dim)."""
+    if k.shape[0] == 0:
+        return torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), -math.inf)
+    groups = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
+    j = torch.arange(k.shape[0])[None, :]
+    left, right = window[0], 0 if causal else window[1]
+    hidden = ((j < i - left) if left >= 0 else j < 0) | ((j > i + right) if right >= 0 else j < 0)
+    blind = hidden.all(-1)
+    shown = scores.masked_fill(hidden & ~blind[:, None], -math.inf)
+    out = torch.einsum("hqk,khd->qhd", shown.softmax(-1), v.repeat_interleave(groups, 1))
+    return out.masked_fill(blind[:, None, None], 0), shown.logsumexp(-1).masked_fill(blind, -math.inf)
+
+
+def expected(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], causal: bool, window: tuple[int, int], softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    found = [plain(q[b], keys[b], values[b], causal, window, softcap) for b in range(q.shape[0])]
+    return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
+
+
+@pytest.mark.parametrize("queries, causal, window", [
+    (1, False, (-1, -1)), (1, True, (-1, -1)), (1, False, (7, -1)), (1, False, (7, 3)), (4, True, (-1, -1)),
+    (4, False, (-1, -1)), (3, True, (6, -1)), (3, False, (6, 0)),
+])  # fmt: skip
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_reads_what_the_cache_holds(queries: int, causal: bool, window: tuple[int, int], softcap: float) -> None:
+    q, k, v = draw(BATCH, queries, HEADS, DIM), *(draw(BATCH, CAPACITY, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, causal=causal, window_size=window, softcap=softcap, return_softmax_lse=True
+    )
+    keys, values = ([x[b, :length] for b, length in enumerate(LENGTHS)] for x in (k, v))
+    wanted, wanted_lse = expected(q, keys, values, causal, window, softcap)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new, queries, causal", [(1, 1, True), (3, 3, True), (3, 3, False), (4, 2, True)])
+def test_appends_in_place_and_reads_it(rotary: str | None, paged: bool, new: int, queries: int, causal: bool) -> None:
+    q, k, v = draw(BATCH, queries, HEADS, DIM), *(draw(BATCH, new, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    before, table = draw(BATCH, CAPACITY, KV_HEADS, DIM, seed=3), None
+    k_cache, v_cache = before.clone(), before.flip(0).clone()
+    if paged:  # sequence b's pages are 3b to 3b + 2 of the row layout, stored backwards
+        order = torch.arange(9).flip(0)
+        table = torch.empty(9, dtype=torch.int32).scatter_(0, order, torch.arange(9, dtype=torch.int32)).view(3, 3)
+        k_cache, v_cache = (x.view(9, 16, KV_HEADS, DIM)[order].contiguous() for x in (k_cache, v_cache))
+    cos, sin = (function(draw(CAPACITY, 4, seed=4)) for function in (torch.cos, torch.sin))
+    angles = {} if rotary is None else {
+        "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary == "interleaved"
+    }  # fmt: skip
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=causal, **angles
+    )
+    rows_k, rows_v = before.clone(), before.flip(0).clone()
+    turned = q.clone()
+    for b, length in enumerate(LENGTHS):
+        at = length + torch.arange(new)
+        rows_k[b, at] = k[b] if rotary is None else rotated(k[b], at, cos, sin, rotary == "interleaved")
+        rows_v[b, at] = v[b]
+        if rotary is not None:
+            where = length + torch.arange(queries) * int(causal)
+            turned[b] = rotated(q[b], where, cos, sin, rotary == "interleaved")
+    keys, values = ([x[b, : length + new] for b, length in enumerate(LENGTHS)] for x in (rows_k, rows_v))
+    torch.testing.assert_close(out, expected(turned, keys, values, causal, (-1, -1))[0], atol=1e-5, rtol=1e-5)
+    if paged:
+        assert table is not None
+        k_cache, v_cache = (x[table.long()].flatten(1, 2) for x in (k_cache, v_cache))
+    torch.testing.assert_close(k_cache, rows_k)
+    torch.testing.assert_close(v_cache, rows_v)
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY, 43])
+def test_batch_indices_pick_rows(capacity: int) -> None:
+    q, new = draw(2, 1, HEADS, DIM), draw(2, 1, KV_HEADS, DIM, seed=5)
+    k_cache, v_cache = (draw(4, capacity, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    picked = torch.tensor([3, 1], dtype=torch.int32)
+    kept = k_cache.clone()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=7, cache_batch_idx=picked)
+    for b, row in enumerate([3, 1]):
+        kept[row, 7] = new[b, 0]
+        wanted = plain(q[b], k_cache[row, :8], v_cache[row, :8], True, (-1, -1))[0]
+        torch.testing.assert_close(out[b], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(k_cache, kept)
+
+
+def test_without_lengths_the_whole_cache_is_read() -> None:
+    q, k, v = draw(2, 1, HEADS, DIM), draw(2, 20, KV_HEADS, DIM, seed=1), draw(2, 20, KV_HEADS, DIM, seed=2)
+    wanted = expected(q, list(k), list(v), False, (-1, -1))[0]
+    torch.testing.assert_close(flash_attn_with_kvcache(q, k, v), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_written_beyond_the_cache() -> None:
+    q, new, cache = draw(2, 1, HEADS, DIM), draw(2, 2, KV_HEADS, DIM, seed=1), torch.zeros(2, 16, KV_HEADS, DIM)
+    flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=15)
+    assert torch.equal(cache[:, 15], new[:, 0])
+    assert not cache[:, :15].any()
+
+
+def test_signature_is_flash_attns() -> None:
+    assert list(inspect.signature(flash_attn_with_kvcache).parameters) == [
+        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+        "cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved",
+        "alibi_slopes", "num_splits", "return_softmax_lse",
+    ]  # fmt: skip
+
+
+def test_refusals_say_what_to_do() -> None:
+    q, cache, new = draw(2, 2, HEADS, DIM), draw(2, 16, KV_HEADS, DIM), draw(2, 2, KV_HEADS, DIM)
+    some = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="cache_leftpad"):
+        flash_attn_with_kvcache(q, cache, cache, cache_leftpad=some)
+    with pytest.raises(NotImplementedError, match=r"flashkernel\.attention takes them"):
+        flash_attn_with_kvcache(q, cache, cache, alibi_slopes=torch.ones(HEADS))
+    with pytest.raises(NotImplementedError, match="use causal=True"):
+        flash_attn_with_kvcache(q, cache, cache, window_size=(3, 2))
+    with pytest.raises(ValueError, match="says where the new k and v go"):
+        flash_attn_with_kvcache(q, cache, cache, new, new)
+    with pytest.raises(ValueError, match="rotary_cos only with them"):
+        flash_attn_with_kvcache(q, cache, cache, rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4))
+    with pytest.raises(ValueError, match="leave it or block_table out"):
+        flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=some, block_table=some[:, None])
