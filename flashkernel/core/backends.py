@@ -48,6 +48,26 @@ def triton(
     return Backend("triton", target, answer)
 
 
+def hopper(
+    target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+) -> Backend:
+    """Gluon kernels for sm_90 alone: tile copies and matrix products that run beside the warps that issue them.
+
+    Picked only when asked for, until the GPU tests have passed on such a GPU.
+    """
+
+    def answer(call: Call) -> str | None:
+        if _installed("triton") is None:
+            return "triton is not installed; pip install triton"
+        if _installed("triton.experimental.gluon") is None:
+            return "this version of triton has no Gluon; pip install 'triton>=3.6'"
+        if call.device.kind != "cuda" or call.device.arch != 90:
+            return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"
+        return _dtype(call, dtypes) or supports(call)
+
+    return Backend("hopper", target, answer, automatic=())
+
+
 def cuda(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Backend:
     """CUDA C++ compiled at first use by NVRTC; picked only when asked for, unless a room says otherwise."""
 

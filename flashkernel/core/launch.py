@@ -114,7 +114,9 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
             constants[name] = value
         elif divisible:
             attributes[(position,)] = [["tt.divisibility", 16]]
-    places = {(recorded.kernel.arg_names.index(name),): value for name, value in constants.items()}
+    places: dict[tuple[int, ...], Any] = {
+        (recorded.kernel.arg_names.index(name),): value for name, value in constants.items()
+    }
     places |= inner
     language = GluonASTSource if recorded.kernel.is_gluon() else ASTSource
     source = language(recorded.kernel, signature, constexprs=places, attrs=attributes)

@@ -25,7 +25,7 @@ def attention(
     softcap: float = 0.0,
     score: Callable[..., Any] | ex.Traced | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -40,17 +40,19 @@ def attention(
     `score(s, b, h, q, k)`, and the mask: see causal, window, documents and their kin, which compose with &, | and ~.
     `sinks` (heads,) are learned logits that take part in the softmax without a value (gpt-oss).
 
-    `dropout` drops probabilities, which ones follows from `seed`. With `deterministic`, gradients are bit-equal on
-    repeat. `return_lse` adds the log of each row's sum, (batch, heads, queries) in float32. A row that sees nothing
-    gives zeros, and an lse of -inf. All inputs are differentiable, and so is the lse.
+    `dropout` drops probabilities, which ones follows from `seed`: a number, or a tensor of one that stays on the device
+    (draw it with torch.randint: a CUDA graph then drops others at each replay). With `deterministic`, gradients are
+    bit-equal on repeat. `return_lse` adds the log of each row's sum, (batch, heads, queries) in float32. A row that
+    sees nothing gives zeros, and an lse of -inf. All inputs are differentiable, and so is the lse.
     """
     _check_tensors(q, k, v)
     _check_extras(q, k, bias, sinks, alibi_slopes)
-    _check_settings(q, mask, softcap, score, dropout)
+    _check_settings(q, mask, softcap, score, dropout, seed)
     chosen = choose(
         spec.ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], masked=mask is not None, has_score=score is not None,
-        has_bias=bias is not None, has_dropout=dropout > 0, deterministic=deterministic,
+        has_bias=bias is not None, has_slopes=alibi_slopes is not None, has_dropout=dropout > 0,
+        deterministic=deterministic,
     )  # fmt: skip
     if chosen.composite:
         return chosen.run(
@@ -122,7 +124,12 @@ def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | Non
 
 
 def _check_settings(
-    q: Tensor, mask: Mask | None, softcap: float, score: Callable[..., Any] | ex.Traced | None, dropout: float
+    q: Tensor,
+    mask: Mask | None,
+    softcap: float,
+    score: Callable[..., Any] | ex.Traced | None,
+    dropout: float,
+    seed: int | Tensor,
 ) -> None:
     if mask is not None:
         if not isinstance(mask, Mask):
@@ -147,5 +154,10 @@ def _check_settings(
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout is {dropout}; it must be a probability, at least 0 and below 1")
+    if isinstance(seed, Tensor) and (seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != q.device):
+        raise ValueError(
+            f"attention: seed is {seed.dtype} {tuple(seed.shape)} on {seed.device}; it must be a number, or one int64 "
+            f"on {q.device}"
+        )
     if softcap < 0:
         raise ValueError(f"attention: softcap is {softcap}; it must be positive, or 0 for none")

@@ -27,6 +27,20 @@ def _kernels(call: Call) -> str | None:
     return None
 
 
+def _hopper(call: Call) -> str | None:
+    head_dim, value_dim = call.facts["head_dim"], call.facts["value_dim"]
+    if max(head_dim, value_dim) > 256 or head_dim % 8 or value_dim % 8:
+        return f"heads must be multiples of 8 and at most 256 wide, not {head_dim} and {value_dim}"
+    for fact, what in (
+        ("has_score", "a score function"), ("has_bias", "a bias"), ("has_slopes", "ALiBi"), ("has_dropout", "dropout"),
+    ):  # fmt: skip
+        if call.facts[fact]:
+            return f"it has no {what.removeprefix('a ')}"
+    if call.facts["deterministic"]:
+        return "the gradient of q is added by atomics, in no fixed order; leave deterministic off"
+    return None
+
+
 def _slopes() -> Draw:
     """Positive, of the size that ALiBi gives its heads."""
     return lambda shape, axes, generator: torch.rand(shape, generator=generator, device=generator.device) / 2
@@ -120,12 +134,19 @@ def _benches() -> tuple[Case, ...]:
         for length in (1024, 4096, 16384)
         for mask in (False, True)
     ]  # fmt: skip
-    llama, oss = MODELS["llama-3.1-8b"], MODELS["gpt-oss-20b"]
-    grouped = [
-        Case(f"gqa-n{length}-causal",
-             _axes(_TOKENS // length, length, (llama.heads, llama.kv_heads), llama.head_dim),
-             {"mask": causal()}, **square)
+    wide = [
+        Case(
+            f"d256-n{length}-causal", _axes(_TOKENS // length, length, _WIDTH // 256, 256), {"mask": causal()}, **square
+        )
         for length in (4096, 16384)
+    ]
+    llama, small, oss = MODELS["llama-3.1-8b"], MODELS["llama-3.2-1b"], MODELS["gpt-oss-20b"]
+    grouped = [
+        Case(f"gqa-d{model.head_dim}-n{length}-causal",
+             _axes(_TOKENS // length, length, (model.heads, model.kv_heads), model.head_dim),
+             {"mask": causal()}, **square)
+        for model in (small, llama)
+        for length in (1024, 4096, 16384)
     ]  # fmt: skip
     sliding = [
         Case(f"gpt-oss-{_TOKENS // length}x{length}",
@@ -133,7 +154,15 @@ def _benches() -> tuple[Case, ...]:
              {"mask": causal() & window(128)}, present=("sinks",), **square)
         for length in (4096, 16384)
     ]  # fmt: skip
-    return (*grid, *grouped, *sliding)
+    # One sequence alone: what plain PyTorch, which holds all scores, can still do, and where its memory ends.
+    single = [
+        Case(f"single-n{length}", _axes(1, length, 16, 64), {"mask": causal()}, **square)
+        for length in (2048, 4096, 8192, 16384)
+    ]
+    long = [
+        Case(f"long-n{length}", _axes(1, length, 2, 64), {"mask": causal()}, **square) for length in (65536, 262144)
+    ]
+    return (*grid, *wide, *grouped, *sliding, *single, *long)
 
 
 def visible_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
@@ -179,6 +208,7 @@ ATTENTION = Op(
     reference=f"{_ROOM}.reference:attention",
     inputs=_INPUTS,
     backends=(
+        backends.hopper(f"{_ROOM}.hopper", _hopper),
         backends.triton(f"{_ROOM}.triton", _kernels, least=80),
         backends.torch_native(f"{_ROOM}.torch:attention"),
         backends.reference(f"{_ROOM}.reference:attention"),

@@ -9,6 +9,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 
 WIDEST_HELD = 8192  # columns up to which the backward kernel holds the weight in registers
+LEAST_SAMPLED = 8192  # columns from which LayerNorm's sums are worth taking in one exchange
 EARLY_VALUES = 16  # values a thread up to which the forward kernel fetches the weight before it reduces the row
 MAX_WIDTH = 16384  # a whole row, and its part of the weight gradient, live in registers
 
@@ -41,7 +42,10 @@ class Columns:
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    return (power_of_2(shape["rows"]), power_of_2(shape["width"]), shape.get("bytes", 4), shape.get("streams", 0))
+    return (
+        power_of_2(shape["rows"]), power_of_2(shape["width"]), shape.get("bytes", 4), shape.get("streams", 0),
+        shape.get("sums", 0),
+    )  # fmt: skip
 
 
 def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
@@ -50,9 +54,15 @@ def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
         # Too few rows to keep the GPU busy: what counts is how soon one row is done, so 16 values a thread.
         most = 32 if count < device.sms else max(4, width // 2048)
         return Rows(max(1, min(512 // width, count)), min(most, max(1, width // 512)))
-    rows = max(1, min(2048 // width, count))
     # Many rows: up to 8 warps, so that few meet at a barrier; a wide row gives each much to have in flight.
-    return Rows(rows, min(8, max(1, rows * width // 512)))
+    rows = max(1, min(2048 // width, count))
+    values = 512 if width == 4096 and shape["sums"] == 1 else 1024  # of a warp
+    return Rows(rows, min(8, max(1, rows * width // values)))
+
+
+def streaming(device: Device, bytes_moved: int) -> bool:
+    """Whether rows should leave the L2 cache at once: where it would hold about half of them, and the wrong half."""
+    return device.l2_bytes / 2 < bytes_moved < 2 * device.l2_bytes
 
 
 def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:

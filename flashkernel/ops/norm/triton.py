@@ -13,7 +13,15 @@ import triton.language as tl
 from flashkernel.blocks.widen_triton import widen_again
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.norm.configs import BACKWARD, COLUMN_SUM, EARLY_VALUES, FORWARD, WIDEST_HELD
+from flashkernel.ops.norm.configs import (
+    BACKWARD,
+    COLUMN_SUM,
+    EARLY_VALUES,
+    FORWARD,
+    LEAST_SAMPLED,
+    WIDEST_HELD,
+    streaming,
+)
 
 SAMPLES = tl.constexpr(8)  # of a row: in half precision, LayerNorm measures deviations from their mean
 
@@ -36,11 +44,12 @@ def norm_forward(
     x, residual, weight, bias, y, total, mean, rstd,
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SAMPLED: tl.constexpr,
+    POLICY: tl.constexpr,
 ):  # fmt: skip
     """EVEN: a row is as wide as the block. EARLY: the weight is fetched before the row is reduced, if registers allow.
 
-    Where x is of HALF precision, LayerNorm takes its two sums in one exchange between the threads, of deviations from
+    SAMPLED, where x is of half precision: LayerNorm takes its two sums in one exchange of threads, of deviations from
     the mean of a few samples of the row. No value is farther than sqrt(width) standard deviations from the row's mean,
     so with one such outlier among n samples the variance loses width / n^2 roundings of float32: nothing beside the
     rounding of the output.
@@ -51,7 +60,7 @@ def norm_forward(
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     in_width = (column < width) | EVEN
     inside = exists[:, None] & in_width  # [ROWS, BLOCK]
-    given = tl.load(x + x_row + column, mask=inside, other=0.0)
+    given = tl.load(x + x_row + column, mask=inside, other=0.0, eviction_policy=POLICY)
     value = given.to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + residual_row + column, mask=inside, other=0.0)
@@ -62,7 +71,7 @@ def norm_forward(
     centre = tl.zeros([ROWS, 1], tl.float32)
     if RMS:
         variance = tl.sum(value * value, 1)[:, None] / width  # [ROWS, 1]
-    elif HALF:
+    elif SAMPLED:
         first = tl.zeros([ROWS, 1], tl.float32)
         for sample in tl.static_range(SAMPLES):
             at = sample * (width // SAMPLES)
@@ -89,7 +98,7 @@ def norm_forward(
         result *= scale + offset
     if HAS_BIAS:
         result += shift
-    tl.store(y + place + column, result, mask=inside)
+    tl.store(y + place + column, result, mask=inside, eviction_policy=POLICY)
     if not RMS:
         tl.store(mean + row[:, None], centre, mask=exists[:, None])
     tl.store(rstd + row[:, None], inverse, mask=exists[:, None])
@@ -174,15 +183,18 @@ def forward(
     total = torch.empty_like(y) if residual is not None else y.new_empty(0)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty(0 if rms else rows, dtype=torch.float32, device=x.device)
-    sizes = {"rows": rows, "width": width, "bytes": x.element_size()}
-    config = tune.pick(FORWARD, device.facts(x.device), sizes)
+    facts = device.facts(x.device)
+    sizes = {"rows": rows, "width": width, "bytes": x.element_size(), "sums": 1 if rms else 2}
+    config = tune.pick(FORWARD, facts, sizes)
     block = tune.power_of_2(width)
     launch(
         norm_forward, (tune.ceil_div(rows, config.rows),),
         x, residual, weight, bias, y, total, mean, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), rows, width, eps, offset,
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=config.rows, BLOCK=block, EVEN=width == block, HALF=x.element_size() == 2,
+        ROWS=config.rows, BLOCK=block, EVEN=width == block,
+        SAMPLED=x.element_size() == 2 and width >= LEAST_SAMPLED,
+        POLICY="evict_first" if streaming(facts, 2 * x.nbytes) else "",
         EARLY=config.rows * block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd

@@ -1,0 +1,190 @@
+"""Launchers of the Hopper attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.core import device, tune
+from flashkernel.core.gluon import TensorDescriptor, gl
+from flashkernel.core.launch import launch
+from flashkernel.ops.attention import triton as portable
+from flashkernel.ops.attention.hopper.backward import attention_backward, attention_finish, attention_prepare
+from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, Backward, Forward, block, shares_output
+from flashkernel.ops.attention.hopper.forward import attention_forward
+from flashkernel.ops.attention.hopper.walks import span, walks
+from flashkernel.ops.attention.triton import Problem
+
+__all__ = ["Problem", "backward", "forward"]
+
+_LOG2E = 1.4426950408889634
+_L2_SHARE = 0.6  # of L2, for the keys and values of the heads that are worked on together
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, slopes: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor]:
+    """(o, lse): o is (batch, queries, heads, value_dim) in q's dtype, lse (batch, heads, queries) in float32."""
+    batch, queries, heads, width = q.shape
+    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
+    o = torch.empty((batch, queries, heads, values), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    if batch == 0 or queries == 0:
+        return o, lse
+    if keys == 0:  # nothing is seen, and a descriptor of nothing is not allowed
+        nothing = lse.new_full((heads,), float("-inf")) if sinks is None else sinks.float()
+        return o.zero_(), lse.copy_(nothing.view(1, -1, 1))
+    config = _forward_config(q, k, v, problem)
+    tiles = tune.ceil_div(queries, config.groups * config.rows)
+    walk = walks(problem.mask, batch, heads, queries, keys, config.rows, config.columns, config.groups, q.device)
+    mask, _, _, _, mask_tables = problem.functions()
+    facts = device.facts(q.device)
+    lines = batch * heads // config.pack
+    one = keys * (width + values) * k.element_size()
+    early = problem.softcap > 0 or problem.scale <= 0  # elsewhere the largest product belongs to the largest score
+    launch(
+        attention_forward, (min(facts.sms, tiles * lines),),
+        lse, _tiled(q, (config.rows, config.pack)), _tiled(k, (config.columns, 1)), _tiled(v, (config.columns, 1)),
+        _tiled(o, (config.rows, config.pack)), sinks, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts,
+        walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
+        tiles * lines, tiles, lines, _together(facts, one, heads // pairs // config.pack, lines, problem), heads,
+        heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
+        MASK=mask, CAP=problem.softcap > 0, EARLY=early, HAS_SINKS=sinks is not None, GROUPS=config.groups,
+        STAGES=config.stages, COLUMNS=config.columns, WIDTH=block(width), VALUES=block(values), PACK=config.pack,
+        SHARE=shares_output(config, width, values), REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return o, lse
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv, None, dsinks, None); heads too wide for one pass get the two passes of the portable kernels."""
+    if max(q.shape[3], v.shape[3]) > 128 or k.shape[1] == 0 or q.numel() == 0:
+        return portable.backward(do, dlse, q, k, v, bias, sinks, slopes, o, lse, problem, want_bias)
+    config: Backward = tune.pick(BACKWARD, device.facts(q.device), _shape(q, k, v, problem))
+    batch, queries, heads, width = q.shape
+    query_tiles = tune.ceil_div(queries, config.rows)
+    padded = query_tiles * config.rows
+    norm, delta = (torch.empty((batch, heads, padded), dtype=torch.float32, device=q.device) for _ in range(2))
+    buffer = torch.empty((batch, heads, padded, block(width)), dtype=torch.float32, device=q.device)
+    fold = config.fold and problem.softcap == 0 and problem.scale != 0
+    unit = 1 / problem.scale if fold else _LOG2E
+    dsinks = _prepare(do, dlse, sinks, o, lse, delta, norm, buffer, unit)
+    dk, dv = _backward(do, q, k, v, norm, delta, buffer, problem, replace(config, fold=fold))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(
+        attention_finish, (query_tiles, heads, batch),
+        buffer, dq, problem.scale, heads, queries, query_tiles,
+        WIDTH=width, BLOCK=block(width), ROWS=config.rows,
+        PART=block(width) if config.rows == 128 else block(width) // 2, num_warps=8,
+    )  # fmt: skip
+    return dq, dk, dv, None, dsinks, None
+
+
+def _prepare(
+    do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, delta: Tensor, norm: Tensor,
+    buffer: Tensor, unit: float,
+) -> Tensor | None:  # fmt: skip
+    """Fill delta, norm and the buffer; the gradient of the sinks is done with that."""
+    batch, queries, heads, values = o.shape
+    padded, rows = delta.shape[2], 64
+    blocks = padded // rows
+    dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
+    launch(
+        attention_prepare, (blocks, heads, batch),
+        o, do, lse, dlse, sinks, delta, norm, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
+        HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
+        WIDTH=buffer.shape[3], num_warps=4,
+    )  # fmt: skip
+    return None if sinks is None or dsinks is None else dsinks.sum((0, 2)).to(sinks.dtype)
+
+
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: Tensor, delta: Tensor, buffer: Tensor, problem: Problem,
+    config: Backward,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, queries, heads, width = q.shape
+    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    walk = walks(problem.mask, batch, heads, queries, keys, 128, config.rows, 1, q.device, turned=True)
+    mask, _, _, _, mask_tables = problem.functions()
+    tiles, lines = tune.ceil_div(keys, 128), batch * pairs
+    one = queries * (width + values) * q.element_size() * heads // pairs
+    launch(
+        attention_backward, (tiles * lines,),
+        buffer, _tiled(q, (config.rows, 1)), _tiled(do, (config.rows, 1)), _tiled(k, (128, 1)), _tiled(v, (128, 1)),
+        _line(norm, config.rows), _line(delta, config.rows), _tiled(dk, (128, 1)), _tiled(dv, (128, 1)),
+        mask_tables, walk.runs, walk.plans, walk.loads, walk.counts, walk.runs.shape[-2], walk.loads.shape[-2],
+        *walk.strides,
+        tiles, lines, _together(device.facts(q.device), one, 1, lines, problem), pairs, heads // pairs,
+        norm.shape[2] // config.rows, queries, keys, problem.scale * _LOG2E, problem.scale, problem.softcap,
+        MASK=mask, CAP=problem.softcap > 0, HALF=config.half, FOLD=config.fold, BY_HEAD=walk.strides[1] > 0,
+        ROWS=config.rows, STAGES=config.stages, WIDTH=block(width), VALUES=block(values), num_warps=4,
+    )  # fmt: skip
+    return dk, dv
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, int]:
+    """What configs depend on."""
+    batch, queries, heads, width = q.shape
+    return {
+        "queries": queries, "span": span(problem.mask, batch, heads, queries, k.shape[1]), "head_dim": width,
+        "value_dim": v.shape[3], "group": heads // k.shape[2],
+    }  # fmt: skip
+
+
+def _forward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Forward:
+    """The config for a call; heads whose masks differ do not share a tile."""
+    config: Forward = tune.pick(FORWARD, device.facts(q.device), _shape(q, k, v, problem))
+    if problem.mask is not None and "h" in problem.mask.depends:
+        return replace(config, pack=1)
+    return config
+
+
+def _together(facts: device.Device, one: int, sharing: int, lines: int, problem: Problem) -> int:
+    """How many heads are worked on at the same time: the `sharing` ones that read the same `one` bytes, and without a
+    mask no more; with one, items differ in length and are sorted over as many heads as have what they read in L2."""
+    if problem.mask is None:
+        return min(lines, sharing)
+    return min(lines, sharing * max(1, int(facts.l2_bytes * _L2_SHARE) // one))
+
+
+def _tiled(x: Tensor, box: tuple[int, int]) -> Any:
+    """(batch, sequence, heads, width) in tiles of `box` positions and heads; what lies outside reads as zero."""
+    x = _aligned(x)
+    shape = [1, *box, block(x.shape[3])]
+    kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(shape, kind)
+    # A stride along one element is never taken, but must be a legal one.
+    strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, layout)
+
+
+def _line(x: Tensor, count: int) -> Any:
+    """All numbers of a float32 tensor in a row, `count` at a time."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(x, [x.numel()], [1], [count], layout)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, copied where the tile loads cannot step through it: strides and address must be 16 bytes apart."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
+    if x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps) and all(steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

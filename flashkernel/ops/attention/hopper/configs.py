@@ -1,0 +1,137 @@
+"""Launch configs of the Hopper attention kernels: warpgroups, tiles and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, power_of_2
+
+_BARRIERS = 1024  # bytes of shared memory for barriers and alignment
+_LOADER_REGISTERS = 24
+
+
+def block(width: int) -> int:
+    """Elements of a head in shared memory: what is missing is filled with zeros by the loads."""
+    return max(64, power_of_2(width))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys."""
+
+    groups: int
+    columns: int
+    stages: int
+    pack: int
+    registers: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of a warpgroup."""
+        return 64 // self.pack
+
+
+def shares_output(config: Forward, head_dim: int, value_dim: int) -> bool:
+    """Whether the output must leave through the queries' buffer, for want of room."""
+    return block(head_dim) == block(value_dim) == 256
+
+
+def _forward_bytes(config: Forward, shape: Mapping[str, int]) -> int:
+    width, values = block(shape["head_dim"]), block(shape["value_dim"])
+    held = width if shares_output(config, shape["head_dim"], shape["value_dim"]) else width + values
+    return 2 * (config.groups * 64 * held + config.stages * config.columns * (width + values)) + _BARRIERS
+
+
+def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) -> str | None:
+    needed = _forward_bytes(config, shape)
+    if needed > device.shared_per_block:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    if shape["group"] % config.pack:
+        return f"{config.pack} heads cannot share a tile where {shape['group']} share their keys"
+    given = 128 * (config.groups * config.registers + _LOADER_REGISTERS)
+    if given > 65536 or config.registers % 8:
+        return f"{config} needs {given} registers, in steps of 8 a thread; a multiprocessor has 65536"
+    return None
+
+
+def _packed(shape: Mapping[str, int]) -> int:
+    """Heads in a row of queries: those that share their keys, as far as a power of two and 8 go."""
+    return min(8, shape["group"] & -shape["group"])
+
+
+def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
+    width = max(block(shape["head_dim"]), block(shape["value_dim"]))
+    pack = _packed(shape)
+    if width == 64:
+        # A short window is mostly masked tiles: narrow ones waste less.
+        return Forward(3, 64, 4, pack, 160) if shape["span"] <= 384 else Forward(3, 128, 3, pack, 160)
+    if width == 128:
+        return Forward(2, 128, 2, pack, 240)
+    return Forward(2, 64, 2, pack, 240)
+
+
+def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward]:
+    for pack in sorted({1, _packed(shape)}):
+        for groups, registers in ((2, 240), (3, 160)):
+            for columns in (64, 128):
+                for stages in (2, 3, 4):
+                    yield Forward(groups, columns, stages, pack, registers)
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (
+        power_of_2(shape["queries"]), power_of_2(shape["span"]), block(shape["head_dim"]), block(shape["value_dim"]),
+        shape["group"],
+    )  # fmt: skip
+
+
+FORWARD = Tunable("attention_hopper_forward", Forward, _forward_heuristic, _forward_space, _forward_valid, _bucket)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Tiles of `rows` queries, `stages` of them in flight.
+
+    With `half`, probabilities are kept in the inputs' dtype; with `fold`, products start from -lse and -delta. Both
+    spare registers.
+    """
+
+    rows: int
+    stages: int
+    half: bool
+    fold: bool
+
+
+def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) -> str | None:
+    width, values = block(shape["head_dim"]), block(shape["value_dim"])
+    if max(width, values) > 128:
+        return f"heads must be at most 128 wide, not {shape['head_dim']} and {shape['value_dim']}"
+    if config.rows == 128 and max(width, values) > 64:
+        return "the registers hold tiles of 128 queries for heads at most 64 wide only"
+    streamed = config.stages * config.rows * (2 * (width + values) + 8)
+    needed = 2 * 128 * (width + values) + streamed + 2 * 2 * 128 * config.rows + _BARRIERS
+    if needed > device.shared_per_block:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    return None
+
+
+def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
+    width = max(block(shape["head_dim"]), block(shape["value_dim"]))
+    if width == 64:
+        return Backward(64, 3, False, False) if shape["span"] <= 384 else Backward(128, 2, False, True)
+    return Backward(64, 2, False, True)
+
+
+def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backward]:
+    for rows in (64, 128):
+        for stages in (2, 3):
+            for half in (False, True):
+                for fold in (False, True):
+                    yield Backward(rows, stages, half, fold)
+
+
+BACKWARD = Tunable(
+    "attention_hopper_backward", Backward, _backward_heuristic, _backward_space, _backward_valid, _bucket
+)

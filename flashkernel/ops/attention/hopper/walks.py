@@ -1,0 +1,110 @@
+"""Which key tiles a program of the Hopper kernels loads, and which of them each of its warpgroups walks over.
+
+The tiles of a program are those that any of its warpgroups needs. A warpgroup hands back those before its first and
+after its last, and walks over the others: in runs of neighbouring tiles, masked or not, as in blocks/runs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks import expression as ex
+from flashkernel.blocks.expression import Variable
+from flashkernel.blocks.mask import EMPTY, FULL, PARTIAL, Mask
+from flashkernel.blocks.runs import runs_of
+
+_EVERYTHING = Mask(Variable("k") >= 0)
+_SPAN_TILE = 128
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Int32 tables; the leading dims are [batch or 1, heads or 1]."""
+
+    runs: Tensor  # [..., programs, warpgroups, most runs, 3]: first tile, end, 1 where the run must be masked
+    plans: Tensor  # [..., programs, warpgroups, 3]: tiles handed back at first, walked over, handed back at last
+    loads: Tensor  # [..., programs, most loads, 3]: first tile, end, (unused)
+    counts: Tensor  # [..., programs]: runs of loads
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Programs between two batches and between two heads; 0 where they share the tables."""
+        batch, heads, programs = self.counts.shape
+        return heads * programs if batch > 1 else 0, programs if heads > 1 else 0
+
+
+_walks: dict[tuple[object, ...], Walks] = {}
+MOST_WALKS = 256
+
+
+def walks(
+    mask: Mask | None, batch: int, heads: int, queries: int, keys: int, rows: int, columns: int, groups: int,
+    device: torch.device, turned: bool = False,
+) -> Walks:  # fmt: skip
+    """The walks of warpgroups with `rows` rows each over tiles of `columns`; kept where the mask has no tables.
+
+    Rows are queries and columns keys; `turned`, it is the other way round.
+    """
+    if mask is not None and mask.tables:
+        return _computed(mask, batch, heads, queries, keys, rows, columns, groups, device, turned)
+    key = (None if mask is None else mask.text, batch, heads, queries, keys, rows, columns, groups, device, turned)
+    known = _walks.get(key)
+    if known is None:
+        if len(_walks) >= MOST_WALKS:
+            _walks.clear()
+        known = _computed(
+            _EVERYTHING if mask is None else mask, batch, heads, queries, keys, rows, columns, groups, device, turned
+        )
+        _walks[key] = known
+    return known
+
+
+def _computed(
+    mask: Mask, batch: int, heads: int, queries: int, keys: int, rows: int, columns: int, groups: int,
+    device: torch.device, turned: bool,
+) -> Walks:  # fmt: skip
+    if turned:
+        fine = mask.tiles(batch, heads, queries, keys, columns, rows, device).transpose(-1, -2)
+    else:
+        fine = mask.tiles(batch, heads, queries, keys, rows, columns, device)
+    spare = -fine.shape[2] % groups
+    if spare:
+        fine = torch.nn.functional.pad(fine, (0, 0, 0, spare), value=EMPTY)
+    fine = fine.unflatten(2, (-1, groups))  # [B, H, programs, warpgroups, tiles]
+    present = fine != EMPTY
+    needed = present.any(3, keepdim=True)  # [B, H, programs, 1, tiles]
+    begun = present.cumsum(-1) > 0
+    ended = present.flip(-1).cumsum(-1).flip(-1) == 0
+    span = needed & begun & ~ended
+    status = torch.where(span, torch.where(present, fine, PARTIAL), EMPTY)
+    counts = [(needed & ~begun).sum(-1), span.sum(-1), (needed & ended & begun).sum(-1)]
+    # A warpgroup that needs nothing has neither begun nor ended: all tiles count as handed back at first.
+    plans = torch.stack([count.to(torch.int32) for count in counts], -1)
+    most = max(1, status.shape[-1]) if mask.tables else None
+    own = runs_of(status, most)
+    loads = runs_of(needed.squeeze(3).to(torch.int8) * FULL, most)
+    return Walks(_at_least_one(own.table), plans.contiguous(), _at_least_one(loads.table), loads.count)
+
+
+def _at_least_one(table: Tensor) -> Tensor:
+    """A table with room for a run, which kernels read before they know that there is none."""
+    return table if table.shape[-2] else table.new_zeros((*table.shape[:-2], 1, 3))
+
+
+@lru_cache(maxsize=MOST_WALKS)
+def _span_of(text: str, batch: int, heads: int, queries: int, keys: int) -> int:
+    mask = Mask(ex.recall(text, []))
+    status = mask.tiles(batch, heads, queries, keys, _SPAN_TILE, _SPAN_TILE)
+    seen = (status != EMPTY).sum(-1).float().mean() if status.numel() else torch.zeros(())
+    return min(keys, int(seen) * _SPAN_TILE)
+
+
+def span(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
+    """About how many keys a tile of queries sees; where that is not known without asking the device, all of them."""
+    if mask is None or mask.tables:
+        return keys
+    return _span_of(mask.text, batch, heads, queries, keys)

@@ -1,0 +1,434 @@
+"""Runs a recorded Gluon launch on the CPU: warps become threads, and what is asynchronous happens at random times.
+
+Triton has no interpreter for Gluon. This one knows what the kernels of this project use: it checks their arithmetic,
+every address, that barriers are neither missed nor overrun, and that a buffer is not overwritten while it is read. A
+matrix product reads its operands, and a tile copy moves its bytes, at some moment between issue and wait. When all
+threads wait and nothing is under way, that is reported as a deadlock. Layouts are not looked at.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.core.launch import Launch
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class Value(Tensor):
+    """A value of the kernel's: assignment operators make a new one, as they do there."""
+
+    __iadd__ = Tensor.__add__
+    __isub__ = Tensor.__sub__
+    __imul__ = Tensor.__mul__
+    __iand__ = Tensor.__and__
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return types.SimpleNamespace(layout=None)
+
+
+def _value(tensor: Tensor) -> Value:
+    return tensor.as_subclass(Value)
+
+
+class Machine:
+    """One program: threads that run one at a time, and events that are still to happen."""
+
+    def __init__(self, program: int, programs: int, chance: random.Random) -> None:
+        self.program, self.programs, self.chance = program, programs, chance
+        self.turn = threading.Condition()
+        self.alive = 1
+        self.blocked = 0
+        self.events: list[tuple[int, Callable[[], None]]] = []  # (thread, what happens)
+        self.failure: BaseException | None = None
+        self.waiting: dict[int, Callable[[], bool]] = {}
+
+    def later(self, event: Callable[[], None]) -> None:
+        self.events.append((threading.get_ident(), event))
+
+    def happen(self, share: float = 1.0, thread: int | None = None) -> None:
+        """Let each event under way take place with a probability; those of one thread in their order."""
+        left: list[tuple[int, Callable[[], None]]] = []
+        stopped: set[int] = set()
+        for owner, event in self.events:
+            if owner in stopped or (thread is not None and owner != thread) or self.chance.random() > share:
+                stopped.add(owner)
+                left.append((owner, event))
+            else:
+                event()
+        self.events = left
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Block the calling thread until `ready`; others run meanwhile."""
+        self.happen(0.5)
+        while not ready():
+            self.blocked += 1
+            if self.blocked == self.alive:
+                self.happen()
+                self.turn.notify_all()
+                if not ready() and not self._anyone():
+                    self.failure = self.failure or Deadlock(f"program {self.program}: all wait, one for {what}")
+                    self.turn.notify_all()
+            if self.failure is None and not ready():
+                self.turn.wait(timeout=0.05)
+            self.blocked -= 1
+            if self.failure is not None:
+                raise self.failure
+        self.pause(0.3)
+
+    def pause(self, share: float) -> None:
+        """With a probability, let the others go first."""
+        if self.chance.random() < share:
+            self.turn.notify_all()
+            self.turn.wait(timeout=0.0005)
+
+    def _anyone(self) -> bool:
+        return any(ready() for ready in list(self.waiting.values()))
+
+
+_local = threading.local()
+
+
+def _machine() -> Machine:
+    return _local.machine
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+        self.ready = False
+
+    def settle(self) -> None:
+        assert self.ready, "a barrier is used before it is initialised"
+        assert self.pending >= 0, "a barrier is arrived at more often than it counts"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, place: Any) -> Barrier:
+        return self.all[int(place)]
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.dtype = data.dtype
+
+    def index(self, place: Any) -> Shared:
+        assert 0 <= int(place) < self.data.shape[0]
+        return Shared(self.data[int(place)])
+
+    def reshape(self, shape: Any) -> Shared:
+        return Shared(self.data.view([int(size) for size in shape]))
+
+    def permute(self, order: Any) -> Shared:
+        return Shared(self.data.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, int(start), int(length)))
+
+    def store(self, value: Tensor) -> None:
+        assert tuple(value.shape) == tuple(self.data.shape)
+        assert value.dtype == self.data.dtype
+        self.data.copy_(value)
+
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
+
+
+class Pointer:
+    def __init__(self, storage: Tensor, offset: Any = 0) -> None:
+        self.storage, self.offset = storage, offset
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.storage, self.offset + other)
+
+    __iadd__ = __add__
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        offset = torch.as_tensor(self.offset)
+        wanted = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+        offset, wanted = torch.broadcast_tensors(offset, wanted)
+        inside = (offset >= 0) & (offset < self.storage.numel())
+        assert bool((inside | ~wanted).all()), "an address outside its tensor"
+        return torch.where(wanted, offset, 0), wanted
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Tensor:
+    offset, wanted = pointer.places(mask)
+    if pointer.storage.numel() == 0:
+        return _value(torch.zeros(offset.shape, dtype=pointer.storage.dtype))
+    found = pointer.storage[offset.long()]
+    return _value(torch.where(wanted, found, torch.as_tensor(other, dtype=found.dtype)))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    offset, wanted = pointer.places(mask)
+    value = torch.as_tensor(value).expand(offset.shape)
+    pointer.storage[offset[wanted].long()] = value[wanted].to(pointer.storage.dtype)
+
+
+def _atomic_add(pointer: Pointer, value: Tensor, mask: Any = None, **_: Any) -> None:
+    offset, wanted = pointer.places(mask)
+    pointer.storage.index_add_(0, offset[wanted].long(), value.expand(offset.shape)[wanted])
+
+
+class Descriptor:
+    """A tensor in tiles; reads outside it give zero, writes there are dropped."""
+
+    def __init__(self, given: Any) -> None:
+        self.view = torch.as_strided(given.base.detach(), given.shape, given.strides, given.base.storage_offset())
+        self.block = [int(size) for size in given.block_shape]
+        self.dtype = given.base.dtype
+        self.layout = None
+        size = torch.empty(self.block, device="meta").numel() * given.base.element_size()
+        self.block_type = types.SimpleNamespace(nbytes=size)
+
+    def _parts(self, place: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        outer, inner = [], []
+        for start, length, size in zip(place, self.block, self.view.shape):
+            low, high = min(max(start, 0), size), min(max(start + length, 0), size)
+            outer.append(slice(low, max(low, high)))
+            inner.append(slice(low - start, max(low, high) - start))
+        return tuple(outer), tuple(inner)
+
+    def read(self, place: list[int]) -> Tensor:
+        tile = torch.zeros(self.block, dtype=self.dtype)
+        outer, inner = self._parts(place)
+        tile[inner] = self.view[outer]
+        return tile
+
+    def write(self, place: list[int], tile: Tensor) -> None:
+        outer, inner = self._parts(place)
+        self.view[outer] = tile.view(self.block)[inner]
+
+
+def _load_tile(source: Descriptor, place: Any, barrier: Barrier, target: Shared) -> None:
+    place = [int(x) for x in place]
+    target.data.fill_(float("nan"))  # under way: whoever reads it now reads nothing
+
+    def arrive() -> None:
+        target.data.copy_(source.read(place).view(target.data.shape))
+        barrier.bytes -= source.block_type.nbytes
+        barrier.settle()
+
+    _machine().later(arrive)
+
+
+def _store_tile(target: Descriptor, place: Any, source: Shared) -> None:
+    place = [int(x) for x in place]
+    _machine().later(lambda: target.write(place, source.data.clone()))
+
+
+class Product:
+    """A matrix product under way."""
+
+    def __init__(self, a: Any, b: Shared, accumulator: Tensor, use: bool) -> None:
+        self.operands = (a, b, accumulator, use)
+        self.value: Tensor | None = None
+        if _machine().chance.random() < 0.5:
+            self.finish()
+
+    def finish(self) -> Tensor:
+        if self.value is None:
+            a, b, accumulator, use = self.operands
+            left = (a.data if isinstance(a, Shared) else a).float()
+            product = left @ b.data.float()
+            self.value = _value(product + accumulator if use else product)
+        return self.value
+
+
+def _mma(a: Any, b: Shared, accumulator: Any, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:
+    product = Product(a.clone() if isinstance(a, Tensor) else a, b, accumulator, bool(use_acc))
+    queue = _local.__dict__.setdefault("products", [])
+    queue.append(product)
+    return product if is_async else product.finish()
+
+
+def _mma_wait(left: int = 0, deps: Any = ()) -> Any:
+    _machine().pause(0.3)
+    queue = _local.__dict__.setdefault("products", [])
+    while len(queue) > left:
+        queue.pop(0).finish()
+    values = []
+    for product in deps:
+        assert not isinstance(product, Product) or product not in queue, "a product is used before it is awaited"
+        values.append(product.finish() if isinstance(product, Product) else product)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = int(count)
+    barrier.ready = True
+
+
+def _expect(barrier: Barrier, size: int) -> None:
+    barrier.pending -= 1
+    barrier.bytes += int(size)
+    barrier.settle()
+
+
+def _arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    if bool(pred):
+        barrier.pending -= int(count)
+        barrier.settle()
+    _machine().happen(0.3)
+    _machine().pause(0.3)
+
+
+def _wait(barrier: Barrier, phase: Any, pred: Any = True, **_: Any) -> None:
+    if bool(pred):
+        parity = int(phase)
+        machine = _machine()
+        machine.waiting[threading.get_ident()] = lambda: barrier.phase != parity
+        machine.wait(lambda: barrier.phase != parity, f"phase {parity} of a barrier")
+        del machine.waiting[threading.get_ident()]
+
+
+def _store_wait(pending: int) -> None:
+    _machine().happen(1.0, threading.get_ident())
+
+
+def _specialize(functions: Any, warps: Any, registers: Any) -> None:
+    machine = _machine()
+    machine.alive = len(functions)
+
+    def work(function: Callable[..., None], args: Any) -> None:
+        _local.machine = machine
+        with machine.turn, torch.no_grad():
+            try:
+                function(*args)
+                assert not _local.__dict__.get("products"), "a product is never awaited"
+            except BaseException as error:
+                machine.failure = machine.failure or error
+            machine.alive -= 1
+            machine.turn.notify_all()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in functions]
+    machine.chance.shuffle(threads)
+    for thread in threads:
+        thread.start()
+    machine.turn.release()  # taken by run
+    for thread in threads:
+        thread.join()
+    machine.turn.acquire()
+    if machine.failure is not None:
+        raise machine.failure
+    machine.happen()
+
+
+def _allocate(dtype: torch.dtype, shape: Any, layout: Any) -> Any:
+    sizes = [int(size) for size in shape]
+    if layout == "barrier":
+        return Barriers(sizes[0])
+    return Shared(torch.full(sizes, float("nan"), dtype=dtype))
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [torch.as_tensor(value) for value in values]
+
+
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    kind = torch.result_type(*_tensors(a, b))
+    return torch.where(*_tensors(condition), *(value.to(kind) for value in _tensors(a, b)))
+
+
+_NAMES = types.SimpleNamespace(
+    float32=torch.float32, int32=torch.int32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
+    constexpr=None,
+    static_range=range,
+    program_id=lambda axis: _value(torch.tensor(_machine().program)),
+    num_programs=lambda axis: _value(torch.tensor(_machine().programs)),
+    allocate_shared_memory=_allocate,
+    warp_specialize=_specialize,
+    SliceLayout=lambda *a: None, DotOperandLayout=lambda *a: None, NVMMADistributedLayout=lambda *a, **k: None,
+    NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *a, **k: None),
+    arange=lambda start, end, layout=None: _value(torch.arange(start, end)),
+    zeros=lambda shape, dtype, layout=None: _value(torch.zeros([int(x) for x in shape], dtype=dtype)),
+    full=lambda shape, value, dtype, layout=None: _value(torch.full([int(x) for x in shape], value, dtype=dtype)),
+    convert_layout=lambda x, layout: x,
+    load=_load, store=_store, atomic_add=_atomic_add,
+    where=_where,
+    minimum=lambda a, b: torch.minimum(*_tensors(a, b)), maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
+    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+    exp2=torch.exp2, log2=torch.log2, exp=torch.exp, abs=torch.abs, sigmoid=torch.sigmoid,
+    fma=lambda a, b, c: a * b + c,
+)  # fmt: skip
+_BARRIER = types.SimpleNamespace(
+    init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=lambda: "barrier"
+)
+_KNOWN: dict[str, Any] = {
+    "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
+    "load_tile": _load_tile, "store_tile": _store_tile, "fence_async_shared": lambda: None,
+    "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
+}  # fmt: skip
+
+
+def _plain(function: Any, done: dict[int, Any]) -> Any:
+    """The Python function behind a jitted one, over emulated names."""
+    if id(function) in done:
+        return done[id(function)]
+    names: dict[str, Any] = {}
+    made = types.FunctionType(function.fn.__code__, names, function.fn.__name__, function.fn.__defaults__)
+    done[id(function)] = made
+    for name, value in function.fn.__globals__.items():
+        if name in _KNOWN:
+            names[name] = _KNOWN[name]
+        elif hasattr(value, "fn") and hasattr(value, "arg_names"):
+            names[name] = _plain(value, done)
+        elif type(value).__name__ == "constexpr":
+            names[name] = value.value
+        else:
+            names[name] = value
+    return made
+
+
+def _argument(value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_argument(element, done) for element in value)
+    if isinstance(value, Tensor):
+        # Kernels take addresses, not shapes.
+        size = value.untyped_storage().nbytes() // value.element_size()
+        return Pointer(torch.as_strided(value.detach(), (size,), (1,), 0), value.storage_offset())
+    if hasattr(value, "block_shape"):
+        return Descriptor(value)
+    if hasattr(value, "fn") and hasattr(value, "arg_names"):
+        return _plain(value, done)
+    return _value(torch.tensor(value)) if type(value) in (int, float) else value
+
+
+def run(launch: Launch, programs: int | None = None, seed: int = 0) -> None:
+    """Execute a recorded launch on its CPU tensors, over its own grid or as many programs as given."""
+    done: dict[int, Any] = {}
+    kernel = _plain(launch.kernel, done)
+    names = launch.kernel.arg_names
+    args = {name: _argument(value, done) for name, value in zip(names, launch.args)}
+    constants = {
+        name: _plain(value, done) if hasattr(value, "arg_names") else value
+        for name, value in launch.constants.items()
+        if name in names
+    }
+    grid = launch.grid[0] if programs is None else min(programs, launch.grid[0])
+    assert all(size == 1 for size in launch.grid[1:]), "grids of one dimension only"
+    for program in range(grid):
+        machine = Machine(program, grid, random.Random(seed * 1009 + program))
+        _local.machine = machine
+        with machine.turn, torch.no_grad():
+            kernel(**args, **constants)

@@ -1,0 +1,233 @@
+"""The Hopper attention kernels on the CPU: barriers, addresses and arithmetic under an emulator of Gluon."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import gluon_emulator
+import pytest
+import torch
+
+from flashkernel.blocks.mask import Mask, causal, custom, documents, sink_tokens, window
+from flashkernel.core import device as devices
+from flashkernel.core import tune
+from flashkernel.core.check import verify
+from flashkernel.core.dispatch import explain
+from flashkernel.core.gluon import (
+    TensorDescriptor,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashkernel.core.launch import Launch
+from flashkernel.core.op import Case
+from flashkernel.ops.attention import attention, hopper
+from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, Backward, Forward
+from flashkernel.ops.attention.hopper.walks import walks
+from flashkernel.ops.attention.spec import ATTENTION, _axes
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H200 whose Gluon kernels run in the emulator, on 3 multiprocessors, and others in Triton's interpreter."""
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if 0 in grid:
+            return
+        if hasattr(kernel, "is_gluon") and kernel.is_gluon():
+            persistent = 3 if kernel.fn.__name__ == "attention_forward" else None
+            gluon_emulator.run(Launch(kernel, grid, args, constants), persistent)
+        else:
+            kernel[grid](*args, **constants)
+
+    monkeypatch.setattr(hopper, "launch", launch)
+    with devices.pretend(devices.KNOWN["h200"]):
+        yield
+
+
+def _check(case: Case) -> None:
+    failures = [report.message for report in verify(ATTENTION, case, torch.float16, "hopper", "cpu") if not report.ok]
+    assert not failures, "\n".join(failures)
+
+
+def _served() -> list[Case]:
+    with devices.pretend(devices.KNOWN["h200"]):
+        hopper_backend = ATTENTION.backend("hopper")
+        found = []
+        for case in ATTENTION.cases:
+            inputs = ATTENTION.make_inputs(case, torch.float16, "cpu")
+            verdicts = explain(ATTENTION.call, **inputs, **case.options).verdicts
+            wide = max(case.axes["head_dim"], case.axes["value_dim"]) > 128  # their backward is the portable one
+            if not wide and next(v.reason for v in verdicts if v.backend == hopper_backend.name) is None:
+                found.append(case)
+        return found
+
+
+@pytest.mark.parametrize("case", _served(), ids=lambda case: case.name)
+def test_the_matrix(case: Case) -> None:
+    _check(case)
+
+
+def _documents() -> Mask:
+    return causal() & documents((torch.arange(256) // 50).to(torch.int32).repeat(2, 1))
+
+
+LONGER = {
+    "plain": Case("plain", _axes(1, (130, 200), 2, 64)),
+    "causal-64": Case("causal-64", _axes(2, 330, (2, 1), 64), {"mask": causal(), "return_lse": True}),
+    "causal-128": Case("causal-128", _axes(1, 300, (2, 1), 128), {"mask": causal()}),
+    "gpt-oss": Case("gpt-oss", _axes(1, 300, (8, 1), 64), {"mask": causal() & window(128)}, present=("sinks",)),
+    "streaming": Case("streaming", _axes(1, 450, 1, 64), {"mask": (window(100) | sink_tokens(4)) & causal()}),
+    "late-queries": Case("late-queries", _axes(1, (300, 150), 2, 64), {"mask": causal(), "return_lse": True}),
+    "documents": Case("documents", _axes(2, 256, 2, 64), {"mask": _documents()}),
+    "a-head-sees-nothing": Case(
+        "a-head-sees-nothing", _axes(1, 150, (4, 2), 64), {"mask": custom(lambda b, h, q, k: (h % 2 == 1) & (k <= q))}
+    ),
+    "softcap": Case("softcap", _axes(1, 130, 2, 128), {"mask": causal(), "softcap": 2.0}),
+    "negative-scale": Case("negative-scale", _axes(1, 130, 2, 64), {"scale": -0.1}),
+    "narrow-values": Case("narrow-values", _axes(1, 140, (4, 2), (128, 64)), {"mask": causal()}),
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_several_tiles(name: str) -> None:
+    _check(LONGER[name])
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(192, 128), (256, 256)])
+def test_forward_of_wide_heads(head_dim: int, value_dim: int) -> None:
+    case = Case("wide", _axes(1, 150, 1, (head_dim, value_dim)), {"mask": causal()}, gradients=False)
+    _check(case)
+
+
+CONFIGS = [
+    (Forward(2, 128, 2, 1, 240), Backward(64, 2, False, False)),
+    (Forward(3, 64, 4, 2, 160), Backward(64, 3, True, True)),
+    (Forward(3, 128, 3, 1, 160), Backward(128, 2, False, True)),
+]
+
+
+@pytest.mark.parametrize("forward, backward", CONFIGS, ids=str)
+def test_every_kind_of_config(forward: Forward, backward: Backward) -> None:
+    case = Case("config", _axes(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
+    with tune.override(FORWARD, forward), tune.override(BACKWARD, backward):
+        _check(case)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_shapes(seed: int) -> None:
+    chance = random.Random(seed)
+    masks = [None, causal(), causal() & window(90), window(50, 40), (window(60) | sink_tokens(3)) & causal()]
+    mask = chance.choice(masks)
+    lengths = (chance.randint(1, 300), chance.randint(8, 300))
+    _check(Case("random", _axes(1, lengths, (4, 2), chance.choice([64, 128])), {} if mask is None else {"mask": mask}))
+
+
+@pytest.mark.parametrize("mask", [causal(), causal() & window(70), ~window(100), custom(lambda b, h, q, k: k < 0)])
+def test_walks_cover_what_is_visible(mask: Mask) -> None:
+    """Every visible pair lies in a tile that its warpgroup walks over and its program loads."""
+    rows, columns, groups, queries, keys = 16, 32, 3, 200, 230
+    found = walks(mask, 1, 1, queries, keys, rows, columns, groups, torch.device("cpu"))
+    seen = mask.visible(1, 1, queries, keys)[0, 0]
+    for program in range(found.counts.shape[2]):
+        runs = found.loads[0, 0, program, : found.counts[0, 0, program], :2].tolist()
+        loaded = [tile for begin, end in runs for tile in range(begin, end)]
+        for group in range(groups):
+            lead, own, trail = found.plans[0, 0, program, group].tolist()
+            assert lead + own + trail == len(loaded)
+            walked = [
+                (tile, masked)
+                for begin, end, masked in found.runs[0, 0, program, group].tolist()
+                for tile in range(begin, end)
+            ]
+            assert [tile for tile, _ in walked] == loaded[lead : lead + own]
+            first = (program * groups + group) * rows
+            block = seen[first : first + rows]
+            full = {tile for tile, masked in walked if not masked}
+            for tile in range(-(-keys // columns)):
+                part = block[:, tile * columns : (tile + 1) * columns]
+                assert not part.any() or tile in dict(walked)
+                assert tile not in full or (bool(part.all()) and part.shape[1] == columns)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"deterministic": True}, "atomics"),
+        ({"score": lambda s, b, h, q, k: s * 2}, "score function"),
+    ],
+)
+def test_declines_with_a_reason(options: dict[str, Any], why: str) -> None:
+    q = torch.zeros(1, 4, 2, 64, dtype=torch.float16)
+    answer = explain(attention, q, q, q, **options)
+    assert answer.chosen == "triton"
+    assert why in next(verdict.reason for verdict in answer.verdicts if verdict.backend == "hopper")
+
+
+def test_the_emulator_finds_what_is_wrong_with_barriers() -> None:
+    machine = gluon_emulator.Machine(0, 1, random.Random(0))
+    gluon_emulator._local.machine = machine
+    barrier = gluon_emulator.Barrier()
+    gluon_emulator._init(barrier, 2)
+    with machine.turn:
+        gluon_emulator._arrive(barrier)
+        with pytest.raises(gluon_emulator.Deadlock):
+            gluon_emulator._wait(barrier, 0)
+        gluon_emulator._arrive(barrier)
+    machine.failure = None
+    with machine.turn:
+        gluon_emulator._wait(barrier, 0)
+        with pytest.raises(AssertionError, match="more often"):
+            gluon_emulator._arrive(barrier, count=3)
+
+
+@gluon.jit
+def _load_two(x, tile, full, empty):
+    for step in range(2):
+        mbarrier.wait(empty.index(0), (step & 1) ^ 1)
+        mbarrier.expect(full.index(0), x.block_type.nbytes)
+        load_tile(x, [step * 64, 0], full.index(0), tile)
+
+
+@gluon.jit
+def _square_two(out, tile, full, empty, EARLY: gl.constexpr):
+    for step in range(2):
+        mbarrier.wait(full.index(0), step & 1)
+        nothing = gl.zeros([64, 64], gl.float32, None)
+        later = warpgroup_mma(tile, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if EARLY:
+            mbarrier.arrive(empty.index(0), count=1)
+        product = warpgroup_mma_wait(0, deps=[later])
+        if not EARLY:
+            mbarrier.arrive(empty.index(0), count=1)
+        gl.store(out + step, gl.sum(gl.sum(product, 1), 0))
+
+
+@gluon.jit
+def _square_kernel(out, x, EARLY: gl.constexpr):
+    tile = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(empty.index(0), count=1)
+    gl.warp_specialize([(_square_two, (out, tile, full, empty, EARLY)), (_load_two, (x, tile, full, empty))], [1], [24])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_emulator_finds_a_buffer_handed_back_too_early(early: bool) -> None:
+    """A product reads its operands until it is awaited: a buffer given up before that may be overwritten."""
+    x = torch.randn(128, 64).to(torch.float16)
+    described = TensorDescriptor(x, [128, 64], [64, 1], [64, 64], gl.NVMMASharedLayout(128, 16))
+    expected = torch.stack([(part @ part.T).sum() for part in x.float().split(64)])
+    right = []
+    for seed in range(10):
+        out = torch.zeros(2)
+        gluon_emulator.run(Launch(_square_kernel, (1,), (out, described), {"EARLY": early}), seed=seed)
+        right.append(torch.allclose(out, expected, rtol=1e-3))
+    assert all(right) != early
