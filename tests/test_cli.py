@@ -20,6 +20,7 @@ import flashkernel.ops
 from flashkernel.cli import app
 from flashkernel.core import roofline
 from flashkernel.core.op import Baseline, Case, Op
+from flashkernel.core.shapes import MODELS, Model
 from flashkernel.lab import results
 from flashkernel.ops.norm.spec import RMS_NORM
 
@@ -27,7 +28,7 @@ BENCHES = tuple(
     Case(name, {"rows": rows, "width": 16}, present=("weight",), dtypes=(torch.float32,))
     for name, rows in (("first", 8), ("second", 4), ("third", 2))
 )
-COMMANDS = ("doctor", "ops", "explain", "check", "bench", "demo", "tables", "plot")
+COMMANDS = ("doctor", "ops", "explain", "check", "bench", "step", "demo", "tables", "plot")
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:
@@ -250,6 +251,21 @@ class TestBench:
         text = bench(*arguments, code=2).output
         assert listed in text
         assert "Traceback" not in text
+
+
+class TestStep:
+    def test_implementations_agree_and_are_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "gpt-oss-20b", Model(64, 64, 4, 2, 16, 2, 64))
+        arguments = ("--tokens", "24", "--layers", "2", "--experts", "2", "--steps", "1", "--impl", "fkernel")
+        result = run(
+            "step", *arguments, "--impl", "eager", "--impl", "none-such", "--save", str(tmp_path), "-f", "json"
+        )
+        assert result.exit_code == 0, result.output
+        found = {record.implementation: record for record in results.load(tmp_path / "training_step.json")["records"]}
+        assert found["fkernel"].counts
+        assert found["eager"].counts
+        assert found["none-such"].error
 
 
 class TestDemo:

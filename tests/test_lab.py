@@ -263,16 +263,27 @@ class TestTables:
     def test_best_and_ratio_count_right_records_only(self) -> None:
         (row,) = tables.rows([timed("triton", 2.0), timed("liger", 3.0), timed("eager", 1.0, correct=False)])
         assert row.fastest == "triton"
-        assert row.ratio == pytest.approx(1.5)
+        assert row.ratio() == pytest.approx(1.5)
 
     def test_ours_is_the_backend_that_dispatch_picks(self) -> None:
         (row,) = tables.rows([timed("triton", 2.0), timed("torch", 1.0), timed("eager", 3.0)])
-        assert row.ratio == pytest.approx(1.5)
+        assert row.ratio() == pytest.approx(1.5)
 
     def test_no_ratio_for_a_wrong_backend(self) -> None:
         (row,) = tables.rows([timed("triton", 2.0, correct=False), timed("eager", 3.0)])
-        assert row.ratio is None
+        assert row.ratio() is None
         assert row.fastest == "eager"
+
+    def test_memory_instead_of_times(self) -> None:
+        ours, theirs = (
+            replace(timed("triton", 2.0), peak_bytes=10**9),
+            replace(timed("eager", 3.0), peak_bytes=4 * 10**9),
+        )
+        assert "| 1 | 4 | 4.00x |" in tables.markdown([ours, theirs], tables.MEMORY)
+        block = tables.BLOCK.search("<!-- results:attention long-* memory -->\n<!-- /results -->")
+        assert block is not None
+        assert block["glob"] == "long-*"
+        assert block["memory"]
 
     def test_markdown(self) -> None:
         text = tables.markdown(

@@ -43,19 +43,24 @@ class Row:
     def fastest(self) -> str | None:
         return self._least(self.records.values())
 
-    @property
-    def ratio(self) -> float | None:
-        """How many times faster the backend that dispatch picks (the first) is than the best baseline."""
+    def ratio(self, statistic: str = "p50") -> float | None:
+        """How many times faster than the best baseline, or less in memory, the backend is that dispatch picks first."""
         ours = next((record for record in self.records.values() if record.kind == "backend"), None)
-        peer = self._least(record for record in self.records.values() if record.kind == "baseline")
-        if ours is None or peer is None or not ours.counts:
+        if ours is None or not ours.counts:
             return None
-        return self.records[peer].ms["p50"] / ours.ms["p50"]  # type: ignore[index]
+        mine = _number(ours, statistic)
+        peers = [record for record in self.records.values() if record.kind == "baseline" and record.counts]
+        theirs = [value for value in (_number(record, statistic) for record in peers) if value is not None]
+        return min(theirs) / mine if theirs and mine else None
 
     @staticmethod
     def _least(records: Iterable[Record]) -> str | None:
         comparable = [record for record in records if record.counts]
         return min(comparable, key=lambda record: record.p50 or 0.0).implementation if comparable else None
+
+
+def _number(record: Record, statistic: str) -> float | None:
+    return record.peak_bytes if statistic == MEMORY else None if record.ms is None else record.ms[statistic]
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
@@ -121,7 +126,7 @@ def markdown(records: Sequence[Record], statistic: str = "p50") -> str:
         for name in names:
             text = _cell(row.records.get(name), statistic)
             cells.append(f"**{text}**" if name == row.fastest and statistic != MEMORY else text)
-        lines.append("| " + " | ".join([row.case, row.dtype, row.direction, *cells, _ratio(row)]) + " |")
+        lines.append("| " + " | ".join([row.case, row.dtype, row.direction, *cells, _ratio(row, statistic)]) + " |")
     return "\n".join(lines)
 
 
@@ -211,8 +216,9 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else f"{value:.6f}"
 
 
-def _ratio(row: Row) -> str:
-    return "" if row.ratio is None else f"{row.ratio:.2f}x"
+def _ratio(row: Row, statistic: str = "p50") -> str:
+    ratio = row.ratio(statistic)
+    return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
