@@ -10,8 +10,9 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.blocks.codec_triton import encode_e4m3, encode_int8
+from flashkernel.blocks.heads import Heads
 from flashkernel.core import tune
-from flashkernel.ops.append_kv.configs import APPEND, Heads
+from flashkernel.ops.append_kv.configs import APPEND
 
 BACKENDS = ["reference", "torch", "triton"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -321,9 +321,12 @@ def _instances(element: str, vector: int) -> list[str]:
     names += [f"row_reduce<{element}, {element}, {kind}, true>" for kind in (kinds.WEIGHTED, kinds.SOFTMAX)]
     names += [f"finish_rows<{element}, {kind}>" for kind in range(kinds.LOGSUMEXP + 1)]
     for size, values in ((vector, (8, 16, 32)), (1, (8, 16))):
-        for kernel in ("row_softmax", "row_softmax_backward"):
-            names += [f"{kernel}<{element}, {size}, {count // size}>" for count in values]
-        names += [f"spread_rows<{element}, {size}, {kind}>" for kind in range(kinds.MAX, kinds.SOFTMAX_BACKWARD + 1)]
+        for count in values:
+            names += [f"row_softmax<{element}, {size}, {count // size}, {plain}>" for plain in ("true", "false")]
+            names += [f"row_softmax_backward<{element}, {size}, {count // size}>"]
+        for kind in range(kinds.MAX, kinds.SOFTMAX_BACKWARD + 1):
+            items = 2 if size > 1 and kind != kinds.SOFTMAX_BACKWARD else 1
+            names += [f"spread_rows<{element}, {size}, {kind}, {items}>"]
         names += [f"weighted_backward<{element}, {element}, {share}, {size}>" for share in {element, "float"}]
     names += [f"weighted_backward<{element}, float, float, {vector}>", f"column_sum<{element}>"]
     return list(dict.fromkeys(names))

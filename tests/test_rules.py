@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "lab": {"core", "ops", "lab"},
     "compat": {"core", "blocks", "ops", "compat"},
     "hf": {"core", "blocks", "ops", "compat", "hf"},
+    "engine": {"core", "kvcache", "engine"},  # operators by the package's own public names
 }
 
 

@@ -91,4 +91,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, interleaved: bool) -
     else:
         a, b = turning[..., : width // 2], turning[..., width // 2 :]
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return torch.cat((turned, rest), -1)
+    return turned if width == x.shape[-1] else torch.cat((turned, rest), -1)

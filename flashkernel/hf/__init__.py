@@ -1,7 +1,9 @@
-"""FlashKernel's attention in HF Transformers 5.
+"""FlashKernel in HF Transformers 5.
 
     import flashkernel.hf
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fkernel")
+    print(flashkernel.hf.patch(model))  # a loaded model: attention, rotary embedding, norms, MLPs and the loss
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fkernel")  # the attention alone
 
 Packed documents are kept apart by cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening gives them with
 return_flash_attn_kwargs=True), and by position_ids that start again where the model hands these to Transformers' masks,
@@ -17,7 +19,20 @@ except ImportError as error:
     raise ImportError("flashkernel.hf needs Transformers 5; pip install flashkernel[hf]") from error
 
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, layer_mask, register
+from flashkernel.hf.patch import patch, patched, unpatch
+from flashkernel.hf.report import Entry, Report
 
 register()
 
-__all__ = ["NAME", "LayerMask", "attention_forward", "layer_mask", "register"]
+__all__ = [
+    "NAME",
+    "Entry",
+    "LayerMask",
+    "Report",
+    "attention_forward",
+    "layer_mask",
+    "patch",
+    "patched",
+    "register",
+    "unpatch",
+]

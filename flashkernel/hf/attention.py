@@ -79,6 +79,9 @@ def attention_forward(
     Sequences packed by cu_seq_lens are kept apart in any case. An additive mask (float, 4 dims) is taken as a bias.
     """
     _refuse(module, kwargs)
+    if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)  # a rotary embedding or a norm in float32 came between
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sizes = (query.shape[0], query.shape[2], key.shape[2])
     bias = None if position_bias is None else position_bias[..., : sizes[2]]
     if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
@@ -86,7 +89,8 @@ def attention_forward(
         bias = added if bias is None else bias + added
         mask: Mask | None = None
     elif attention_mask is not None:
-        mask = _given_mask(attention_mask, sizes, query.device)
+        free = cu_seq_lens_q is None and sees_all(attention_mask, sizes[2])
+        mask = None if free else _given_mask(attention_mask, sizes, query.device)
     else:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _implied_mask(bool(is_causal), sliding_window, sizes)
@@ -124,7 +128,7 @@ def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: 
                 f"{NAME}: the mask was made for (batch, queries, keys) = {(given.shape[0], *given.shape[2:])} but the "
                 f"layer has {sizes}; the cache that the mask was made with must be the one the layer uses"
             )
-        tables = ex.tables(given.mask.expression)
+        tables = given.mask.tables
         return given.mask if all(table.device == device for table in tables) else given.to(device).mask
     if not isinstance(given, Tensor) or given.dtype != torch.bool:
         raise ValueError(
@@ -132,6 +136,11 @@ def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: 
             f"mask functions, or be bool (True is visible) or float (added to the scores) with 4 dims"
         )
     return _pairs_mask(_checked_pairs(given, sizes).to(device))
+
+
+def sees_all(mask: Any, keys: int) -> bool:
+    """Whether this is the causal mask of one query that stands on the last key: a decoding step without padding."""
+    return isinstance(mask, LayerMask) and mask.shape[2:] == (1, keys) and mask.mask.text == _CAUSAL
 
 
 def _checked_pairs(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor:
@@ -387,3 +396,5 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or"):
     setattr(Recorded, f"__r{_name}__", _method(_name, swap=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "invert", "neg", "abs"):
     setattr(Recorded, f"__{_name}__", _method(_name))
+
+_CAUSAL = layer_mask(1, 1, 2, 1, 0).mask.text  # type: ignore[union-attr]

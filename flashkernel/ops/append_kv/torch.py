@@ -31,11 +31,15 @@ def append_kv(
     if cos is not None or frequencies is not None:
         width = rotary_width("append_kv", k.shape[-1], cos, rotary_dim, frequencies)
         cos, sin = token_tables(k[None], cos, sin, positions, frequencies, width, interleaved)
-        cos, sin = cos.to(wide), sin.to(wide)
-        k = rotate(k[None].to(wide), cos, sin, width, interleaved)[0]
-        if q is not None:
-            q = rotate(q[None].to(wide), cos, sin, width, interleaved)[0].to(q.dtype)
+        heads = k if q is None else torch.cat((q, k), 1)  # turned together: half the operators
+        heads = rotate(heads[None].to(wide), cos.to(wide), sin.to(wide), width, interleaved)[0]
+        k = heads[:, heads.shape[1] - k.shape[1] :]
+        q = None if q is None else heads[:, : q.shape[1]].to(q.dtype)
     if slots.shape[0] == 0 or k_pages.shape[0] * k_pages.shape[1] == 0:
+        return q
+    if k_scale is None and v_pages.is_contiguous() and _all_kept(slots, k_pages):
+        for values, pages in ((k, k_pages), (v, v_pages)):
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots.long(), values.to(pages.dtype))
         return q
     token, slot, any_kept = _writers(slots, k_pages.shape[0] * k_pages.shape[1])
     page, offset = slot // k_pages.shape[1], slot % k_pages.shape[1]
@@ -49,6 +53,14 @@ def append_kv(
         target = bytewise(pages)
         target[page, offset] = torch.where(any_kept, bytewise(codes)[token], target[page, offset])
     return q
+
+
+def _all_kept(slots: Tensor, pages: Tensor) -> bool:
+    """Whether every token is written, which a CPU can look up at once; elsewhere nobody waits for the answer."""
+    if slots.device.type != "cpu" or torch.compiler.is_compiling() or not pages.is_contiguous():
+        return False
+    low, high = torch.aminmax(slots)
+    return int(low) >= 0 and int(high) < pages.shape[0] * pages.shape[1]
 
 
 def _writers(slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

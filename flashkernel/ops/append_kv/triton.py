@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from flashkernel.blocks.codec_triton import encode_e4m3, encode_int8, largest_bits
+from flashkernel.blocks.heads import tile
 from flashkernel.blocks.rope_triton import load_pairs, store_pairs, token_cos_sin, turn
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.core.tune import power_of_2
-from flashkernel.ops.append_kv.configs import APPEND, tile
+from flashkernel.ops.append_kv.configs import APPEND
 
 
 @triton.jit

@@ -30,6 +30,10 @@ def linear(
     dtype = x.dtype if out_dtype is None else out_dtype
     if norm_weight is not None:
         x = normalised(x, norm_weight, norm_eps, norm_offset)
+    if activation is None and scale == 1.0 and isinstance(weight, Tensor) and (bias is None or _fits(bias, x)):
+        product = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)  # most layers: on a CPU, assembling a chain takes longer than running it
+        y = (product if residual is None else product + residual).to(dtype)
+        return y if splits is None else y.split(list(splits), -1)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     fused = len(biases) > 0 and all([vector.dtype == x.dtype for vector in biases])  # noqa: C419  dynamo wants a list
@@ -49,6 +53,10 @@ def linear(
     if splits is not None:
         return outputs[0].split(list(splits), -1)
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+
+
+def _fits(bias: Tensor | Sequence[Tensor], x: Tensor) -> bool:
+    return isinstance(bias, Tensor) and bias.dtype == x.dtype
 
 
 def normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:

@@ -67,7 +67,8 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     values, grid, block = _row_in_registers(rows, width)
     arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides)
-    kernel("row_softmax", TYPES[x.dtype], vector, values // vector).launch(grid, block, arguments)
+    plain = "true" if mask.tensor is None and queries == 0 else "false"
+    kernel("row_softmax", TYPES[x.dtype], vector, values // vector, plain).launch(grid, block, arguments)
     return y
 
 
@@ -184,8 +185,9 @@ def _spread(
     result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     matrix = [dy] if dy is not None and dy.ndim == 2 else []
     vector, threads = _vector(x, *matrix), 256
-    blocks = -(-width // (threads * vector))
-    kernel("spread_rows", TYPES[x.dtype], vector, kind).launch(
+    items = 2 if vector > 1 and not matrix else 1  # loads under way per thread
+    blocks = -(-width // (threads * vector * items))
+    kernel("spread_rows", TYPES[x.dtype], vector, kind, items).launch(
         (rows * blocks,), (threads,),
         (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, width, blocks,
          first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.sizes, *mask.strides),

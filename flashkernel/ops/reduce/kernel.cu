@@ -117,16 +117,18 @@ __global__ void finish_rows(const float* a, const float* b, T* first, float* sec
 }
 
 // The softmax of rows that fit the registers of a block: one read, one write. N is PER_LOAD<T> where rows are made of
-// whole vectors, else 1; thread t holds the N columns from t * N on, from (t + threads) * N on, ...
-template <typename T, int N, int ITEMS>
+// whole vectors, else 1; thread t holds the N columns from t * N on, from (t + threads) * N on, ... PLAIN: no mask, not
+// causal. The row is held as it was loaded, and unpacked for each of the three passes: largest value, sum, result.
+template <typename T, int N, int ITEMS, bool PLAIN>
 __global__ void __launch_bounds__(MOST_THREADS)
 row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index rows, int width, float scale,
             Index queries, Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
+    static_assert(N * ITEMS <= 32, "which columns are seen is one word a thread");
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    const int seen = visible_columns(row, width, queries);
-    bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
+    const int seen = PLAIN ? width : visible_columns(row, width, queries);
+    bits = PLAIN ? nullptr : mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
     x += row * x_stride;
     y += row * width;
 
@@ -136,34 +138,51 @@ row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index r
         const int column = (threadIdx.x + i * blockDim.x) * N;
         if (column < seen) loaded[i].load(x + column);
     }
-    // Each thread scales by its own maximum first; the factor that is missing then is the same for all it holds.
-    float value[ITEMS][N];
+    unsigned shown = 0;  // a bit for each column
     float top = -infinity();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int column = (threadIdx.x + i * blockDim.x) * N;
-        if (column < seen) loaded[i].unpack(value[i]);
+        if (column >= seen) break;
+        float value[N];
+        loaded[i].unpack(value);
 #pragma unroll
-        for (int j = 0; j < N; ++j) value[i][j] = column + j < seen ? value[i][j] * scale : -infinity();
-        if (column < seen) hide(value[i], column, bits, column_stride);
-#pragma unroll
-        for (int j = 0; j < N; ++j) top = fmaxf(top, value[i][j]);
+        for (int j = 0; j < N; ++j) {
+            if (!PLAIN && (column + j >= seen || (bits && !bits[(column + j) * column_stride]))) continue;
+            shown |= 1u << (i * N + j);
+            top = fmaxf(top, value[j] * scale);
+        }
     }
     const float base = finite<SOFTMAX>(top);
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
+        const int column = (threadIdx.x + i * blockDim.x) * N;
+        if (column >= seen) break;
+        float value[N];
+        loaded[i].forget();
+        loaded[i].unpack(value);
 #pragma unroll
-        for (int j = 0; j < N; ++j) total += value[i][j] = exponential(value[i][j] - base);
+        for (int j = 0; j < N; ++j) {
+            const float power = exponential(value[j] * scale - base);
+            total += PLAIN || shown >> (i * N + j) & 1u ? power : 0.f;
+        }
     }
     const Pair pair = row_merge<SOFTMAX>({top, total});
-    const float factor = pair.b == 0.f ? 0.f : exponential(base - finite<SOFTMAX>(pair.a)) / pair.b;
+    const float highest = finite<SOFTMAX>(pair.a), factor = pair.b == 0.f ? 0.f : 1.f / pair.b;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int column = (threadIdx.x + i * blockDim.x) * N;
+        if (column >= width) break;
+        float value[N];
+        loaded[i].forget();
+        loaded[i].unpack(value);
 #pragma unroll
-        for (int j = 0; j < N; ++j) value[i][j] *= factor;
-        if (column < width) store(y + column, value[i]);
+        for (int j = 0; j < N; ++j) {
+            const float power = exponential(value[j] * scale - highest) * factor;
+            value[j] = PLAIN || shown >> (i * N + j) & 1u ? power : 0.f;
+        }
+        store(y + column, value);
     }
 }
 
@@ -185,46 +204,49 @@ row_softmax_backward(const T* dy, const T* y, T* dx, Index dy_stride, Index y_st
         const int column = (threadIdx.x + i * blockDim.x) * N;
         if (column < seen) weight[i].load(y + column), gradient[i].load(dy + column);
     }
-    float p[ITEMS][N], g[ITEMS][N];
-    float along = 0.f;
+    float p[N], g[N], along = 0.f;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int column = (threadIdx.x + i * blockDim.x) * N;
-        if (column < seen) weight[i].unpack(p[i]), gradient[i].unpack(g[i]);
+        if ((threadIdx.x + i * blockDim.x) * N >= seen) break;
+        weight[i].unpack(p), gradient[i].unpack(g);
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            if (column >= seen) p[i][j] = g[i][j] = 0.f;
-            along += p[i][j] * g[i][j];
-        }
+        for (int j = 0; j < N; ++j) along += p[j] * g[j];
     }
     along = row_merge<SUM>({along, 0.f}).a;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int column = (threadIdx.x + i * blockDim.x) * N;
+        if (column >= width) break;
+        weight[i].forget(), gradient[i].forget();
+        weight[i].unpack(p), gradient[i].unpack(g);
 #pragma unroll
-        for (int j = 0; j < N; ++j) p[i][j] *= (g[i][j] - along) * scale;
-        if (column < width) store(dx + column, p[i]);
+        for (int j = 0; j < N; ++j) p[j] = column >= seen ? 0.f : p[j] * (g[j] - along) * scale;
+        store(dx + column, p);
     }
 }
 
-// Back from a row's numbers to the row, N columns a thread:
+// Back from a row's numbers to the row, ITEMS times N columns a thread:
 //   max               dx = (x == first) * dy / second      first: the maximum (T), second: how often it occurs
 //   logsumexp         dx = exp(x - second) * dy            second: the logsumexp in float
 //   softmax           y = exp(scale * x - a) / b           (a, b) merged from the pairs [rows, splits]
 //   softmax backward  dx = x * (dy - a) * scale            x: the softmax itself, a: sum(x * dy), merged likewise
-template <typename T, int N, int KIND>
+template <typename T, int N, int KIND, int ITEMS>
 __global__ void __launch_bounds__(MOST_THREADS)
 spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* first, const float* second, T* result,
             Index x_stride, Index dy_stride, Index width, Index blocks, int splits, float scale, Index queries,
             Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
     const Index row = blockIdx.x / blocks;
-    const Index column = (blockIdx.x % blocks * blockDim.x + threadIdx.x) * N;
+    const Index start = (blockIdx.x % blocks * ITEMS * blockDim.x + threadIdx.x) * N, step = Index(blockDim.x) * N;
     const Index seen = visible_columns(row, width, queries);
     x += row * x_stride;
-    Vector<T, N> loaded, gradient;
-    if (column < seen) loaded.load(x + column);
-    if (KIND == SOFTMAX_BACKWARD && column < seen) gradient.load(dy + row * dy_stride + column);
+    Vector<T, N> loaded[ITEMS], gradient[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const Index column = start + i * step;
+        if (column < seen) loaded[i].load(x + column);
+        if (KIND == SOFTMAX_BACKWARD && column < seen) gradient[i].load(dy + row * dy_stride + column);
+    }
 
     // Every block of a row merges its pairs anew: they are few, and in the cache.
     constexpr int MERGED = KIND == SOFTMAX_BACKWARD ? SUM : SOFTMAX;
@@ -236,27 +258,30 @@ spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* firs
         }
         pair = row_merge<MERGED>(pair);
     }
-    if (column >= width) return;
-
-    float value[N], answer[N], g[N];
-    if (column < seen) {
-        loaded.unpack(value);
-        if constexpr (KIND == SOFTMAX_BACKWARD) gradient.unpack(g);
-    }
     const float top = KIND == MAX ? to_float(static_cast<const T*>(first)[row]) : finite<SOFTMAX>(pair.a);
     const float inverse = pair.b == 0.f ? 0.f : 1.f / pair.b;
     const float share = KIND == MAX ? to_float(dy[row]) / second[row] : KIND == LOGSUMEXP ? to_float(dy[row]) : 0.f;
     const float total = KIND == LOGSUMEXP ? finite<SOFTMAX>(second[row]) : 0.f;
     if constexpr (KIND == SOFTMAX) bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-        const bool hidden = column + j >= seen || (KIND == SOFTMAX && bits && !bits[(column + j) * column_stride]);
-        if (KIND == MAX) answer[j] = (value[j] == top ? 1.f : 0.f) * share;
-        if (KIND == LOGSUMEXP) answer[j] = exponential(value[j] - total) * share;
-        if (KIND == SOFTMAX) answer[j] = hidden ? 0.f : exponential(value[j] * scale - top) * inverse;
-        if (KIND == SOFTMAX_BACKWARD) answer[j] = hidden ? 0.f : value[j] * (g[j] - pair.a) * scale;
+    for (int i = 0; i < ITEMS; ++i) {
+        const Index column = start + i * step;
+        if (column >= width) return;
+        float value[N], answer[N], g[N];
+        if (column < seen) {
+            loaded[i].unpack(value);
+            if constexpr (KIND == SOFTMAX_BACKWARD) gradient[i].unpack(g);
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const bool hidden = column + j >= seen || (KIND == SOFTMAX && bits && !bits[(column + j) * column_stride]);
+            if (KIND == MAX) answer[j] = (value[j] == top ? 1.f : 0.f) * share;
+            if (KIND == LOGSUMEXP) answer[j] = exponential(value[j] - total) * share;
+            if (KIND == SOFTMAX) answer[j] = hidden ? 0.f : exponential(value[j] * scale - top) * inverse;
+            if (KIND == SOFTMAX_BACKWARD) answer[j] = hidden ? 0.f : value[j] * (g[j] - pair.a) * scale;
+        }
+        store(result + row * width + column, answer);
     }
-    store(result + row * width + column, answer);
 }
 
 // The way back of the weighted sum: dx[r, c] = dy[r] * weight[c], dweight[c] = sum over r of dy[r] * x[r, c]. Block

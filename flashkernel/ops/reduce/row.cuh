@@ -70,12 +70,15 @@ template <typename T, int N> struct Vector {
         open(value + N / 2, bits.z, T());
         open(value + 3 * N / 4, bits.w, T());
     }
+    // From here on the compiler must unpack anew, and need not hold floats, which take twice the registers, meanwhile.
+    __device__ void forget() { asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)); }
 };
 template <typename T> struct Vector<T, 1> {
     T bits;
 
     __device__ void load(const T* source) { bits = *source; }
     __device__ void unpack(float (&value)[1]) const { value[0] = to_float(bits); }
+    __device__ void forget() {}
 };
 
 template <typename T, int N> __device__ inline void store(T* target, const float (&value)[N]) {

@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.heads import tile
 from flashkernel.blocks.rope_triton import load_pairs, store_pairs, token_cos_sin, turn
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.core.tune import ceil_div, power_of_2
-from flashkernel.ops.rope.configs import ROTATE, tile
+from flashkernel.ops.rope.configs import ROTATE
 
 
 @triton.jit

@@ -13,6 +13,7 @@ always awaited in the step that issues it; ptxas serialises all of them otherwis
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -24,7 +25,6 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.triton.scores import LOG2E, tanh
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ Rows are queries of one head, or, with PACK > 1, of PACK heads that share their 
 r % PACK. What a row sees must then not depend on its head.
 """
 
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -20,7 +21,6 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.triton.scores import LN2, LOG2E, tanh
 
 
 @gluon.jit

@@ -9,8 +9,9 @@ added by atomics).
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.softmax_triton import LOG2E
 from flashkernel.ops.attention.triton.dropping import keep, seed_word
-from flashkernel.ops.attention.triton.scores import LOG2E, load_tile, origin, transform, visible
+from flashkernel.ops.attention.triton.scores import load_tile, origin, transform, visible
 
 
 @triton.jit

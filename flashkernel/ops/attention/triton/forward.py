@@ -7,8 +7,9 @@ maximum rises. Full tiles are not masked, empty ones not loaded. LSE is saved in
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.softmax_triton import LN2, LOG2E
 from flashkernel.ops.attention.triton.dropping import keep, seed_word
-from flashkernel.ops.attention.triton.scores import LN2, LOG2E, load_tile, origin, transform, visible
+from flashkernel.ops.attention.triton.scores import load_tile, origin, transform, visible
 
 
 @triton.jit

@@ -1,0 +1,122 @@
+"""Which modules of which Transformers models are known, and what each is made of.
+
+A key is "<family>.<class>" of a module in transformers.models, or "torch.<class>" of one in torch.nn. Only the class
+itself counts: a subclass, or a class of the same name from elsewhere, may compute something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+_LLAMAS = {
+    "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "gpt_oss": "GptOss",
+}  # fmt: skip
+_GEMMAS = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm or a LayerNorm over the last dim; `eps` names its attribute."""
+
+    eps: str
+    offset: float = 0.0
+    rms: bool = True
+    promotes: bool = True  # the output takes the weight's dtype where that is wider, instead of the input's
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Projections, rotary embedding, cache and attention; `options` maps the interface's arguments to attributes."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    head_norms: bool = False  # q_norm and k_norm over each head
+
+
+@dataclass(frozen=True)
+class Head:
+    """A causal language model: its loss is computed from the hidden states and lm_head."""
+
+    output: str = "CausalLMOutputWithPast"
+    softcap: bool = False  # config.final_logit_softcapping bounds the logits
+    routed: bool = False  # a router's loss may be added
+
+
+_WINDOW = {"sliding_window": "sliding_window"}
+
+NORMS: dict[str, Norm] = {
+    **{f"{family}.{name}RMSNorm": Norm("variance_epsilon") for family, name in _LLAMAS.items()},
+    **{f"{family}.{name}RMSNorm": Norm("eps", offset=1.0, promotes=False) for family, name in _GEMMAS.items()},
+    "gpt_oss.GptOssRMSNorm": Norm("variance_epsilon", promotes=False),
+    "torch.LayerNorm": Norm("eps", rms=False),
+}
+
+ATTENTIONS: dict[str, Attention] = {
+    "llama.LlamaAttention": Attention(),
+    "mistral.MistralAttention": Attention({"sliding_window": "config.sliding_window"}),
+    "mixtral.MixtralAttention": Attention({"sliding_window": "config.sliding_window"}),
+    "qwen2.Qwen2Attention": Attention(_WINDOW),
+    "qwen3.Qwen3Attention": Attention(_WINDOW, head_norms=True),
+    "gemma.GemmaAttention": Attention(),
+    "gemma2.Gemma2Attention": Attention({**_WINDOW, "softcap": "attn_logit_softcapping"}),
+    "gemma3.Gemma3Attention": Attention(_WINDOW, head_norms=True),
+    "gpt_oss.GptOssAttention": Attention({**_WINDOW, "s_aux": "sinks"}),
+}
+
+# Attention that goes through the interface and has no rotary embedding: nothing else is left to replace.
+UNROTATED = {"gpt2.GPT2Attention"}
+
+# down_proj(act_fn(gate_proj(x)) * up_proj(x))
+GATED_MLPS = {
+    f"{family}.{name}MLP"
+    for family, name in {**_LLAMAS, **_GEMMAS}.items()
+    if family not in ("mixtral", "gpt_oss")  # those have experts
+}
+
+# MLPs whose activation is all that can be replaced, and the attribute that holds it.
+PLAIN_MLPS = {"gpt2.GPT2MLP": "act"}
+
+# Experts whose gate is a method, `_apply_gate`, and what it computes; None: what their act_fn says.
+EXPERTS: dict[str, str | None] = {"gpt_oss.GptOssExperts": "gpt_oss_glu", "mixtral.MixtralExperts": None}
+
+HEADS: dict[str, Head] = {
+    **{f"{family}.{name}ForCausalLM": Head() for family, name in _LLAMAS.items()},
+    "gemma.GemmaForCausalLM": Head(),
+    "gemma2.Gemma2ForCausalLM": Head(softcap=True),
+    "gemma3.Gemma3ForCausalLM": Head(softcap=True),
+    "mixtral.MixtralForCausalLM": Head("MoeCausalLMOutputWithPast", routed=True),
+    "gpt_oss.GptOssForCausalLM": Head("MoeCausalLMOutputWithPast", routed=True),
+    "gpt2.GPT2LMHeadModel": Head("CausalLMOutputWithCrossAttentions"),
+}
+
+# Modules that only hold others which are looked at themselves.
+CONTAINERS = {"gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock"}
+
+# Activation modules: what they are called here, alone and as the gate of a pair.
+_ACTIVATIONS = {
+    "SiLUActivation": ("silu", "swiglu"), "SiLU": ("silu", "swiglu"), "ReLU": ("relu", "reglu"),
+    "GELUTanh": ("gelu_tanh", "geglu"), "NewGELUActivation": ("gelu_tanh", "geglu"),
+    "FastGELUActivation": ("gelu_tanh", "geglu"), "GELUActivation": ("gelu", "geglu_exact"),
+}  # fmt: skip
+
+
+def key_of(module: nn.Module) -> str:
+    """The module's name in these tables; its whole path where it is from neither Transformers nor torch."""
+    kind = type(module)
+    path = kind.__module__.split(".")
+    if path[:2] == ["transformers", "models"] and len(path) == 4 and path[3] == f"modeling_{path[2]}":
+        return f"{path[2]}.{kind.__name__}"
+    if path[:2] == ["torch", "nn"]:
+        return f"torch.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def activation_of(module: object, gated: bool) -> str | None:
+    """What an activation module computes, alone or gating; None where no kernel does."""
+    kind = type(module)
+    if not kind.__module__.startswith(("transformers.activations", "torch.nn")):
+        return None
+    found = _ACTIVATIONS.get(kind.__name__)
+    return None if found is None else found[1 if gated else 0]

@@ -1,0 +1,278 @@
+"""The forwards that `patch` puts in the place of a module's own.
+
+Each takes its module first and reads everything from it at the call, so that a module that was moved, copied, loaded
+or wrapped by PEFT since is served as it is now. What a forward cannot serve goes to the module's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers.modeling_outputs
+from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils.generic import can_return_tuple
+
+from flashkernel.hf.attention import NAME, LayerMask, attention_forward, sees_all
+from flashkernel.hf.families import Attention, Head, Norm
+from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, swiglu
+from flashkernel.ops.decode import decode_attention
+from flashkernel.ops.gemm import linear
+from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
+from flashkernel.ops.norm import layer_norm, rms_norm
+from flashkernel.ops.rope import rope
+
+FEW = 64  # tokens of a decoding step, at most
+LONG = 8192  # keys from which one query's attention is worth splitting over the GPU
+_ALONE: dict[str, Callable[..., Tensor]] = {
+    "silu": silu, "relu": relu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"),
+}  # fmt: skip
+_GATES: dict[str, Callable[..., Tensor]] = {
+    "swiglu": swiglu, "reglu": reglu, "geglu": geglu, "geglu_exact": partial(geglu, approximate="none"),
+}  # fmt: skip
+
+
+def norm(module: Any, kind: Norm, x: Tensor) -> Tensor:
+    weight, eps = module.weight, getattr(module, kind.eps)
+    lean = _lean(x)
+    if _own(x) or (lean and not kind.rms):
+        return type(module).forward(module, x)
+    if not kind.rms:
+        return layer_norm(x, weight, module.bias, eps=eps)  # type: ignore[return-value]
+    if lean and kind.offset == 0 and weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if kind.promotes and weight.dtype != x.dtype:
+        x = x.to(torch.promote_types(x.dtype, weight.dtype))
+    return rms_norm(x, weight, eps=eps, offset=kind.offset)  # type: ignore[return-value]
+
+
+def attention(
+    module: Any,
+    kind: Attention,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """One attention layer with the rotary embedding of q and k in one launch; [batch, tokens, hidden] as it came."""
+    if module.config._attn_implementation != NAME or position_embeddings is None:
+        return type(module).forward(
+            module, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+            past_key_values=past_key_values, **kwargs,
+        )  # fmt: skip
+    tokens = hidden_states.shape[:-1]
+    heads = (*tokens, -1, module.head_dim)
+    q, k, v = [x.view(heads) for x in _projections(hidden_states, module.q_proj, module.k_proj, module.v_proj)]
+    if kind.head_norms:
+        q, k = module.q_norm(q), module.k_norm(k)
+    cos, sin = position_embeddings
+    if _own(q):
+        q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    else:
+        q, k = rope(q, k, cos, sin, rotary_dim=module.head_dim)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, heads, tokens, head_dim]
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, module.layer_idx)
+    options = {name: _attribute(module, path) for name, path in kind.options.items()}
+    unpacked = kwargs.get("cu_seq_lens_q") is None
+    if _lean(hidden_states) and unpacked and not module.training and sees_all(attention_mask, k.shape[2]):
+        out, weights = _step(q, k, v, module.scaling, options.get("s_aux"), options.get("softcap")), None
+    else:
+        dropout = module.attention_dropout if module.training else 0.0
+        out, weights = attention_forward(
+            module, q, k, v, attention_mask, dropout=dropout, scaling=module.scaling, **options, **kwargs
+        )
+    return module.o_proj(out.reshape(*tokens, -1)), weights
+
+
+def unrotated_attention(
+    module: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """GPT-2's attention: its own, but for a lean decoding step."""
+    free = isinstance(attention_mask, LayerMask) and sees_all(attention_mask, attention_mask.shape[3])
+    plain = kwargs.get("encoder_hidden_states") is None and kwargs.get("cu_seq_lens_q") is None
+    cached = past_key_values is None or not isinstance(past_key_values, EncoderDecoderCache)
+    ours = module.config._attn_implementation == NAME and not module.training
+    if not (_lean(hidden_states) and free and plain and cached and ours):
+        return type(module).forward(
+            module, hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
+        )
+    tokens = hidden_states.shape[:-1]
+    heads = (*tokens, -1, module.head_dim)
+    q, k, v = [x.view(heads).transpose(1, 2) for x in module.c_attn(hidden_states).split(module.split_size, 2)]
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, module.layer_idx)
+    out = _step(q, k, v, module.scaling, None, None)
+    return module.resid_dropout(module.c_proj(out.reshape(*tokens, -1))), None
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, softcap: float | None) -> Tensor:
+    """One query that sees every key: [batch, 1, heads, head_dim] of q, k and v [batch, heads, tokens, head_dim]."""
+    if k.shape[2] < LONG and sinks is None and not softcap:
+        shared = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared).transpose(1, 2)
+    lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32, device=q.device)
+    return decode_attention(  # type: ignore[return-value]
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), lengths, sinks=sinks, softcap=softcap or 0.0,
+        scale=scale,
+    )  # fmt: skip
+
+
+def gated_mlp(module: Any, gate: str, x: Tensor) -> Tensor:
+    if _own(x) or _lean(x):
+        return type(module).forward(module, x)
+    weights = [module.gate_proj, module.up_proj]
+    if _fused(x, weights):
+        biases = None if weights[0].bias is None else [layer.bias for layer in weights]
+        return module.down_proj(linear(x, [layer.weight for layer in weights], biases, activation=gate))
+    left, right = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(_GATES[gate](left, right))
+
+
+def activation(module: Any, name: str, x: Tensor) -> Tensor:
+    if _own(x):
+        return type(module).forward(module, x)
+    return _ALONE[name](x, backend="torch" if _lean(x) else None)
+
+
+def expert_gate(module: Any, gate: str, gate_up: Tensor) -> Tensor:
+    """The gate of the experts' products [pairs, 2 width], in the place of `_apply_gate`."""
+    if _own(gate_up):
+        return type(module)._apply_gate(module, gate_up)
+    if gate == "gpt_oss_glu":
+        return gpt_oss_glu(gate_up, alpha=module.alpha, limit=module.limit)
+    return _GATES[gate](gate_up)
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Transformers' ForCausalLMLoss of logits that are there already."""
+    target = _next_tokens(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = cross_entropy(logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction)
+    return _per_item(loss, num_items_in_batch)
+
+
+def causal_model(model: Any, kind: Head, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """A language model's forward; in training, with labels, the loss comes without logits (`outputs.logits` is None).
+
+    `names` are those of the forward's positional arguments.
+    """
+    kwargs.update(zip(names, args))
+    keep = kwargs.get("logits_to_keep")
+    partly = isinstance(keep, Tensor) or bool(keep)
+    if kwargs.get("labels") is None or not model.training or partly or not _plain(model.lm_head):
+        return type(model).forward(model, **kwargs)
+    return _loss_alone(model, kind, **kwargs)
+
+
+@can_return_tuple
+def _loss_alone(model: Any, kind: Head, labels: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+    if kind.routed:
+        given = kwargs.get("output_router_logits")
+        kwargs["output_router_logits"] = model.config.output_router_logits if given is None else given
+    outputs = model.base_model(**kwargs)
+    hidden = outputs.last_hidden_state  # [batch, tokens, hidden]
+    ignored, items = kwargs.get("ignore_index", -100), kwargs.get("num_items_in_batch")
+    loss = linear_cross_entropy(
+        hidden, model.lm_head.weight, _next_tokens(labels, kwargs.get("shift_labels"), ignored).to(hidden.device),
+        model.lm_head.bias, ignore_index=ignored, reduction="mean" if items is None else "sum",
+        softcap=(model.config.final_logit_softcapping or 0.0) if kind.softcap else 0.0,
+    )  # fmt: skip
+    loss = _per_item(loss, items)
+    extra = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+    if kind.output == "CausalLMOutputWithCrossAttentions":
+        extra["cross_attentions"] = outputs.get("cross_attentions")
+    if kind.routed:
+        extra["router_logits"] = outputs.get("router_logits")
+        if kwargs["output_router_logits"]:
+            balance = sys.modules[type(model).__module__].load_balancing_loss_func
+            extra["aux_loss"] = balance(
+                outputs.router_logits, model.num_experts, model.num_experts_per_tok, kwargs.get("attention_mask")
+            )
+            loss = loss + model.router_aux_loss_coef * extra["aux_loss"].to(loss.device)
+    return getattr(transformers.modeling_outputs, kind.output)(loss=loss, logits=None, **extra)
+
+
+def _next_tokens(labels: Tensor | None, shifted: Tensor | None, ignored: int) -> Tensor:
+    """The label that each token predicts, [batch, tokens]: the next one's, and none for the last."""
+    if shifted is not None:
+        return shifted
+    assert labels is not None
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
+
+
+def _per_item(loss: Tensor, items: Tensor | int | None) -> Tensor:
+    if items is None:
+        return loss
+    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+
+
+def _own(x: Tensor) -> bool:
+    """Whether Transformers' own code runs: on a CPU there is no launch or trip to memory that a kernel would save."""
+    return x.device.type == "cpu"
+
+
+def _lean(x: Tensor) -> bool:
+    """Whether x [batch, tokens, ...] is an eager decoding step on a GPU, which is bound by the host.
+
+    One short call of torch's then costs less than a launch through Python, whatever the kernel would save on the GPU.
+    In a graph, by torch.compile, launches cost nothing and the kernels win.
+    """
+    return (
+        x.is_cuda
+        and not torch.is_grad_enabled()
+        and x.ndim > 2
+        and x.shape[0] * x.shape[1] <= FEW
+        and x.dtype != torch.float32
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cuda")
+    )
+
+
+def _fused(x: Tensor, layers: list[Any]) -> bool:
+    """Whether one launch serves several linear layers: in a compiled decoding step on a GPU, if they are just that."""
+    if not torch.compiler.is_compiling() or not x.is_cuda or torch.is_grad_enabled():
+        return False
+    if x.dtype == torch.float32 or x.shape[:-1].numel() > FEW or torch.is_autocast_enabled("cuda"):
+        return False
+    return all([_plain(layer) and layer.weight.dtype == x.dtype for layer in layers]) and (  # noqa: C419  dynamo
+        len({layer.bias is None for layer in layers}) == 1
+    )
+
+
+def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
+    if _fused(x, list(layers)):
+        biases = None if layers[0].bias is None else [layer.bias for layer in layers]
+        return list(linear(x, [layer.weight for layer in layers], biases))
+    return [layer(x) for layer in layers]
+
+
+def _plain(layer: Any) -> bool:
+    """A linear layer and nothing more: no adapter, quantisation, sharding or hook."""
+    return (
+        type(layer) is nn.Linear
+        and type(layer.weight) in (nn.Parameter, Tensor)
+        and "forward" not in layer.__dict__
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+    )
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module

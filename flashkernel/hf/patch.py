@@ -1,0 +1,229 @@
+"""Put a loaded Transformers model on these kernels, and take it off again.
+
+Attention goes through Transformers' AttentionInterface and the loss through `loss_function`; norms, MLPs, rotary
+attention layers and the experts' gate get a forward of their own, on the instance: nothing of Transformers itself
+changes, no other model is touched, and no parameter moves, so that state dicts and optimizers never notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from flashkernel.hf import families, forwards
+from flashkernel.hf.attention import NAME, register
+from flashkernel.hf.report import PARTS, Entry, Report
+
+LOSSES = ("fused", "logits", None)
+UNKNOWN = "not in the tables; it keeps its own"
+_STATE = "_fkernel_patch"  # where a patched model keeps the attention that each of its configs had
+_OURS = (
+    forwards.norm, forwards.attention, forwards.unrotated_attention, forwards.gated_mlp, forwards.activation,
+    forwards.causal_model,
+)  # fmt: skip
+_SUSPECTS = (("Attention", "attention"), ("Norm", "norm"), ("MLP", "mlp"), ("Experts", "mlp"))  # by the class's name
+
+
+def patch(model: nn.Module, *, loss: str | None = "fused") -> Report:
+    """Put attention, rotary embedding, norms, MLPs and the loss of `model` on FlashKernel, in place.
+
+    `model` is a Transformers model, or a PEFT model around one. With loss="fused", a language model that is in
+    training mode and given labels computes its loss without ever holding the logits, and `outputs.logits` is None; in
+    every other case, and always with "logits", outputs are complete and only the loss of the logits is computed here.
+    None leaves the loss alone. Returns what was replaced, what not, and why; `unpatch` undoes all of it. A model that
+    is patched already is unpatched first.
+    """
+    target = _transformer(model)
+    if loss not in LOSSES:
+        raise ValueError(f"patch: loss is {loss!r}; it must be 'fused', 'logits' or None")
+    unpatch(target)
+    entries = [_put_attention(target)]
+    for module in target.modules():
+        entries += _put_module(module)
+    entries.append(_put_loss(target, loss))
+    return Report(type(target).__name__, _merged(entries))
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`, exactly: the model is what it was. One that is not patched stays as it is."""
+    target = _transformer(model)
+    state = target.__dict__.pop(_STATE, None)
+    if state is not None:
+        for config, implementation in state:
+            if config._attn_implementation == NAME:  # else someone chose another since
+                config._attn_implementation_internal = implementation
+    for module in target.modules():
+        kept = module.__dict__
+        if _is_ours(kept.get("forward")):
+            del kept["forward"]
+        if _is_ours(kept.get("_old_forward")):  # accelerate's hook calls this
+            kept["_old_forward"] = type(module).forward.__get__(module)
+        if getattr(kept.get("_apply_gate"), "func", None) is forwards.expert_gate:
+            del kept["_apply_gate"]
+    if target.__dict__.get("_loss_function") is forwards.causal_loss:
+        del target.__dict__["_loss_function"]
+
+
+@contextmanager
+def patched(model: nn.Module, *, loss: str | None = "fused") -> Iterator[Report]:
+    """`with patched(model) as report:` is `patch` for the block alone."""
+    if _STATE in _transformer(model).__dict__:
+        raise ValueError("patched: the model is patched already; leave the block out, or unpatch it before")
+    report = patch(model, loss=loss)
+    try:
+        yield report
+    finally:
+        unpatch(model)
+
+
+def _transformer(model: Any) -> PreTrainedModel:
+    """The Transformers model itself, out of PEFT's."""
+    inner = model
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"patch: the model is a {type(model).__name__}; it must be a transformers.PreTrainedModel or a PEFT model "
+            "around one; patch it before torch.compile, DDP or other wrappers"
+        )
+    return inner
+
+
+def _put_attention(model: PreTrainedModel) -> Entry:
+    """Choose "fkernel" for the model and its parts, by Transformers' own switch."""
+    name = type(model).__name__
+    submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = list({id(module.config): module.config for module in submodels}.values())
+    model.__dict__[_STATE] = [(config, config._attn_implementation) for config in configs]
+    reason = _attention_reason(model)
+    if reason is None:
+        register()
+        try:
+            model.set_attn_implementation(NAME)
+        except (ValueError, ImportError) as error:  # Transformers' own refusal
+            reason = str(error).splitlines()[0]
+    chosen = [config._attn_implementation == NAME for config in configs]
+    if reason is not None or not chosen[0]:
+        return Entry("attention", name, 1, None, reason or "Transformers kept its own attention for it")
+    note = "" if all(chosen) else f"{chosen.count(False)} submodels keep theirs"
+    return Entry("attention", name, 1, f'attention, by attn_implementation="{NAME}"', note)
+
+
+def _attention_reason(model: PreTrainedModel) -> str | None:
+    if not model._can_set_attn_implementation():
+        return "its attention does not go through AttentionInterface"
+    if getattr(model.config, "output_attentions", False):
+        return "config.output_attentions asks for probabilities, which are never held"
+    return None
+
+
+def _put_module(module: nn.Module) -> list[Entry]:
+    """Replace the module's forward where a table knows it."""
+    key = families.key_of(module)
+    if key in families.NORMS:
+        return [_put_norm(module, families.NORMS[key])]
+    if key in families.ATTENTIONS:
+        return [_put_forward("rope", module, "rope, of q and k in one", forwards.attention, families.ATTENTIONS[key])]
+    if key in families.GATED_MLPS:
+        gate = families.activation_of(module.act_fn, gated=True)
+        if gate is None:
+            return [_left("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")]
+        return [_put_forward("mlp", module, gate, forwards.gated_mlp, gate)]
+    if key in families.PLAIN_MLPS:
+        inner = getattr(module, families.PLAIN_MLPS[key])
+        name = families.activation_of(inner, gated=False)
+        if name is None:
+            return [_left("mlp", module, f"no kernel for {type(inner).__name__}")]
+        entry = _put_forward("mlp", inner, name, forwards.activation, name)
+        return [replace(entry, module=type(module).__name__)]
+    if key in families.EXPERTS:
+        return [_put_experts(module, families.EXPERTS[key])]
+    if key in families.UNROTATED:  # reported with the model's attention, unless it could not be done
+        entry = _put_forward("attention", module, "attention", forwards.unrotated_attention)
+        return [] if entry.kernel else [entry]
+    if key in families.CONTAINERS or isinstance(module, PreTrainedModel):
+        return []
+    part = next((part for ending, part in _SUSPECTS if type(module).__name__.endswith(ending)), None)
+    return [] if part is None else [_left("rope" if part == "attention" else part, module, UNKNOWN)]
+
+
+def _put_norm(module: nn.Module, kind: families.Norm) -> Entry:
+    if not kind.rms and (len(module.normalized_shape) != 1 or module.weight is None):  # type: ignore[arg-type]
+        return _left("norm", module, "it normalises several dims, or has no weight")
+    return _put_forward("norm", module, "rms_norm" if kind.rms else "layer_norm", forwards.norm, kind)
+
+
+def _put_experts(module: Any, gate: str | None) -> Entry:
+    implementation = getattr(module.config, "_experts_implementation", None)
+    gate = gate or families.activation_of(module.act_fn, gated=True)
+    if gate is None:
+        return _left("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")
+    if implementation == "eager" and hasattr(module, "act_fn"):
+        return _left("mlp", module, 'with experts_implementation="eager" the gate is not a function of its own')
+    module.__dict__["_apply_gate"] = partial(forwards.expert_gate, module, gate)
+    return Entry("mlp", type(module).__name__, 1, gate, "the gate; routing and products stay with Transformers")
+
+
+def _put_loss(model: PreTrainedModel, loss: str | None) -> Entry:
+    name = type(model).__name__
+    if loss is None:
+        return Entry("loss", name, 1, None, "loss=None")
+    kind = families.HEADS.get(families.key_of(model))
+    if kind is None:
+        return Entry("loss", name, 1, None, UNKNOWN)
+    if hasattr(model, "_loss_function") or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+        return Entry("loss", name, 1, None, "it has a loss function of its own")
+    if loss == "logits":
+        model.loss_function = forwards.causal_loss
+        return Entry("loss", name, 1, "cross_entropy")
+    parameters = inspect.signature(type(model).forward).parameters
+    names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
+    entry = _put_forward("loss", model, "linear_cross_entropy in training", forwards.causal_model, kind, tuple(names))
+    if entry.kernel is None:
+        return entry
+    model.loss_function = forwards.causal_loss
+    # generate() and Trainer read the forward's arguments; annotations would have to be pickled with it.
+    kept = [one.replace(annotation=one.empty) for one in list(parameters.values())[1:]]
+    model.__dict__[_place(model)].__signature__ = inspect.Signature(kept)
+    plain = forwards._plain(model.lm_head)
+    return Entry(
+        "loss", name, 1, entry.kernel if plain else "cross_entropy",
+        "training with labels gives no logits" if plain else "lm_head is more than a linear layer: logits are made",
+    )  # fmt: skip
+
+
+def _put_forward(part: str, module: nn.Module, kernel: str, forward: Any, *settings: Any) -> Entry:
+    place = _place(module)
+    if place == "forward" and "forward" in module.__dict__:
+        return _left(part, module, "something else has replaced its forward")
+    module.__dict__[place] = partial(forward, module, *settings)
+    return Entry(part, type(module).__name__, 1, kernel)
+
+
+def _place(module: nn.Module) -> str:
+    """Where a forward belongs: accelerate keeps a module's own behind its hook."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func in _OURS
+
+
+def _left(part: str, module: nn.Module, reason: str) -> Entry:
+    return Entry(part, type(module).__name__, 1, None, reason)
+
+
+def _merged(entries: list[Entry]) -> tuple[Entry, ...]:
+    """Entries that differ in nothing counted as one, in the order of PARTS."""
+    counts: dict[Entry, int] = {}
+    for entry in entries:
+        counts[entry] = counts.get(entry, 0) + entry.count
+    merged = [replace(entry, count=count) for entry, count in counts.items()]
+    return tuple(sorted(merged, key=lambda entry: PARTS.index(entry.part)))
