@@ -322,7 +322,8 @@ def _instances(element: str, vector: int) -> list[str]:
     names += [f"finish_rows<{element}, {kind}>" for kind in range(kinds.LOGSUMEXP + 1)]
     for size, values in ((vector, (8, 16, 32)), (1, (8, 16))):
         for count in values:
-            names += [f"row_softmax<{element}, {size}, {count // size}, {plain}>" for plain in ("true", "false")]
+            kinds_of_row = ("true", "false") if size > 1 else ("false",)
+            names += [f"row_softmax<{element}, {size}, {count // size}, {plain}>" for plain in kinds_of_row]
             names += [f"row_softmax_backward<{element}, {size}, {count // size}>"]
         for kind in range(kinds.MAX, kinds.SOFTMAX_BACKWARD + 1):
             items = 2 if size > 1 and kind != kinds.SOFTMAX_BACKWARD else 1

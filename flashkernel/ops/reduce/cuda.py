@@ -67,7 +67,7 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     values, grid, block = _row_in_registers(rows, width)
     arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides)
-    plain = "true" if mask.tensor is None and queries == 0 else "false"
+    plain = "true" if vector > 1 and mask.tensor is None and queries == 0 else "false"
     kernel("row_softmax", TYPES[x.dtype], vector, values // vector, plain).launch(grid, block, arguments)
     return y
 
