@@ -38,8 +38,9 @@ def append_kv(
     if slots.shape[0] == 0 or k_pages.shape[0] * k_pages.shape[1] == 0:
         return q
     if k_scale is None and v_pages.is_contiguous() and _all_kept(slots, k_pages):
-        for values, pages in ((k, k_pages), (v, v_pages)):
-            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots.long(), values.to(pages.dtype))
+        slots = slots.long()
+        k_pages.flatten(0, 1).index_copy_(0, slots, k.to(k_pages.dtype))
+        v_pages.flatten(0, 1).index_copy_(0, slots, v.to(v_pages.dtype))
         return q
     token, slot, any_kept = _writers(slots, k_pages.shape[0] * k_pages.shape[1])
     page, offset = slot // k_pages.shape[1], slot % k_pages.shape[1]
@@ -59,8 +60,8 @@ def _all_kept(slots: Tensor, pages: Tensor) -> bool:
     """Whether every token is written, which a CPU can look up at once; elsewhere nobody waits for the answer."""
     if slots.device.type != "cpu" or torch.compiler.is_compiling() or not pages.is_contiguous():
         return False
-    low, high = torch.aminmax(slots)
-    return int(low) >= 0 and int(high) < pages.shape[0] * pages.shape[1]
+    numbers = slots.tolist()
+    return min(numbers) >= 0 and max(numbers) < pages.shape[0] * pages.shape[1]
 
 
 def _writers(slots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

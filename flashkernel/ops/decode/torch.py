@@ -99,6 +99,9 @@ def decode_attention(
     batch, queries = q.shape[:2]
     capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     cache = _Cache(k, v, None if page_table is None else page_table.tolist(), k_scale, v_scale, capacity)
+    if queries == 1 and batch and scores.plain and k_scale is None and not sink_tokens:
+        parts = [_one_query(q[b], cache, b, length, scores) for b, length in enumerate(lengths.tolist())]
+        return (parts[0] if batch == 1 else torch.cat(parts)).view(batch, 1, q.shape[2], -1)
     out = q.new_empty((batch, queries, q.shape[2], v.shape[3]))
     lse = q.new_empty((batch, q.shape[2], queries), dtype=_wide(q.dtype)) if return_lse else None
     for b, length in enumerate(lengths.tolist()):
@@ -149,6 +152,18 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scores: _Scores)
         q.to(k.dtype), k, v, position, scores.window, scores.sinks, scores.sink_tokens, scores.softcap, scores.scale
     )
     return out.to(q.dtype), lse
+
+
+def _one_query(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores) -> Tensor:
+    """What `_sequence` does for the commonest call: q [1, Hq, D], which sees all that is read. Few operators, since on
+    a CPU the host takes as long for them as for the attention."""
+    length = min(length, cache.capacity)
+    if length <= 0:
+        return q.new_zeros((1, cache.k.shape[2], q.shape[1] // cache.k.shape[2], cache.v.shape[3]))
+    start = 0 if scores.window is None else max(0, length - scores.window)
+    k, v = cache.read(b, start, length, q.dtype)
+    rows = q.reshape(1, k.shape[0], -1, q.shape[2])  # [1, Hkv, G, D]
+    return F.scaled_dot_product_attention(rows, k[None], v[None], scale=scores.scale)
 
 
 def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, out: Tensor, lse: Tensor | None) -> None:

@@ -31,7 +31,8 @@ def linear(
     if norm_weight is not None:
         x = normalised(x, norm_weight, norm_eps, norm_offset)
     if activation is None and scale == 1.0 and isinstance(weight, Tensor) and (bias is None or _fits(bias, x)):
-        product = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)  # most layers: on a CPU, assembling a chain takes longer than running it
+        # Most layers: on a CPU, assembling a chain takes longer than running it.
+        product = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)
         y = (product if residual is None else product + residual).to(dtype)
         return y if splits is None else y.split(list(splits), -1)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)

@@ -1,0 +1,149 @@
+"""Models on disk: a folder that Transformers saved (config.json and safetensors), or a GGUF file.
+
+A checkpoint gives a configuration in Transformers' terms, tensors by Transformers' names, and a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flashkernel.engine.config import ModelError, Settings
+from flashkernel.engine.tokenizer import Tokenizer
+
+_INDEX = "model.safetensors.index.json"
+# The nearest e2m1 numbers of MXFP4, by their four bits.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Checkpoint(Protocol):
+    """A model as it is stored."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def names(self) -> Set[str]:
+        """The tensors there are."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU; it may be a view of the file."""
+        ...
+
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The model at a path; ModelError where there is none or it cannot be read."""
+    if path.is_dir():
+        return Folder(path)
+    if not path.exists():
+        raise ModelError(f"{path}: there is no such file or folder")
+    from flashkernel.engine.gguf import GGUFFile
+
+    return GGUFFile(path)
+
+
+class Folder:
+    """config.json, one or several safetensors files, tokenizer.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        values = read_json(path / "config.json", "a model's folder has one, beside its safetensors files")
+        generation = path / "generation_config.json"
+        if generation.exists():
+            stop = read_json(generation, "").get("eos_token_id")
+            values = {**values, "eos_token_id": values.get("eos_token_id") if stop is None else stop}
+        self.settings = Settings(values, str(path))
+        self._files = _tensor_files(path)
+        self._open: dict[str, Any] = {}
+        if any(name.startswith(("transformer.", "model.")) for name in self._files):
+            self._stripped = ""
+        else:  # GPT-2's first files were saved without their outermost name
+            self._stripped = "transformer."
+
+    @property
+    def names(self) -> Set[str]:
+        found = {self._stripped + name for name in self._files}
+        packed = {name.removesuffix("_blocks") for name in found if name.endswith("_blocks")}
+        return {name for name in found if not name.endswith(("_blocks", "_scales"))} | packed
+
+    def read(self, name: str) -> Tensor:
+        name = name.removeprefix(self._stripped)
+        if name in self._files:
+            return self._stored(name)
+        return unpack_mxfp4(self._stored(name + "_blocks"), self._stored(name + "_scales"))
+
+    def tokenizer(self) -> Tokenizer | None:
+        return Tokenizer.from_folder(self.path)
+
+    def _stored(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._files[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.path / file, "pt")
+            return self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(self.path / file, error) from error
+
+
+def _tensor_files(path: Path) -> dict[str, str]:
+    """In which file each tensor is."""
+    from safetensors import SafetensorError, safe_open
+
+    index = path / _INDEX
+    if index.exists():
+        files = read_json(index, "").get("weight_map")
+        if not isinstance(files, dict):
+            raise ModelError(f"{index}: it has no weight_map; the file is damaged, get it again")
+        missing = sorted({file for file in files.values() if not (path / file).exists()})
+        if missing:
+            raise ModelError(f"{path}: {', '.join(missing)} of the model's files are missing; get them again")
+        return files
+    single = path / "model.safetensors"
+    if not single.exists():
+        others = ", ".join(sorted(file.name for file in path.glob("*.bin"))) or "no weights"
+        raise ModelError(f"{path}: weights are read from model.safetensors or {_INDEX}; the folder has {others}")
+    try:
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(single, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path}: the file is damaged or was cut short ({error}); get it again")
+
+
+def read_json(path: Path, hint: str) -> dict[str, Any]:
+    """The object in a JSON file; ModelError where it cannot be had."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; {hint}") from None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path}: it cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: it must hold one JSON object, and holds a {type(found).__name__}")
+    return found
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Experts stored in four bits, as gpt-oss is: [experts, out, groups, 16 bytes] -> bfloat16 [experts, in, out].
+
+    A byte holds two numbers, the first in its low bits; each group of 32 has a power of two, biased by 127.
+    """
+    table = torch.tensor(_FP4, dtype=torch.bfloat16)
+    parts = []
+    for block, scale in zip(blocks, scales):  # expert by expert: the indices take four times the memory
+        pairs = torch.stack((block & 15, block >> 4), -1).flatten(-2).to(torch.int32)  # [out, groups, 32]
+        parts.append(torch.ldexp(table[pairs], scale.to(torch.int32)[..., None] - 127).to(torch.bfloat16).flatten(1))
+    return torch.stack(parts).transpose(1, 2)

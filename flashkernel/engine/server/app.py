@@ -1,0 +1,191 @@
+"""The API's endpoints, and the gate before them."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flashkernel.engine.llm import LLM
+from flashkernel.engine.server import errors, protocol
+from flashkernel.engine.server.answer import Answer
+from flashkernel.engine.server.driver import Driver
+from flashkernel.engine.server.errors import ApiError, ClientGone
+from flashkernel.engine.server.metrics import Metrics
+from flashkernel.engine.server.options import ServerOptions
+from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
+from flashkernel.engine.server.replies import ChatReply, CompletionReply, Reply
+
+OPEN = "/health"  # the one path that takes no key
+CLIENT_GONE = 499  # what others log for it; it is never sent
+
+
+class Api:
+    """One model behind HTTP."""
+
+    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+        self.llm, self.options = llm, options
+        self.name = options.name or os.path.basename(os.path.abspath(llm.name))
+        self.metrics = Metrics(llm.engine)
+        capacity = llm.engine.scheduler.most_sequences + options.max_queue
+        self.driver = Driver(llm.engine, capacity, self.metrics)
+        self._started = int(time.time())
+
+    def application(self) -> Starlette:
+        routes = [
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Gate, self.options.api_key, self.metrics, {route.path for route in routes})],
+            exception_handlers={
+                ApiError: _refuse,
+                ClientGone: _nobody_there,
+                HTTPException: _refuse_route,
+                Exception: _own_fault,
+            },
+            lifespan=self._lifespan,
+        )
+        app.state.driver = self.driver
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.driver.start()
+        try:
+            yield
+        finally:
+            await self.driver.stop()
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine runs, and its last step went well."""
+        healthy = self.driver.healthy
+        return JSONResponse({"status": "ok" if healthy else "failing"}, 200 if healthy else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        asked = request.path_params["name"]
+        if asked != self.name:
+            raise errors.unknown_model(asked, self.name)
+        return JSONResponse(self._card())
+
+    async def complete(self, request: Request) -> ASGIApp:
+        return await self._answer(request, CompletionRequest, CompletionReply)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._answer(request, ChatRequest, ChatReply)
+
+    async def _answer(self, request: Request, kind: type[protocol.Request], reply: type[Reply]) -> ASGIApp:
+        body = await _read(request, self.options)
+        wanted = protocol.parse(kind, body)
+        if wanted.model != self.name:
+            raise errors.unknown_model(wanted.model, self.name)
+        return Answer(self.driver, self.llm, self.options, wanted, reply(self.name, self.llm.tokenizer))
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "flashkernel",
+            "max_model_len": self.llm.engine.context,
+        }
+
+
+class Gate:
+    """Asks for the API key, and counts answers."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, metrics: Metrics, paths: set[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+        self._expected = None if api_key is None else f"bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"  # nobody can make up labels
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.response(path, message["status"])
+            await send(message)
+
+        if scope["path"] == OPEN or self._may_enter(scope):
+            await self._app(scope, receive, counting)
+        else:
+            await _error_response(errors.wrong_key())(scope, receive, counting)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        if self._expected is None:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        return hmac.compare_digest(kind.lower() + b" " + key.strip(), self._expected)
+
+
+async def _read(request: Request, options: ServerOptions) -> bytes:
+    """The body of a request, within the limits."""
+    kind = request.headers.get("content-type")
+    if (kind or "").partition(";")[0].strip().lower() != "application/json":
+        raise errors.not_json(kind)  # pages of other sites can send anything but this without being asked first
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > options.max_body:
+        raise errors.too_large(options.max_body)
+    body = bytearray()
+    try:
+        with anyio.fail_after(options.client_timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > options.max_body:
+                    raise errors.too_large(options.max_body)
+    except TimeoutError:
+        raise errors.too_slow_to_send(options.client_timeout) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+def _error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error)
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}"
+    return _error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _own_fault(request: Request, error: Exception) -> Response:
+    return _error_response(ApiError(500, "the server made a mistake; its log says which"))

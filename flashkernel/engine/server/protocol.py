@@ -1,0 +1,230 @@
+"""What clients may ask: requests of OpenAI's API, checked, and turned into prompts and sampling settings.
+
+A field that would change the answer and cannot be served is refused; one that would not is accepted and has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashkernel.engine.sampling import SamplingParams
+from flashkernel.engine.server.errors import ApiError, bad_request
+from flashkernel.engine.tokenizer import Tokenizer
+
+Item = TypeVar("Item")
+ListOf = Annotated[list[Item], Field(fail_fast=True)]  # one wrong item says enough
+Prompt = str | list[int]
+
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
+SHOWN = 80  # characters of a wrong value in a message
+NO_EFFECT = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+# what cannot be served -> values that ask for nothing
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (), "web_search_options": (),
+}  # fmt: skip
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; has no effect
+
+
+class Request(_Strict):
+    """What both endpoints take. The last fields are no part of OpenAI's API; its client sends them as `extra_body`."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | ListOf[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: ListOf[int] | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many texts are asked for."""
+        return 1
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """ApiError where something is asked that cannot be given."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in NO_EFFECT:
+                continue
+            if name not in REFUSED:
+                raise bad_request(f"{name[:SHOWN]!r} is no field of this request; is it misspelt?", name[:SHOWN])
+            if not any(value == one and type(value) is type(one) for one in REFUSED[name]):
+                raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
+        if self.stream_options is not None and not self.streams:
+            raise bad_request("stream_options are for streams; set stream to true, or leave them out", "stream_options")
+
+    def sampling(self) -> SamplingParams:
+        """ApiError where a value is out of its range."""
+        given: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "seed": self.seed, "stop": self.stop,
+            "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty, "stop_tokens": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos, "logprobs": self.wanted_logprobs(),
+        }  # fmt: skip
+        try:
+            return SamplingParams(
+                max_tokens=self.most_tokens(), **{name: value for name, value in given.items() if value is not None}
+            )
+        except ValueError as error:
+            text = str(error)
+            named = [name for name in (*given, "max_tokens") if text.startswith(f"sampling: {name} ")]
+            raise bad_request(text.removeprefix("sampling: "), named[0] if named else None) from None
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        return None
+
+    def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+        """What to go on from, one for each choice of the answer; ValueError where that cannot be made."""
+        raise NotImplementedError
+
+
+class CompletionRequest(Request):
+    prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]]
+    logprobs: int | None = None
+
+    def most_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompt) if self._several else 1
+
+    @property
+    def _several(self) -> bool:
+        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
+    def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+        return self.prompt if self._several else [self.prompt]  # type: ignore[return-value, list-item]
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    role: str
+    content: str | ListOf[TextPart] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As templates want it: the content is one string."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": text}
+
+
+class ChatRequest(Request):
+    messages: ListOf[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs are given and logprobs is not true; set it, or leave them out", "logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise bad_request("max_tokens and max_completion_tokens are the same; give one of them", "max_tokens")
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
+        if tokenizer is None:
+            raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
+        try:
+            return [tokenizer.chat([message.as_dict() for message in self.messages])]
+        except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
+            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+
+Kind = TypeVar("Kind", bound=Request)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    """The request in a body; ApiError where it is none."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    request.check()
+    return request
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """The first field that is wrong, with all it could have been."""
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the request is no JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if not first["loc"]:
+        return bad_request("the request must be a JSON object")
+    name = str(first["loc"][0])
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return bad_request(f"{name} is missing", name)
+    reasons = dict.fromkeys(
+        f"{_place(one['loc'])} is {_shown(one['input'])}: {one['msg'][0].lower()}{one['msg'][1:]}"
+        for one in errors
+        if one["loc"][0] == first["loc"][0]
+    )
+    return bad_request("; or ".join(reasons), name)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """`messages[0].role`, without the names that pydantic gives to the kinds of a union."""
+    named = ""
+    for number, part in enumerate(location):
+        if isinstance(part, int):
+            named += f"[{part}]"
+        elif not number:
+            named = part
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "TextPart"):
+            named += f".{part}"
+    return named
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -1,0 +1,56 @@
+"""Small tensors that the host fills for every step: one piece of pinned memory, one copy, fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes
+
+
+class Staging:
+    """Named vectors, written as arrays on the host and read as tensors on the device.
+
+    On a GPU there are two host buffers in turn: one may still be on its way while the other is written.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]], device: torch.device) -> None:
+        self._offsets, end = {}, 0
+        for name, (dtype, size) in fields.items():
+            self._offsets[name] = end
+            end += -(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._last = list(fields)[-1]
+        self._item = fields[self._last][0].itemsize
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []
+        self._arrays = [
+            {name: tensor.numpy() for name, tensor in self._views(host, fields).items()} for host in self._hosts
+        ]
+        self._bytes = torch.zeros(end, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
+        self.tensors = self._views(self._bytes, fields)
+        self._turn = 0
+
+    def begin(self) -> dict[str, np.ndarray]:
+        """Arrays to write the next step into; what they hold is old."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._arrays[self._turn]
+
+    def send(self, last: int) -> dict[str, Tensor]:
+        """Take what was written to the device; of the last field only its first `last` entries."""
+        if self._copied:
+            used = self._offsets[self._last] + last * self._item
+            self._bytes[:used].copy_(self._hosts[self._turn][:used], non_blocking=True)
+            self._copied[self._turn].record()
+        return self.tensors
+
+    def _views(self, data: Tensor, fields: Mapping[str, tuple[torch.dtype, int]]) -> dict[str, Tensor]:
+        return {
+            name: data[self._offsets[name] :][: size * dtype.itemsize].view(dtype)
+            for name, (dtype, size) in fields.items()
+        }

@@ -1,0 +1,114 @@
+"""A server in a thread, on a free port of this machine, and what tests ask of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from flashkernel.engine import LLM
+from flashkernel.engine import server as serving
+from flashkernel.engine.server import ServerOptions
+from flashkernel.engine.server.app import Api
+from flashkernel.engine.server.run import Server
+
+NAME = "tiny"
+
+
+@dataclass
+class Running:
+    """A server in a thread."""
+
+    llm: LLM
+    api: Api
+    server: Server
+    port: int
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def client(self, **options: Any) -> Any:
+        return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 60, **options})
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+        """Status, body (parsed where it is JSON) and headers of a plain HTTP call."""
+        connection = self.connection()
+        sent = {"content-type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+        connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), sent)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        is_json = "json" in response.headers.get("content-type", "")
+        return response.status, json.loads(text) if is_json else text, response.headers
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.call("GET", "/metrics")[1], re.MULTILINE)
+        assert found, f"there is no metric {name}"
+        return float(found[1])
+
+    def idle(self) -> bool:
+        """The engine has nothing to do and holds no page."""
+        engine = self.llm.engine
+        return not engine.busy and engine.stats().pages_in_use == 0 and engine.stats().running == 0
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def serve(llm: LLM, **options: Any) -> Iterator[Running]:
+    chosen = ServerOptions(**{"port": 0, "name": NAME, "access_log": False, **options})
+    listener = serving.bind(chosen)
+    api = Api(llm, chosen)
+    server = Server(api)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    running = Running(llm, api, server, listener.getsockname()[1], thread)
+    thread.start()
+    try:
+        assert comes(lambda: server.started)
+        yield running
+        assert comes(running.idle), "a request outlived its client"
+    finally:
+        running.stop()
+    assert not llm.engine.scheduler.cache.sequences
+
+
+def comes(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def other(base: LLM, **options: Any) -> LLM:
+    return LLM(base.model, base.tokenizer, **{"cache_tokens": 2048, "page_size": 16, **options})
+
+
+def slow(base: LLM, seconds: float = 0.02, **options: Any) -> LLM:
+    """The same model, with steps that take their time."""
+    llm = other(base, **options)
+    launch = llm.engine.runner.launch
+
+    def slowly(batch: Any) -> Any:
+        time.sleep(seconds)
+        return launch(batch)
+
+    llm.engine.runner.launch = slowly  # type: ignore[method-assign]
+    return llm
