@@ -109,6 +109,7 @@ class Tolerance:
     floor: float = 2.0
     floor32: float | None = None  # the floor in float32, where a GPU's exponentials, good to 2 roundings, show
     of_inputs: str = ""
+    through: torch.dtype | None = None  # what results are rounded to on the way, where that is narrower than both
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from flashkernel.blocks.mask import (
     window,
 )
 from flashkernel.ops.attention.api import attention
+from flashkernel.ops.attention.fp8 import attention_fp8, quantize_fp8
 from flashkernel.ops.attention.varlen import attention_varlen
 
 __all__ = [
     "Mask",
     "Table",
     "attention",
+    "attention_fp8",
     "attention_varlen",
     "block_sparse",
     "causal",
@@ -26,6 +28,7 @@ __all__ = [
     "custom",
     "documents",
     "prefix",
+    "quantize_fp8",
     "sink_tokens",
     "window",
 ]

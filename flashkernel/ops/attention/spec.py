@@ -12,6 +12,7 @@ from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal, custom, prefix, s
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
 
 _ROOM = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
@@ -224,4 +225,4 @@ ATTENTION = Op(
         Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")
     ),
 )
-OPS = (ATTENTION,)
+OPS = (ATTENTION, ATTENTION_FP8)

@@ -1,0 +1,6 @@
+"""Attention in FP8, and the quantisation it takes."""
+
+from flashkernel.ops.attention.fp8.api import attention_fp8
+from flashkernel.ops.attention.fp8.quantize import quantize_fp8
+
+__all__ = ["attention_fp8", "quantize_fp8"]

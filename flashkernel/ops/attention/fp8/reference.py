@@ -1,0 +1,47 @@
+"""Attention of quantised tensors in plain torch: the numbers they stand for, and the room's reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.mask import Mask
+from flashkernel.ops.attention import reference
+
+FP8 = torch.float8_e4m3fn
+SCALE_BLOCK = 128  # positions that share a scale, where there is more than one a head
+
+
+def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(batch, sequence, heads, head_dim) times its scales, (batch, heads) or (batch, heads, blocks), in `dtype`."""
+    factor = scale.to(dtype)
+    if scale.ndim == 3:
+        factor = factor.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[1]]  # [B, H, S]
+        return x.to(dtype) * factor.transpose(1, 2)[..., None]
+    return x.to(dtype) * factor[:, None, :, None]
+
+
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scores) v of q, k and v times their scales: in float32, or in the wider dtype that they are given in."""
+    quantised = q.dtype == FP8
+    wide = torch.float32 if quantised else q.dtype
+    found = reference.attention(
+        dequantised(q, q_scale, wide), dequantised(k, k_scale, wide), dequantised(v, v_scale, wide), sinks=sinks,
+        mask=mask, scale=scale, softcap=softcap, return_lse=True,
+    )  # fmt: skip
+    out, lse = found[0].to(out_dtype) if quantised else found[0], found[1]
+    return (out, lse) if return_lse else out
