@@ -691,6 +691,8 @@ def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_pat
     process = subprocess.Popen(
         [sys.executable, "-m", "flashkernel", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A shell that starts tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         assert process.stderr is not None

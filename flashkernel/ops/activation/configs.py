@@ -30,9 +30,7 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> Block:
     elements = min(elements, power_of_2(shape["width"]))
     while elements > 32 * vector and shape["rows"] * (shape["width"] // elements) < 2 * device.sms:
         elements //= 2  # few elements: spread them over the multiprocessors
-    # So few that a launch is over at once: fewer values a thread, whose exponentials would follow one another.
-    each = 2 if shape["rows"] * shape["width"] < 2048 * device.sms else vector
-    return Block(elements, max(1, min(4, elements // (32 * each))))
+    return Block(elements, max(1, min(4, elements // (32 * vector))))
 
 
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Block]:
