@@ -5,14 +5,20 @@ The kernels' own registrations are checked under Triton's interpreter on a CPU a
 
 from __future__ import annotations
 
+import importlib
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import flashkernel
+from flashkernel.core import tune
 from flashkernel.core.check import compare, execute, named, wanted_gradients
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Case, Op, Tolerance
 from flashkernel.ops import registry
+from flashkernel.ops.gemm.configs import LINEAR, Stream
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -93,6 +99,38 @@ def test_compile_fullgraph(op: Op, case: Case, device: str, dynamic: bool) -> No
         ]
         failures = [report.message for report in reports if not report.ok]
         assert not failures, "\n".join(failures)
+
+
+def test_counters_that_stay_are_not_made_where_a_graph_may_own_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile sends what the calling thread allocates to its graph's memory, also before it captures."""
+    kernels = importlib.import_module("flashkernel.ops.gemm.triton")
+    makers: list[int] = []
+    table = torch.arange(64).view(32, 2)
+    monkeypatch.setattr(kernels, "_tables", {})
+    monkeypatch.setattr(kernels, "_slots", {})
+    monkeypatch.setattr(kernels, "_zeros", lambda where: makers.append(threading.get_ident()) or table)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    streams = iter([7, 7, 8])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: SimpleNamespace(cuda_stream=next(streams)))
+    rows = [kernels._counters(torch.device("cuda:0")).tolist() for _ in range(3)]
+    assert rows == [[0, 1], [0, 1], [2, 3]]
+    assert len(makers) == 1
+    assert makers[0] != threading.get_ident()
+
+
+@pytest.mark.gpu
+def test_a_compiled_graph_may_be_the_first_to_share_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = importlib.import_module("flashkernel.ops.gemm.triton")
+    monkeypatch.setattr(kernels, "_tables", {})
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: flashkernel.linear(x, weight, backend="triton"), mode="reduce-overhead")
+    with torch.no_grad(), tune.override(LINEAR, Stream("tensor", 64, 128, 4, 4, 131)):
+        found = [compiled(x).clone() for _ in range(5)]  # warmed up, recorded, replayed
+        expected = flashkernel.linear(x, weight, backend="triton")
+    assert all(torch.equal(one, expected) for one in found)
+    torch._dynamo.reset()
 
 
 @by_case

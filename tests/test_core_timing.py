@@ -291,6 +291,37 @@ def test_auto_falls_back_to_events_and_says_so(monkeypatch: pytest.MonkeyPatch, 
         measure(gpu.call(0.02, 0.003), device="cuda:0", mode="graph")
 
 
+@pytest.mark.parametrize("host_ms", [0.02, 0.5])
+def test_what_waits_for_the_device_keeps_both_notes(
+    monkeypatch: pytest.MonkeyPatch, no_recovery: None, host_ms: float
+) -> None:
+    """A call that waits for its result lets the device idle, and on a busy host takes longer than a graph is for."""
+    gpu = Gpu(monkeypatch, capture_fails=True)
+
+    def waiting() -> None:
+        gpu.launch(host_ms, 0.003)
+        torch.cuda.synchronize()
+
+    found = measure(waiting, device="cuda:0", warmup=10, repeats=50)
+    assert found.mode == "events"
+    behind, captured = found.notes
+    assert "the host fell behind the device in" in behind
+    assert "could not be captured: operation not permitted" in captured
+
+
+def test_a_graph_is_tried_where_launch_gaps_are_in_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+
+    def waiting() -> None:
+        gpu.launch(0.5, 0.003)
+        if gpu.capturing is None:
+            torch.cuda.synchronize()
+
+    found = measure(waiting, device="cuda:0", warmup=10, repeats=50)
+    assert (found.mode, found.notes) == ("graph", ())
+    assert found.p50 == pytest.approx(0.003)
+
+
 def test_an_interrupted_capture_is_not_a_fallback(monkeypatch: pytest.MonkeyPatch, no_recovery: None) -> None:
     gpu = Gpu(monkeypatch)
 
@@ -371,7 +402,7 @@ def test_what_cannot_be_captured_falls_back_and_leaves_torch_whole() -> None:
     x = torch.randn(1024, device="cuda")
     found = measure(lambda: float(x.sum()), device="cuda", warmup=10, repeats=50)  # synchronises
     assert found.mode == "events"
-    assert "could not be captured" in found.notes[-1]
+    assert "could not be captured" in found.notes[-1]  # behind the note that the host fell behind
     assert torch.randn(16, device="cuda").isfinite().all()  # the generator is not left believing in a capture
     assert measure(lambda: torch.add(x, 1.0), device="cuda", mode="graph").mode == "graph"
     with pytest.raises(Exception, match=r"captur|permitted"):

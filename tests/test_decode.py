@@ -11,7 +11,9 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.core import tune
+from flashkernel.core.check import compare
 from flashkernel.ops.decode.configs import COMBINE, WALK, Combine, Walk
+from flashkernel.ops.decode.spec import DECODE_ATTENTION
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -82,29 +84,53 @@ def test_any_number_of_shares_gives_the_same(per_sm: int, page: int, device: str
 
 
 @on_devices
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("window, sink_tokens", [(None, 0), (20, 0), (20, 5)])
 @pytest.mark.parametrize("page", [0, 16, 64])
-def test_what_was_never_written_is_never_read(backend: str, window: int | None, page: int, device: str) -> None:
+def test_what_was_never_written_is_never_read(
+    backend: str, window: int | None, sink_tokens: int, page: int, device: str
+) -> None:
     """NaN behind the last key, numbers of no page in the table: behind the end, and before the window."""
-    lengths = [3, 90, 128, 0]
+    settings: dict[str, Any] = {"window": window, "sink_tokens": sink_tokens, "backend": backend}
+    q, lengths, whole, holes = _with_holes(window, sink_tokens, page, device)
+    expected = fk.decode_attention(q, *whole, lengths, **settings)
+    found = fk.decode_attention(q, *holes[:2], lengths, holes[2], **settings)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("window, sink_tokens", [(None, 0), (20, 0), (20, 5)])
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_all_sequences_at_once_read_no_more(window: int | None, sink_tokens: int, page: int) -> None:
+    """The masked way that torch goes on a GPU and in a graph, here on a CPU."""
+    settings: dict[str, Any] = {"window": window, "sink_tokens": sink_tokens, "backend": "torch"}
+    q, lengths, whole, holes = _with_holes(window, sink_tokens, page, "cpu")
+    expected = fk.decode_attention(q, *whole, lengths, **settings)
+    torch._dynamo.reset()
+    compiled = torch.compile(fk.decode_attention, backend="eager", fullgraph=True)
+    found = compiled(q, *holes[:2], lengths, holes[2], **settings)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def _with_holes(
+    window: int | None, sink_tokens: int, page: int, device: str
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]:
+    """(q, lengths, whole keys and values, the same with NaN and no pages where no query may look, and their table)."""
+    counts = [3, 90, 128, 0]
     q = draw(4, 2, 4, 16, device=device)
-    k, v = (draw(4, 150, 2, 16, seed=seed, device=device) for seed in (1, 2))
-    settings: dict[str, Any] = {"window": window, "backend": backend}
-    expected = fk.decode_attention(q, k, v, int32(lengths, device), **settings)
-    for b, length in enumerate(lengths):
+    whole = (draw(4, 150, 2, 16, seed=1, device=device), draw(4, 150, 2, 16, seed=2, device=device))
+    k, v = (x.clone() for x in whole)
+    for b, length in enumerate(counts):
         k[b, length:], v[b, length:] = math.nan, math.nan
     table = None
     if page:
         (k, table), (v, _) = paged(k, page), paged(v, page)
-        for b, length in enumerate(lengths):
+        for b, length in enumerate(counts):
             table[b, -(-length // page) :] = -7
-            if window is not None:  # pages that no query's window reaches any more
-                gone = max(0, length - 2 + 1 - window) // page
-                k[table[b, :gone].long()], v[table[b, :gone].long()] = math.nan, math.nan
-                table[b, :gone] = 2**31 - 1
-    found = fk.decode_attention(q, k, v, int32(lengths, device), table, **settings)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+            if window is not None:  # pages that no query's window reaches any more, nor the sinks
+                gone = slice(-(-sink_tokens // page), max(0, length - 2 + 1 - window) // page)
+                k[table[b, gone].long()], v[table[b, gone].long()] = math.nan, math.nan
+                table[b, gone] = 2**31 - 1
+    return q, int32(counts, device), whole, (k, v, table)
 
 
 @on_devices
@@ -211,11 +237,18 @@ def test_a_graph_serves_other_lengths_and_tables(dtype: torch.dtype) -> None:
         captured = run()
     lengths.copy_(lengths.flip(0))
     table.copy_(table.flip(0))
+    k, v = k.flip(0), v.flip(0)
+    exact = fk.decode_attention(q.double(), k.double(), v.double(), lengths, backend="reference")
+    own = fk.decode_attention(q, k, v, lengths, backend="torch")
     for _ in range(3):
+        captured.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        expected = fk.decode_attention(q, k.flip(0), v.flip(0), lengths, backend="reference")
-        torch.testing.assert_close(captured, expected, atol=4e-3, rtol=2e-2)
+        reports = [
+            compare(f"sequence {b}", captured[b], exact[b], own[b], DECODE_ATTENTION.tolerance)
+            for b in range(len(lengths))
+        ]
+        assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
 def test_wrong_inputs_say_what_to_do() -> None:

@@ -544,6 +544,31 @@ def test_wrong_calls_are_refused() -> None:
         cache.free(row)
 
 
+@pytest.mark.filterwarnings("error::DeprecationWarning")  # what older numpy warns of, newer numpy refuses
+def test_versions_of_one_row_and_of_several_never_repeat() -> None:
+    cache = KVCache(40, 4, most_sequences=8, window=8, sink_tokens=4)
+    seen: list[int] = []
+
+    def changed(rows: list[int]) -> None:
+        seen.extend(cache.versions[rows].tolist())
+        assert len(set(seen)) == len(seen)
+
+    rows = [cache.add(range(9)) for _ in range(3)]
+    changed(rows)
+    cache.grow(rows, [9, 5, 1])  # pages in one piece, and several for a row
+    changed(rows)
+    cache.commit(rows[0], range(9))
+    changed([cache.fork(rows[0])])
+    cache.grow(rows[0], 1)  # a copy of the last page
+    changed(rows[:1])
+    for _ in range(8):  # pages behind the window
+        cache.grow(rows[2], 4)
+        changed(rows[2:])
+    cache.truncate(rows[1], 1)
+    changed(rows[1:2])
+    cache.free(rows)
+
+
 def test_the_pool_refuses_double_releases() -> None:
     pool = PagePool(4)
     pages = pool.allocate(2)

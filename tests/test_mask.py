@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import (
@@ -107,3 +110,18 @@ def test_image(tmp_path: object) -> None:
     path = tmp_path / "mask.png"
     (causal() & window(40)).image(path, 96)
     assert path.stat().st_size > 1000
+
+
+def test_a_mask_lets_go_of_its_tables() -> None:
+    """With its last reference: in a CUDA graph's memory, a table that waits for the garbage collector is an error."""
+    gc.collect()
+    gc.disable()
+    try:
+        table = torch.ones(4, dtype=torch.int32)
+        storage = StorageWeakRef(table.untyped_storage())
+        made = Mask(ex.Variable("k") <= ex.Table(table)[ex.Variable("b")])
+        assert ex.recall(made.text, [table]) is not None
+        del table, made
+        assert storage.expired()
+    finally:
+        gc.enable()

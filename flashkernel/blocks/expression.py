@@ -242,15 +242,16 @@ def children(expression: Expression) -> tuple[Expression, ...]:
 def tables(expression: Expression) -> list[Tensor]:
     """The tensors an expression reads, each once, in the order a depth-first walk meets them."""
     found: list[Tensor] = []
-
-    def walk(node: Expression) -> None:
-        if isinstance(node, Gather) and not any(node.table is table for table in found):
-            found.append(node.table)
-        for child in children(node):
-            walk(child)
-
-    walk(expression)
+    _find_tables(expression, found)
     return found
+
+
+def _find_tables(node: Expression, found: list[Tensor]) -> None:
+    """Not a closure, which would refer to itself and so keep the tensors until the garbage collector runs."""
+    if isinstance(node, Gather) and not any(node.table is table for table in found):
+        found.append(node.table)
+    for child in children(node):
+        _find_tables(child, found)
 
 
 _TORCH: dict[str, Callable[..., Any]] = {

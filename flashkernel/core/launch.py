@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from flashkernel.core.device import Device
+
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
 
@@ -74,6 +76,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             kernel[grid](*args, **constants)
     else:
         kernel[grid](*args, **constants)
+
+
+def chained(facts: Device) -> dict[str, bool]:
+    """Constants of a kernel that joins the chain of blocks/chain_triton.py: from sm_90 on it may be launched early."""
+    return {"CHAINED": True, "launch_pdl": True} if facts.kind == "cuda" and facts.arch >= 90 else {"CHAINED": False}
 
 
 @contextmanager

@@ -10,7 +10,8 @@ the L2 cache (`rotation` says how many sets that takes). It has three ways to ti
   is that of replays, narrower than that of single calls.
 - `cpu`: the host's clock around each call.
 
-`auto` times with events and moves to a graph where calls are short and can be captured; `Timing.notes` says why if not.
+`auto` times with events and moves to a graph where calls are short, or the host fell behind the device, and can be
+captured; `Timing.notes` says why if not.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def _run_batch(calls: Sequence[Call], pairs: Sequence[tuple[Any, Any]], first: i
 
 
 def _prefer_graph(plan: _Plan, timing: Timing) -> Timing:
-    if timing.p50 >= GRAPH_BELOW_MS:
+    if timing.p50 >= GRAPH_BELOW_MS and not timing.notes:  # where the host fell behind, the call itself may be short
         return timing
     try:
         return _measure_graph(plan)

@@ -211,7 +211,9 @@ def layer_mask(
     if isinstance(attention_mask, LayerMask):  # made ahead by generate() for a static cache
         return attention_mask
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)  # type: ignore[arg-type]
-    if padding is not None and not is_tracing(padding) and bool(padding.all()):
+    # Steps of a static cache, which counts in a tensor, share a compiled graph: the one that fills it is no exception.
+    counted = isinstance(q_offset, Tensor)
+    if padding is not None and not counted and not is_tracing(padding) and bool(padding.all()):
         padding = None  # as Transformers' own masks, one look at the padding saves a load for every pair
     if allow_is_bidirectional_skip and padding is None and local_size is None:
         return None

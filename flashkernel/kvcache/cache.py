@@ -261,9 +261,9 @@ class KVCache:
 
     def _touch(self, rows: int | np.ndarray) -> None:
         """These rows of the page table have changed."""
-        count = rows.size if isinstance(rows, np.ndarray) else 1
-        self.versions[rows] = np.arange(self._version + 1, self._version + 1 + count)
-        self._version += count
+        changed = np.atleast_1d(rows)  # [count]: one row, too, is given an array of versions
+        self.versions[changed] = np.arange(self._version + 1, self._version + 1 + changed.size)
+        self._version += changed.size
 
     def _find(self, tokens: np.ndarray, salt: bytes | str) -> tuple[list[int], list[bytes]]:
         """The pages that hold the start of `tokens`, at least one token short of all, and their chain of digests."""

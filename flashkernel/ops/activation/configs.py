@@ -9,6 +9,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 
 _MANY = 1 << 24  # elements beyond which a launch fills any GPU many times over
+FEW = 1 << 20  # elements up to which all that a launch reads is on its way at the same time
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> Block:
     vector = 16 // shape["bytes"]  # elements of one 16-byte access
+    if shape["rows"] * shape["width"] <= FEW and shape["width"] >= 512:
+        return Block(512, 4)  # over at once: what counts is how soon a thread is done, so 4 values each
     # At least 32 bytes asked for per thread: with full occupancy, 64 KB in flight on each multiprocessor.
     elements = 128 * vector * (2 if shape["loads"] == 1 else 1)
     elements = min(elements, power_of_2(shape["width"]))

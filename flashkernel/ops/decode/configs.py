@@ -71,6 +71,9 @@ def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
     split = shape["span"] > SHORT
     per_sm = 2 if device.kind == "cuda" else 5  # a CPU, under the interpreter, is one multiprocessor
     config = Walk(keys, heads, height, 4, 3, per_sm, split, device.arch >= 90)
+    many = 2 * shape["batch"] * shape["kv_heads"] >= device.sms
+    if device.arch >= 90 and many and heads == 1 and height == 16 and width == 128 and shape["bytes"] == 2 and split:
+        config = replace(config, keys=2 * keys, warps=8, per_sm=1)  # long walks: fewer, larger steps
     while _walk_valid(config, device, shape) and config.stages > 1:
         config = replace(config, stages=config.stages - 1)
     return config
@@ -129,7 +132,7 @@ def _combine_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 
 # Tiles by head size, the largest that do not spill.
-_HOPPER = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1)}
+_HOPPER = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1)}
 _AMPERE = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1), 512: Tiles(32, 16, 8, 1)}
 
 

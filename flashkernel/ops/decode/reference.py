@@ -103,8 +103,8 @@ def attend(
     seen = key <= position[:, :, None]  # [B, N, S]
     if window is not None:
         seen = seen & ((key > position[:, :, None] - window) | (key < sink_tokens))
-    written = (key <= position.amax(1, keepdim=True))[:, :, None, None] if queries else key.view(1, -1, 1, 1) < 0
-    k, v = (torch.where(written, x, 0) for x in (k, v))  # what was never written may be NaN
+    needed = seen.any(1)[:, :, None, None]  # [B, S, 1, 1]: by one query at least
+    k, v = (torch.where(needed, x, 0) for x in (k, v))  # what was never written, or was given up, may be NaN
     groups = heads // k.shape[2]
     columns = k.permute(0, 2, 3, 1).repeat_interleave(groups, dim=1)  # [B, Hq, D, S]
     values = v.transpose(1, 2).repeat_interleave(groups, dim=1)  # [B, Hq, S, Dv]

@@ -42,12 +42,16 @@ class _Cache:
     v_scale: Tensor | None
     capacity: int
 
-    def read(self, b: int, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [start, stop) of a sequence, each [Hkv, stop - start, D]."""
-        return (
-            self._one(self.k, self.k_scale, b, start, stop, dtype),
-            self._one(self.v, self.v_scale, b, start, stop, dtype),
+    def read(self, b: int, start: int, stop: int, dtype: torch.dtype, sinks: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [start, stop) of a sequence behind its first `sinks`, each [Hkv, sinks + stop - start, D]."""
+        if sinks == start:  # nothing lies between
+            sinks = start = 0
+        ends = [(0, sinks), (start, stop)] if sinks else [(start, stop)]
+        k, v = (
+            [self._one(x, f, b, *end, dtype) for end in ends]
+            for x, f in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
+        return (torch.cat(k, 1), torch.cat(v, 1)) if sinks else (k[0], v[0])
 
     def _one(self, x: Tensor, factor: Tensor | None, b: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         values = self._rows(x, b, start, stop).to(dtype)
@@ -173,7 +177,8 @@ def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, ou
     group = heads // kv_heads
     length = min(length, cache.capacity)
     first = length - queries  # position of the first query
-    start = 0 if scores.window is None or scores.sink_tokens else max(0, first + 1 - scores.window)
+    start = 0 if scores.window is None else max(0, first + 1 - scores.window)
+    sinks = min(scores.sink_tokens, start)  # those before the window; between the two nothing is read
     if length <= 0 or queries == 0:  # nothing to see, or nobody to see it
         out.zero_()
         if lse is not None:
@@ -181,11 +186,11 @@ def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, ou
         return
     if cache.k_scale is not None:  # a product of two roundings is not worth a narrow dtype
         q = q.to(_wide(q.dtype))
-    k, v = cache.read(b, start, length, q.dtype)
+    k, v = cache.read(b, start, length, q.dtype, sinks)
     rows = (
         q.reshape(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
     )
-    hidden = _hidden(first, queries, start, length, scores, q.device)  # [N, S]
+    hidden = _hidden(first, queries, start, length, sinks, scores)  # [N, S]
     if scores.plain and (hidden is None or first >= 0):
         seen = None if hidden is None else (~hidden).repeat(group, 1)
         # Four dims: with fewer, torch takes its unfused path.
@@ -193,7 +198,7 @@ def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, ou
         out.copy_(found.view(kv_heads, group, queries, -1).permute(2, 0, 1, 3).flatten(1, 2))
         return
     wide = _wide(q.dtype)
-    raw = (rows.to(wide) @ k.to(wide).transpose(1, 2)).view(heads, queries, length - start) * scores.scale
+    raw = (rows.to(wide) @ k.to(wide).transpose(1, 2)).view(heads, queries, -1) * scores.scale
     if scores.softcap:
         raw = scores.softcap * torch.tanh(raw / scores.softcap)
     if hidden is not None:
@@ -208,13 +213,12 @@ def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, ou
         lse.copy_(log)
 
 
-def _hidden(first: int, queries: int, start: int, stop: int, scores: _Scores, device: torch.device) -> Tensor | None:
-    """Which keys of [start, stop) each query must not see, [N, S]; None where all are seen."""
-    narrow = scores.window is not None and first + 1 - scores.window > start
-    if queries == 1 and not narrow:
+def _hidden(first: int, queries: int, start: int, stop: int, sinks: int, scores: _Scores) -> Tensor | None:
+    """Which of the first `sinks` keys and those of [start, stop) each query must not see, [N, S]; None: it sees all."""
+    if queries == 1:  # what is read begins where its window does
         return None
-    position = torch.arange(first, first + queries, device=device)[:, None]
-    key = torch.arange(start, stop, device=device)
+    position = torch.arange(first, first + queries)[:, None]
+    key = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
     hidden = key > position
     if scores.window is not None:
         hidden |= (key <= position - scores.window) & (key >= scores.sink_tokens)

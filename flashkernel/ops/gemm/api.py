@@ -58,7 +58,7 @@ def linear(
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
             norm_offset=norm_offset, out_dtype=out_dtype,
         )  # fmt: skip
-    chain = ";".join([piece.text for piece in standard(bool(biases), activation, scale, residual is not None)])
+    chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     y = registered.run(
         chosen.target, x, weights, biases, residual, norm_weight,
         chain, packed, float(norm_eps), float(norm_offset), x.dtype if out_dtype is None else out_dtype,

@@ -7,7 +7,7 @@ over the multiprocessors, and how often x is read again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
@@ -16,6 +16,8 @@ MOST_ROWS = 64  # beyond, the weight is no longer what the time goes to
 VECTOR_ROWS = 4  # rows up to which plain arithmetic keeps pace with the memory
 MOST_VECTOR_ROWS = 8
 MOST_COUNTERS = 8192  # tiles whose sums may be shared between programs
+_VERY_MANY = 65536  # outputs, as of a layer that ends in a vocabulary
+_LONG_SHARE = 1280  # elements of a sum that are worth adding to another program's
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,19 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> Stream:
 
 def _vector(device: Device, shape: Mapping[str, int]) -> Stream:
     vector = 16 // shape["bytes"]  # elements of one 16-byte load
-    warps = 4
-    inner = 32 * warps * vector
+    warps, few = 4, shape["rows"] <= 2  # every row of x costs registers
+    inner = 32 * warps * vector * (2 if few else 1)
     # Threads past the sum's end idle, which costs less than another step; 32 along it are the least that load well.
     while inner > 32 * vector and ceil_div(shape["inner"], inner) * inner > 1.35 * shape["inner"]:
         inner //= 2
-    loads = 8 if shape["rows"] <= 2 else 4  # 16-byte loads in flight per thread; every row of x costs registers
+    if inner > 32 * warps * vector:  # two outputs a program keep enough in flight; more only where there are very many
+        return Stream("vector", 4 if shape["columns"] >= _VERY_MANY else 2, inner, warps, stages=1)
+    loads = 8 if few else 4  # 16-byte loads in flight per thread
     columns = max(1, loads * 32 * warps * vector // (inner * shape["streams"]))
     apart = 32 * warps * vector // inner  # columns that different warps work on
     while columns > max(2, apart) and ceil_div(shape["columns"], columns) < 3 * device.sms:
         columns //= 2
-        if inner < shape["inner"] and shape["rows"] <= 2:
+        if inner < shape["inner"] and few:
             inner *= 2  # as many bytes in flight, in fewer steps
     return Stream("vector", columns, inner, warps, stages=1)
 
@@ -79,29 +83,30 @@ def _tensor(device: Device, shape: Mapping[str, int]) -> Stream:
         columns, inner, stages = 64, 32, 3
     elif rows == 64:  # x is read again for every tile: wide tiles
         columns, inner, stages = 128 // shape["streams"], 64, 4
+    elif shape["columns"] >= _VERY_MANY:
+        columns, inner, stages = 128 // shape["streams"], 64, 5
+    elif shape["streams"] == 2 or shape["norm"]:
+        columns, inner, stages = 64, 64, 5 if shape["streams"] == 2 else 6
     else:
         small = shape["columns"] <= 32 * device.sms and shape["inner"] <= 1024  # more programs, none of which is long
-        columns, inner, stages = 32 if small else 64, 128 // shape["streams"], 4
+        columns, inner, stages = 32 if small else 64, 128, 4
     stages = stages if device.arch >= 80 else 1
-    return Stream("tensor", columns, inner, 4, stages, _programs(device, shape, columns, inner))
+    config = Stream("tensor", columns, inner, 4, stages, _programs(device, shape, columns, inner))
+    while _valid(config, device, shape) and config.stages > 1:
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def _programs(device: Device, shape: Mapping[str, int], columns: int, inner: int) -> int:
-    """Equal shares of the work, where tiles alone would leave multiprocessors idle; 0: tiles alone are even enough."""
+    """Equal shares of the work, where tiles alone would leave multiprocessors idle; 0: tiles alone fill them."""
     tiles, steps = ceil_div(shape["columns"], columns), ceil_div(shape["inner"], inner)
-
-    def cost(share: int) -> float:
-        """Steps until the busiest multiprocessor is done, with 2 for a start and 3 for adding up cut tiles."""
-        programs = ceil_div(tiles * steps, share)
-        alone = 1.1 if programs <= device.sms else 1.0  # nothing is loaded while a program on its own ends a tile
-        starts = ceil_div(programs, 2 * device.sms)
-        return alone * ceil_div(programs, device.sms) * share + 2 * starts + (3 if share % steps else 0)
-
-    if tiles * steps == 0:
+    if tiles * steps == 0 or tiles >= 0.9 * device.sms:
         return 0
-    # A share of fewer than 4 steps costs more in adding up than it gains.
-    best = min((max(4, ceil_div(tiles * steps, programs)) for programs in (2 * device.sms, device.sms)), key=cost)
-    return ceil_div(tiles * steps, best) if cost(best) < 0.95 * cost(steps) else 0
+    # Two programs a multiprocessor hide one another's ends; a short share costs more in adding up than it gains.
+    share = ceil_div(tiles * steps, 2 * device.sms)
+    if share * inner < (_LONG_SHARE // 4 if shape["norm"] else _LONG_SHARE):
+        share = max(4, ceil_div(tiles * steps, device.sms))
+    return ceil_div(tiles * steps, share) if 2 * share <= steps else 0
 
 
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Stream]:

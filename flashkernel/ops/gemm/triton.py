@@ -9,15 +9,18 @@ Both take several weights (q, k and v, say) whose outputs lie side by side, or a
 program computes together. RMSNorm's 1 / rms is a factor of the finished row, so x is normalised as it streams by.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernel.blocks.chain_triton import LINE, fetch_line, join_chain
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_triton import finish
 from flashkernel.core import device, tune
-from flashkernel.core.launch import launch
+from flashkernel.core.launch import chained, launch
 from flashkernel.ops.gemm.configs import LINEAR, MOST_COUNTERS, Stream, row_tile, tile_count
 
 
@@ -49,11 +52,20 @@ def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def _fetch(weight, near, stride, begin, inner, COUNT: tl.constexpr):
+    """Start on the way to L2: COUNT elements of the weight's rows `near` [COLUMNS, 1], from element `begin` on."""
+    EACH: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    at = tl.minimum(begin + tl.arange(0, COUNT // EACH) * EACH, inner - 1)[None, :]
+    fetch_line(weight + near * stride + at)
+
+
+@triton.jit
 def linear_vector(
     x, norm_weight, weights, biases, residual, y,
     x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
     CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     STREAMS: tl.constexpr = 2 if GATED else 1
@@ -62,6 +74,11 @@ def linear_vector(
     place = (tile - first_tile) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     step = tl.arange(0, INNER)  # [INNER]
     near = tl.minimum(place, size - 1).to(tl.int64)[:, None]  # columns beyond the last repeat it, and are not stored
+    if CHAINED:
+        _fetch(weight, near, stride, 0, inner, INNER)
+        if GATED:
+            _fetch(weights[LAST], near, strides[LAST], 0, inner, INNER)
+        join_chain()
     left = weight + near * stride + step[None, :]  # [COLUMNS, INNER]
     right = weights[LAST] + near * strides[LAST] + step[None, :]
     sums = (tl.zeros([COLUMNS, INNER // VECTOR], tl.float32),) * (ROWS * STREAMS)
@@ -149,7 +166,7 @@ def linear_tensor(
     x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share, eps, offset,
     CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, OUTER: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
     program = tl.program_id(0)
@@ -161,6 +178,17 @@ def linear_tensor(
     else:
         work_begin, work_end = program * steps, (program + 1) * steps
         first_of_mine, last_of_mine = program, program
+    if CHAINED:
+        if not OUTER:  # as much as the stages of the loop below will hold
+            weight, stride, _, size, first_tile, _ = _part(first_of_mine, weights, strides, biases, sizes, COLUMNS)
+            near = (first_of_mine - first_tile) * COLUMNS + tl.arange(0, COLUMNS)
+            near = tl.minimum(near, size - 1).to(tl.int64)[:, None]
+            for ahead in tl.static_range(STAGES):
+                begin = (work_begin - first_of_mine * steps + ahead) * INNER
+                _fetch(weight, near, stride, begin, inner, INNER)
+                if GATED:
+                    _fetch(weights[LAST], near, strides[LAST], begin, inner, INNER)
+        join_chain()
     row = tl.arange(0, ROWS)  # [ROWS]
     step = tl.arange(0, INNER)  # [INNER]
     x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [INNER, ROWS]
@@ -252,7 +280,8 @@ def forward(
         "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": x.element_size(),
         "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
     }  # fmt: skip
-    config = tune.pick(LINEAR, device.facts(x.device), shape)
+    facts = device.facts(x.device)
+    config = tune.pick(LINEAR, facts, shape)
     tensors = (tuple(weights), tuple(biases) if biases else (x,) * len(weights), residual, y)
     strides = (
         x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]),
@@ -261,6 +290,7 @@ def forward(
     constants = {
         "CHAIN": chain, "GATED": gated, "NORM": norm_weight is not None, "EVEN": inner % config.inner == 0,
         "COLUMNS": config.columns, "INNER": config.inner, "STAGES": config.stages, "num_warps": config.warps,
+        **chained(facts),
     }  # fmt: skip
     if config.kernel == "vector":
         launch(
@@ -307,16 +337,20 @@ _tables: dict[torch.device, Tensor] = {}
 _slots: dict[tuple[torch.device, int], int] = {}
 
 
+def _zeros(where: torch.device) -> Tensor:
+    table = torch.zeros((_SLOTS, MOST_COUNTERS), dtype=torch.int32, device=where)
+    torch.cuda.current_stream(where).synchronize()  # once: other streams may be the next to use it
+    return table
+
+
 def _counters(where: torch.device) -> Tensor:
     """Zeros that kernels count in and leave as zeros: a row for each stream, whose launches follow one another."""
-    if where.type != "cuda":
-        return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=where)
     table = _tables.get(where)
     if table is None:
-        table = torch.zeros((_SLOTS, MOST_COUNTERS), dtype=torch.int32, device=where)
-        if torch.cuda.is_current_stream_capturing():
-            return table[0]  # the graph's own, zeroed at every replay
-        torch.cuda.current_stream(where).synchronize()  # once: other streams may be the next to use it
-        _tables[where] = table
+        if where.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph's own are zeroed at every replay
+            return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=where)
+        # While torch.compile warms a graph up, this thread allocates in the graph's memory, of which nothing may stay.
+        with ThreadPoolExecutor(1) as another:
+            table = _tables[where] = another.submit(_zeros, where).result()
     stream = torch.cuda.current_stream(where).cuda_stream
     return table[_slots.setdefault((where, stream), len(_slots) % _SLOTS)]

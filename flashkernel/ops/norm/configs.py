@@ -11,6 +11,7 @@ from flashkernel.core.tune import Tunable, power_of_2
 WIDEST_HELD = 8192  # columns up to which the backward kernel holds the weight in registers
 LEAST_SAMPLED = 8192  # columns from which LayerNorm's sums are worth taking in one exchange
 EARLY_VALUES = 16  # values a thread up to which the forward kernel fetches the weight before it reduces the row
+SHORT = 1024  # columns of rows so short that a program is over before its loads could be of use to another
 MAX_WIDTH = 16384  # a whole row, and its part of the weight gradient, live in registers
 
 
@@ -51,18 +52,26 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 def _rows_heuristic(device: Device, shape: Mapping[str, int]) -> Rows:
     width, count = power_of_2(shape["width"]), power_of_2(shape["rows"])
     if count < 16 * device.sms:
-        # Too few rows to keep the GPU busy: what counts is how soon one row is done, so 16 values a thread.
+        # Too few rows to keep the GPU busy: what counts is how soon one row is done, so 16 values a thread, or 32
+        # where rows are short enough for a warp, which needs no barrier.
         most = 32 if count < device.sms else max(4, width // 2048)
-        return Rows(max(1, min(512 // width, count)), min(most, max(1, width // 512)))
+        values = 512 if width > SHORT or count < device.sms else 1024  # of a warp
+        return Rows(max(1, min(512 // width, count)), min(most, max(1, width // values)))
     # Many rows: up to 8 warps, so that few meet at a barrier; a wide row gives each much to have in flight.
     rows = max(1, min(2048 // width, count))
     values = 512 if width == 4096 and shape["sums"] == 1 else 1024  # of a warp
+    if width == SHORT and rows == 2 and shape["sums"] == 1:
+        values = 512
     return Rows(rows, min(8, max(1, rows * width // values)))
 
 
-def streaming(device: Device, bytes_moved: int) -> bool:
-    """Whether rows should leave the L2 cache at once: where it would hold about half of them, and the wrong half."""
-    return device.l2_bytes / 2 < bytes_moved < 2 * device.l2_bytes
+def streaming(device: Device, bytes_moved: int, width: int) -> tuple[bool, bool]:
+    """Whether (what is read, what is written) should leave the L2 cache at once.
+
+    Both where it would hold about half of them, and the wrong half; short rows are read so, whatever their number.
+    """
+    half = device.l2_bytes / 2 < bytes_moved < 2 * device.l2_bytes
+    return half or width <= SHORT, half or (width <= SHORT and bytes_moved > device.l2_bytes)
 
 
 def _rows_space(device: Device, shape: Mapping[str, int]) -> Iterator[Rows]:

@@ -23,6 +23,7 @@ from flashkernel.ops.norm.configs import (
     streaming,
 )
 
+_POLICY = {False: "", True: "evict_first"}
 SAMPLES = tl.constexpr(8)  # of a row: in half precision, LayerNorm measures deviations from their mean
 
 
@@ -45,7 +46,7 @@ def norm_forward(
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SAMPLED: tl.constexpr,
-    POLICY: tl.constexpr,
+    READ: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
     """EVEN: a row is as wide as the block. EARLY: the weight is fetched before the row is reduced, if registers allow.
 
@@ -60,7 +61,7 @@ def norm_forward(
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     in_width = (column < width) | EVEN
     inside = exists[:, None] & in_width  # [ROWS, BLOCK]
-    given = tl.load(x + x_row + column, mask=inside, other=0.0, eviction_policy=POLICY)
+    given = tl.load(x + x_row + column, mask=inside, other=0.0, eviction_policy=READ)
     value = given.to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + residual_row + column, mask=inside, other=0.0)
@@ -88,7 +89,10 @@ def norm_forward(
         apart = tl.where(inside, value - centre, 0.0)
         variance = tl.sum(apart * apart, 1)[:, None] / width
     inverse = tl.rsqrt(variance + eps)
-    if not HAS_RESIDUAL:
+    if not RMS:
+        tl.store(mean + row[:, None], centre, mask=exists[:, None])
+    tl.store(rstd + row[:, None], inverse, mask=exists[:, None])
+    if not HAS_RESIDUAL and not EARLY:  # where a thread has many values, their float32 copies cost too many registers
         value = widen_again(given)
     result = (value - centre) * inverse
     if not EARLY:
@@ -98,10 +102,7 @@ def norm_forward(
         result *= scale + offset
     if HAS_BIAS:
         result += shift
-    tl.store(y + place + column, result, mask=inside, eviction_policy=POLICY)
-    if not RMS:
-        tl.store(mean + row[:, None], centre, mask=exists[:, None])
-    tl.store(rstd + row[:, None], inverse, mask=exists[:, None])
+    tl.store(y + place + column, result, mask=inside, eviction_policy=WRITTEN)
 
 
 @triton.jit
@@ -187,6 +188,7 @@ def forward(
     sizes = {"rows": rows, "width": width, "bytes": x.element_size(), "sums": 1 if rms else 2}
     config = tune.pick(FORWARD, facts, sizes)
     block = tune.power_of_2(width)
+    read, written = streaming(facts, 2 * x.nbytes, width)
     launch(
         norm_forward, (tune.ceil_div(rows, config.rows),),
         x, residual, weight, bias, y, total, mean, rstd,
@@ -194,7 +196,7 @@ def forward(
         RMS=rms, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         ROWS=config.rows, BLOCK=block, EVEN=width == block,
         SAMPLED=x.element_size() == 2 and width >= LEAST_SAMPLED,
-        POLICY="evict_first" if streaming(facts, 2 * x.nbytes) else "",
+        READ=_POLICY[read], WRITTEN=_POLICY[written],
         EARLY=config.rows * block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
     )  # fmt: skip
     return y, total, mean, rstd

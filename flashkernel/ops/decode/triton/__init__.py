@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core import device, tune
-from flashkernel.core.launch import launch
+from flashkernel.core.launch import chained, launch
 from flashkernel.ops.decode.configs import COMBINE, TILES, WALK, Tiles, Walk
 from flashkernel.ops.decode.triton.kernels import decode_combine, decode_pieces
 from flashkernel.ops.decode.triton.prefill import prefill
@@ -130,7 +130,7 @@ def _pass(q: Tensor, cache: Cache, settings: Settings, parts: Parts, dtype: torc
         "SHARED": parts.shared, "START": settings.start, "WINDOWED": settings.window > 0,
         "HAS_SINKS": parts.sinks is not None, "HAS_BEFORE": before is not None, "VALUES": values, "BLOCK_V": block_v,
         "BATCH": tune.power_of_2(sequences), "ROWS": config.rows, "KEYS": config.keys, "HEADS": config.heads,
-        "OVERLAP": config.overlap and config.split,
+        **chained(facts),
     }  # fmt: skip
     launch(
         decode_pieces, (programs,),
@@ -138,19 +138,18 @@ def _pass(q: Tensor, cache: Cache, settings: Settings, parts: Parts, dtype: torc
         o, lse, partial, stats, settings.prefix, *q.stride()[:3], *cache.strides(), *sizes,
         settings.window, settings.sink_tokens, settings.scale, settings.softcap,
         WHOLE=not config.split, CAP=settings.softcap > 0, SCALED=cache.k_scale is not None, PAGE=cache.page,
-        **precision(q), **widths(q), **constants, STAGES=config.stages, num_warps=config.warps,
-        **_registers(config, facts),
+        **precision(q), **widths(q), **constants, OVERLAP=config.overlap and config.split, STAGES=config.stages,
+        num_warps=config.warps, **_registers(config, facts),
     )  # fmt: skip
     if config.split:
         rows = min(config.rows, config.heads * tokens * group)
         facts_of = {"units": sequences * units, "rows": rows, "programs": programs, "value_dim": values}
         merge = tune.pick(COMBINE, facts, facts_of)
-        early = {"launch_pdl": True} if constants["OVERLAP"] else {}
         launch(
             decode_combine, (sequences * units, tune.ceil_div(rows, merge.rows)),
             partial, stats, cache.lengths, parts.sinks, before, before_lse, o, lse, settings.prefix,
             *sizes, settings.window, settings.sink_tokens, programs,
-            **constants, PIECES=merge.pieces, BLOCK=merge.rows, num_warps=merge.warps, **early,
+            **constants, PIECES=merge.pieces, BLOCK=merge.rows, num_warps=merge.warps,
         )  # fmt: skip
     return o, lse
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashkernel.ops.decode.triton.attend import finish, walk
-from flashkernel.ops.decode.triton.plan import counts_of, first_of, owner_of, span
+from flashkernel.ops.decode.triton.plan import counts_of, first_of, owner_of, span, whole_units
 
 
 @triton.jit
@@ -72,8 +72,10 @@ def decode_pieces(
     SCALED: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BEFORE: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BATCH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_wait()
     if OVERLAP:
         gdc_launch_dependents()  # the combining kernel may take its seats now; it waits for our results
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -88,7 +90,13 @@ def decode_pieces(
         )  # fmt: skip
         ends = tl.cumsum(counts, 0)
         line = tl.sum(counts, 0)
-        origin, end = first_of(program, line, programs), first_of(program + 1, line, programs)
+        if whole_units(counts, line, units, batch, programs, SHARED):
+            sequences, mine = tl.arange(0, BATCH), program // units
+            share = tl.sum(tl.where(sequences == mine, counts, 0), 0) // units  # none for programs past the last unit
+            origin = tl.sum(tl.where(sequences < mine, counts, 0), 0) + program % units * share
+            end = origin + share
+        else:
+            origin, end = first_of(program, line, programs), first_of(program + 1, line, programs)
     place = origin
     while place < end:
         if WHOLE:
@@ -163,7 +171,7 @@ def decode_combine(
     batch, queries, heads, group, bundles, row_tiles, capacity, window, sink_tokens, programs,
     SHARED: tl.constexpr, START: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_BEFORE: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    KEYS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The parts of one unit's rows added up, in the order of the programs; a unit that has one part is finished."""
     units = bundles * row_tiles
@@ -177,9 +185,10 @@ def decode_combine(
     each = tl.sum(tl.where(every == b, counts, 0), 0) // units
     place = tl.sum(tl.where(every < b, counts, 0), 0) + unit * each
     first, last = owner_of(place, line, programs), owner_of(place + each - 1, line, programs)
-    if OVERLAP:
+    if CHAINED:
         gdc_wait()  # all programs wait, or the next kernel could begin before the first has ended
-    if last > first:
+        gdc_launch_dependents()
+    if (last > first) and not whole_units(counts, line, units, batch, programs, SHARED):
         late = (first_of(first, line, programs) < place).to(tl.int64)  # the first part is its program's second
         row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of the unit's ROWS
         sequence, query_index, head, _, inside = _rows(

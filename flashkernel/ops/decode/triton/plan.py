@@ -2,7 +2,7 @@
 
 The keys of a sequence are cut into tiles. A unit is what one output needs: a sequence, some key/value heads, a tile of
 query rows. All tiles of all units stand in one line, and every program takes an equal share of it (Stream-K): the end
-of one unit, whole units, the beginning of another.
+of one unit, whole units, the beginning of another. Where units are as long as such shares, each program takes one.
 """
 
 import triton
@@ -53,3 +53,11 @@ def owner_of(place, total, programs):
     each, longer = total // programs, total % programs
     split = longer * (each + 1)  # the first `longer` programs have one tile more
     return tl.where(place < split, place // (each + 1), longer + (place - split) // tl.maximum(each, 1))
+
+
+@triton.jit
+def whole_units(counts, line, units, batch, programs, SHARED: tl.constexpr):
+    """Whether each program takes one unit instead of a share: where that takes hardly longer, there are no parts."""
+    sequences = 1 if SHARED else batch
+    longest = tl.max(counts, 0) // units
+    return (sequences * units <= programs) & (longest * programs * 15 <= line * 16)
