@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from flashkernel.core import env
 from flashkernel.core.device import Device
 
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -80,7 +81,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def chained(facts: Device) -> dict[str, bool]:
     """Constants of a kernel that joins the chain of blocks/chain_triton.py: from sm_90 on it may be launched early."""
-    return {"CHAINED": True, "launch_pdl": True} if facts.kind == "cuda" and facts.arch >= 90 else {"CHAINED": False}
+    early = facts.kind == "cuda" and facts.arch >= 90 and not env.interpreting()
+    return {"CHAINED": True, "launch_pdl": True} if early else {"CHAINED": False}
 
 
 @contextmanager
