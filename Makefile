@@ -6,12 +6,12 @@ READY := $(VENV)/.ready
 JOBS ?= auto
 GPU ?= h200# the folder under results/
 
-.PHONY: help demo test cpu-test compile-test lint format gpu-test sanitize bench tables clean
+.PHONY: help demo test cpu-test compile-test lint format gpu-test sanitize bench e2e tables clean
 
 help:  ## say what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
-demo: $(READY)  ## check every operator on this machine and time it against plain PyTorch
+demo: $(READY)  ## fetch a small model, let it write on this machine, and say which kernels served and how fast
 	$(BIN)/flashkernel demo
 
 test: cpu-test compile-test  ## all tests that need no GPU
@@ -43,6 +43,9 @@ sanitize:  ## compute-sanitizer over a few cases of every kernel family; cuDNN, 
 
 bench:  ## measure every operator on this machine's GPU and keep the figures
 	$(PYTHON) -m flashkernel bench --save results/$(GPU)
+
+e2e:  ## measure whole models on this machine's GPU, in the engine and in Transformers, and keep the figures
+	$(PYTHON) -m flashkernel e2e --save results/$(GPU)
 
 tables: $(READY)  ## write the figures of results/ into the docs
 	$(BIN)/flashkernel tables --write

@@ -27,7 +27,7 @@ from flashkernel.ops.decode import decode_attention, paged_attention
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.norm import layer_norm, rms_norm
-from flashkernel.ops.reduce import logsumexp, max, mean, softmax, sum, weighted_sum
+from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ __all__ = [
     "Mask",
     "Table",
     "append_kv",
+    "argmax",
     "attention",
     "attention_fp8",
     "attention_varlen",

@@ -368,6 +368,7 @@ _NAMES = types.SimpleNamespace(
     arange=lambda start, end, layout=None: _value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout=None: _value(torch.zeros([int(x) for x in shape], dtype=dtype)),
     full=lambda shape, value, dtype, layout=None: _value(torch.full([int(x) for x in shape], value, dtype=dtype)),
+    zeros_like=torch.zeros_like, to_tensor=lambda x: _value(torch.as_tensor(x)),
     convert_layout=lambda x, layout: x,
     load=_load, store=_store, atomic_add=_atomic_add,
     where=_where,

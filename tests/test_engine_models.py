@@ -269,3 +269,16 @@ def test_smollm2_says_what_it_should() -> None:
     done = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=16))
     assert done.text == "The capital of France is Paris."
     assert done.reason == "stop"
+
+
+@pytest.mark.skipif(
+    not KEPT_MODEL.exists(), reason="the default model is not in the user's cache; make demo fetches it"
+)
+def test_smollm2_writes_what_transformers_writes() -> None:
+    from flashkernel.lab.twin import twin
+
+    llm = LLM(KEPT_MODEL, device="cpu", dtype="float32", context=512, cache_tokens=1024)
+    assert llm.tokenizer is not None
+    prompt = llm.tokenizer.chat([{"role": "user", "content": "Write a line about the sea."}])
+    done = llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    assert list(done.tokens) == tiny_models.hf_greedy(twin(llm.model), prompt, 40)

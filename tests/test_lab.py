@@ -451,3 +451,26 @@ def test_tune_needs_a_gpu() -> None:
     result = CliRunner().invoke(app, ["tune", "rms_norm", "--device", "cpu"])
     assert result.exit_code == 1
     assert "there is no GPU here" in result.output
+
+
+def test_energy_by_sampled_power() -> None:
+    from flashkernel.lab.energy import Meter, energy_of
+
+    assert energy_of("100.0\n[N/A]\n300.0\n2", 0.5) == pytest.approx((100 + 300 + 2) / 3 * 0.5)
+    assert energy_of("", 1.0) is None
+    with Meter(torch.device("cpu")) as meter:
+        pass
+    assert meter.joules is None
+
+
+def test_a_twin_of_a_model_that_has_none() -> None:
+    pytest.importorskip("transformers")
+    from flashkernel.core.shapes import Model
+    from flashkernel.engine.synthetic import random_transformer
+    from flashkernel.lab.twin import twin
+
+    model = random_transformer(Model(32, 64, 4, 2, 8, 1, 64), "cpu", torch.float32, tied=False)
+    assert not twin(model).config.tie_word_embeddings
+    model.config = replace(model.config, architecture="mixtral")
+    with pytest.raises(ValueError, match="mixtral models have none here"):
+        twin(model)

@@ -350,3 +350,17 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
     _, _, machine_code = _inspect(compiled.code)
     assert "LDG.E.128" in machine_code, "no 16-byte loads"
     assert "STG.E.128" in machine_code, "no 16-byte stores"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [1, 7, 2048, 2049, 50257])
+def test_argmax_is_the_first_largest(width: int, device: str) -> None:
+    from flashkernel.ops.reduce.triton import argmax as by_parts
+
+    x = torch.randint(-20, 20, (3, width + 5), generator=torch.Generator().manual_seed(0)).float().to(device)
+    x = x[:, :width]  # rows that are not neighbours, with many equal values
+    x[2] = -torch.inf
+    expected = torch.tensor([int((row == row.max()).nonzero()[0]) for row in x.cpu()])
+    assert torch.equal(fk.argmax(x).cpu(), expected)
+    assert torch.equal(by_parts.argmax(x).cpu(), expected)
+    assert torch.equal(fk.argmax(x.view(3, 1, width)).cpu(), expected[:, None])

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "blocks": {"core", "blocks"},
     "ops": {"core", "blocks", "ops"},
     "kvcache": {"core", "blocks", "ops", "kvcache"},
-    "lab": {"core", "ops", "lab"},
+    "lab": {"core", "ops", "lab", "engine", "hf"},
     "compat": {"core", "blocks", "ops", "compat"},
     "hf": {"core", "blocks", "ops", "compat", "hf"},
     "engine": {"core", "kvcache", "engine"},  # operators by the package's own public names

@@ -231,16 +231,3 @@ def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> N
 
 def test_a_single_stop_string_needs_no_tuple() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("vocab", [1, 7, 2048, 2049, 50257])
-def test_the_likeliest_token_is_the_first_largest(vocab: int, device: str) -> None:
-    pytest.importorskip("triton")
-    from flashkernel.engine.greedy import likeliest
-
-    logits = torch.randint(-20, 20, (3, vocab + 5), generator=torch.Generator().manual_seed(0)).float().to(device)
-    logits = logits[:, :vocab]  # rows that are not neighbours, with many equal values
-    logits[2] = -torch.inf
-    expected = torch.tensor([int((row == row.max()).nonzero()[0]) for row in logits.cpu()])
-    assert torch.equal(likeliest(logits).cpu(), expected)

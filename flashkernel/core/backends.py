@@ -49,12 +49,12 @@ def triton(
 
 
 def hopper(
-    target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    target: str,
+    supports: Supports = _anything,
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
+    unless: Supports | None = None,
 ) -> Backend:
-    """Gluon kernels for sm_90 alone: tile copies and matrix products that run beside the warps that issue them.
-
-    Picked only when asked for, until the GPU tests have passed on such a GPU.
-    """
+    """Gluon kernels for sm_90 alone: tile copies and matrix products that run beside the warps that issue them."""
 
     def answer(call: Call) -> str | None:
         if _installed("triton") is None:
@@ -65,7 +65,7 @@ def hopper(
             return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"
         return _dtype(call, dtypes) or supports(call)
 
-    return Backend("hopper", target, answer, automatic=())
+    return Backend("hopper", target, answer, unless=unless)
 
 
 def cuda(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Backend:

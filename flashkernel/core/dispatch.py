@@ -143,7 +143,7 @@ def _decide(op: Op, forced: str | None, call: Call) -> Backend:
             raise BackendError(f"{op.name}: backend {forced!r} cannot serve this call: {reason}\n{_reasons(op, call)}")
         return backend
     for backend in op.backends:
-        if call.device.kind in backend.automatic and backend.supports(call) is None:
+        if backend.unasked(call) and backend.supports(call) is None:
             return backend
     raise BackendError(f"{op.name}: no backend can serve this call\n{_reasons(op, call)}")
 
@@ -167,7 +167,7 @@ def _explanation(op: Op, forced: str | None, call: Call) -> Explanation:
         (
             backend.name
             for backend, verdict in zip(op.backends, verdicts)
-            if verdict.reason is None and (backend.name == forced if forced else call.device.kind in backend.automatic)
+            if verdict.reason is None and (backend.name == forced if forced else backend.unasked(call))
         ),
         None,
     )

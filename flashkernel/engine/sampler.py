@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import flashkernel as fk
 from flashkernel.engine.sampling import SamplingParams
 
 _SETTINGS = (
@@ -129,7 +130,7 @@ def sample(
     if plan.penalised:
         assert counts is not None
         logits = _penalised(logits, settings, counts, rows)
-    tokens = _likeliest(logits)
+    tokens = fk.argmax(logits)
     if plan.random:
         temperature = settings["temperature"]
         warm = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -143,14 +144,6 @@ def sample(
     logs = torch.log_softmax(raw, -1)
     best = torch.topk(logs, plan.logprobs, -1)
     return Sampled(tokens, logs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    if logits.device.type != "cuda" or logits.stride(-1) != 1:
-        return logits.argmax(-1)
-    from flashkernel.engine.greedy import likeliest
-
-    return likeliest(logits)
 
 
 def _penalised(logits: Tensor, settings: Mapping[str, Tensor], counts: TokenCounts, rows: Tensor) -> Tensor:

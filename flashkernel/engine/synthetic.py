@@ -17,8 +17,10 @@ def random_transformer(
     *,
     context: int = 4096,
     learned_positions: bool = False,
+    tied: bool = True,
 ) -> Transformer:
-    """Llama's layers in the sizes of `shape`; with `learned_positions` those of GPT-2. The output layer is tied."""
+    """Llama's layers in the sizes of `shape`; with `learned_positions` those of GPT-2. `tied`: the output layer is the
+    embedding."""
     rms = not learned_positions
     config = ModelConfig(
         architecture="random",
@@ -35,7 +37,7 @@ def random_transformer(
         packed="halves",
         frequencies=Frequencies.plain(shape.head_dim, 500000.0) if rms else None,
         windows=(None,) * shape.layers,
-        tied=True,
+        tied=tied,
     )
 
     def weight(*size: int) -> torch.Tensor:
@@ -60,4 +62,5 @@ def random_transformer(
     ]  # fmt: skip
     embedding = weight(shape.vocab, shape.hidden)
     positions = None if rms else weight(context, shape.hidden)
-    return Transformer(config, Outer(embedding, one(), embedding, bias(shape.hidden), positions), layers)
+    head = embedding if tied else weight(shape.vocab, shape.hidden)
+    return Transformer(config, Outer(embedding, one(), head, bias(shape.hidden), positions), layers)

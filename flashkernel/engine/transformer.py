@@ -14,20 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import flashkernel as fk
+from flashkernel.engine import operators
 from flashkernel.engine.architectures import Piece, architecture_of
 from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
-from flashkernel.engine.experts import mixture
 from flashkernel.kvcache import LayerPages, Step
-
-# Their results are one tensor or several, as the arguments say: more than a type checker can follow.
-_linear: Any = fk.linear
-_rms_norm: Any = fk.rms_norm
-_layer_norm: Any = fk.layer_norm
-_decode_attention: Any = fk.decode_attention
-_paged_attention: Any = fk.paged_attention
-FUSED_ROWS = 64  # up to so many rows one launch of `linear` takes norm and gate along
 
 
 @dataclass(frozen=True)
@@ -102,101 +93,16 @@ class Transformer:
         x = F.embedding(tokens.ids, outer.embedding)
         if outer.positions is not None:
             x = x + F.embedding(tokens.step.positions, outer.positions)
-        angles = self._angles(tokens.step.positions)
-        parts = _Parts(tokens)
+        run = operators.begin(self, tokens, pages)
         for layer, window, stored in zip(self.layers, config.windows, pages):
-            q, k, v = self._heads(x, layer)
-            turned = fk.append_kv(
-                k, v, stored.k_pages, stored.v_pages, tokens.step.slots, k_scale=stored.k_scale,
-                v_scale=stored.v_scale, q=q if angles else None, **angles,
-            )  # fmt: skip
-            seen = parts.attend(q if turned is None else turned, stored, window, layer.sinks)
-            x = _linear(seen, layer.out, layer.out_bias, x)
-            x = self._mlp(x, layer)
+            packed = run.normed_linear(x, layer.attention_norm, layer.attention_norm_bias, layer.qkv, layer.qkv_bias)
+            q = run.remember(packed.view(x.shape[0], -1, config.head_dim), layer, stored)
+            seen = run.attend(q, stored, window, layer.sinks)
+            x = run.linear(seen, layer.out, layer.out_bias, x)
+            x = run.mlp(x, layer)
         if tokens.wanted is not None:
             x = x[tokens.wanted]
-        return self._normed_linear(
-            x, outer.final_norm, outer.final_norm_bias, outer.head, None, out_dtype=torch.float32
-        )
-
-    def _angles(self, positions: Tensor) -> dict[str, Any]:
-        """What `append_kv` rotates by. Its kernels compute angles; on a CPU all layers share what is computed once."""
-        frequencies = self.config.frequencies
-        if frequencies is None:
-            return {}
-        if self.device.type != "cpu":
-            return {"frequencies": frequencies, "positions": positions}
-        angles = positions.double()[:, None] * frequencies.inverse().double()
-        cos, sin = (angles.cos() * frequencies.scaling).float(), (angles.sin() * frequencies.scaling).float()
-        return {"cos": cos[None], "sin": sin[None], "rotary_dim": frequencies.rotary_dim}
-
-    def _heads(self, x: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]."""
-        config = self.config
-        packed = self._normed_linear(x, layer.attention_norm, layer.attention_norm_bias, layer.qkv, layer.qkv_bias)
-        heads = packed.view(x.shape[0], -1, config.head_dim)
-        q, k, v = heads.split_with_sizes((config.heads, config.kv_heads, config.kv_heads), 1)
-        if layer.q_norm is not None:
-            q = _rms_norm(q, layer.q_norm, eps=config.eps)
-        if layer.k_norm is not None:
-            k = _rms_norm(k, layer.k_norm, eps=config.eps)
-        return q, k, v
-
-    def _mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        config = self.config
-        if layer.router is not None:
-            h = _rms_norm(x, layer.mlp_norm, eps=config.eps)
-            return x + mixture(h, layer, config)
-        gate = _GATES.get(config.activation)
-        if gate is not None and x.shape[0] > FUSED_ROWS:
-            both = self._normed_linear(x, layer.mlp_norm, layer.mlp_norm_bias, layer.up, layer.up_bias)
-            h = gate(both, packed=config.packed)
-        else:
-            h = self._normed_linear(
-                x, layer.mlp_norm, layer.mlp_norm_bias, layer.up, layer.up_bias,
-                activation=config.activation, packed=config.packed,
-            )  # fmt: skip
-        return _linear(h, layer.down, layer.down_bias, x)
-
-    def _normed_linear(
-        self, x: Tensor, norm: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, **how: Any
-    ) -> Any:
-        """linear(norm(x)), in one launch where the norm is RMSNorm and rows are few."""
-        eps = self.config.eps
-        if self.config.norm == "layer":
-            return _linear(_layer_norm(x, norm, norm_bias, eps=eps), weight, bias, **how)
-        if x.shape[0] > FUSED_ROWS:
-            return _linear(_rms_norm(x, norm, eps=eps), weight, bias, **how)
-        return _linear(x, weight, bias, norm_weight=norm, norm_eps=eps, **how)
-
-
-_GATES: dict[str, Callable[..., Tensor]] = {"swiglu": fk.swiglu}
-
-
-class _Parts:
-    """A step's tensors, cut once for all layers into those of decoding sequences and those of chunks."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        step, count = tokens.step, tokens.decoding
-        self.count = count
-        self.mixed = 0 < count < tokens.ids.shape[0]
-        self.few = (step.lengths[:count], step.page_table[:count])
-        self.many = (step.cu_seqlens[count:] - count, step.lengths[count:], step.page_table[count:])
-
-    def attend(self, q: Tensor, stored: LayerPages, window: int | None, sinks: Tensor | None) -> Tensor:
-        """[tokens, heads * head_dim]: decoding sequences by the kernel for few queries, chunks by that for many."""
-        k, v, k_scale, v_scale = stored
-        how: dict[str, Any] = {"window": window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-        if not self.mixed:
-            found = (
-                _decode_attention(q[:, None], k, v, *self.few, **how)
-                if self.count
-                else _paged_attention(q, k, v, *self.many, **how)
-            )
-            return found.view(q.shape[0], -1)
-        few = _decode_attention(q[: self.count, None], k, v, *self.few, **how)
-        many = _paged_attention(q[self.count :], k, v, *self.many, **how)
-        return torch.cat((few.flatten(1), many.flatten(1)))
+        return run.normed_linear(x, outer.final_norm, outer.final_norm_bias, outer.head, None, out_dtype=torch.float32)
 
 
 def load(

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 STATISTICS = ("p50", "mean", "std", "min", "max", "p95", "p99")
 HEADER = ("device", "versions", "commit", "date", "command", "ceilings")
@@ -47,6 +47,11 @@ class Record:
     error: str | None = None
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """What a later record replaces this one by."""
+        return self.op, self.case, self.dtype
+
+    @property
     def p50(self) -> float | None:
         return None if self.ms is None else self.ms["p50"]
 
@@ -56,16 +61,64 @@ class Record:
         return self.correct and self.ms is not None and self.error is None
 
     def as_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        for name in ("note", "error"):
-            if values[name] is None:
-                del values[name]
-        return values
+        return _as_dict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
         axes = {axis: tuple(size) if isinstance(size, list) else size for axis, size in values["axes"].items()}
         return cls(**{**values, "axes": axes})
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One way to generate text, timed on one model and batch. What could not be measured is None."""
+
+    op: ClassVar[str] = "e2e"
+    model: str
+    implementation: str
+    kind: str  # "backend" (ours) or "baseline"
+    dtype: str
+    batch: int
+    prompt: int  # tokens of each prompt
+    new: int  # tokens generated after each
+    correct: bool  # every token that was looked at is the likeliest one by Transformers' logits, or as good as it
+    ttft_ms: float | None = None  # until every sequence has its first token
+    ms_per_token: float | None = None  # a step in which every sequence gets one
+    tokens_per_s: float | None = None  # of the batch, while decoding
+    floor: float | None = None  # least time to read weights and cache, as a share of ms_per_token
+    peak_bytes: int | None = None  # weights, cache and all else
+    joules_per_token: float | None = None  # of a token generated, its share of the prompt included
+    note: str | None = None
+    error: str | None = None
+
+    @property
+    def case(self) -> str:
+        return f"{self.model}-batch{self.batch}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """A contender may take minutes to start, so each is replaced alone."""
+        return self.op, f"{self.case} {self.prompt}+{self.new} {self.implementation}", self.dtype
+
+    @property
+    def counts(self) -> bool:
+        """Whether its speed may be compared: timed, and right in the same run."""
+        return self.correct and self.ms_per_token is not None and self.error is None
+
+    def as_dict(self) -> dict[str, Any]:
+        return _as_dict(self)
+
+
+AnyRecord = Record | Generation
+
+
+def _as_dict(record: AnyRecord) -> dict[str, Any]:
+    values = asdict(record)
+    return {name: value for name, value in values.items() if value is not None or name not in ("note", "error")}
+
+
+def _from_dict(values: Mapping[str, Any]) -> AnyRecord:
+    return Generation(**values) if "model" in values else Record.from_dict(values)
 
 
 def describe_run(device_name: str, ceilings: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
@@ -89,25 +142,25 @@ class ResultsFile:
         self.path = path
         self.header = dict(header)
         self.before = load(path) if path.exists() else None
-        self.mine: list[Record] = []
+        self.mine: list[AnyRecord] = []
         if self.before is not None and self.before["device"] != header["device"]:
             raise ValueError(
                 f"{path} holds measurements of {self.before['device']} and this is {header['device']}; "
                 "save to another folder"
             )
 
-    def add(self, records: Sequence[Record]) -> None:
-        """Keep a finished case: its records replace all earlier ones of the same operator, case and dtype."""
-        new = {_key(record) for record in records}
-        self.mine = [record for record in self.mine if _key(record) not in new] + list(records)
+    def add(self, records: Sequence[AnyRecord]) -> None:
+        """Keep a finished case: its records replace all earlier ones with their keys."""
+        new = {record.key for record in records}
+        self.mine = [record for record in self.mine if record.key not in new] + list(records)
         write(self.path, self.merged())
 
     def merged(self) -> dict[str, Any]:
         if self.before is None:
             return {**self.header, "records": self.mine}
-        measured = {_key(record) for record in self.mine}
-        kept = [record for record in self.before["records"] if _key(record) not in measured]
-        earlier = _earlier(self.before, {_key(record) for record in kept})
+        measured = {record.key for record in self.mine}
+        kept = [record for record in self.before["records"] if record.key not in measured]
+        earlier = _earlier(self.before, {record.key for record in kept})
         return {**self.header, **({"earlier": earlier} if earlier else {}), "records": kept + self.mine}
 
 
@@ -118,7 +171,7 @@ def load(path: Path) -> dict[str, Any]:
         return {
             **{name: found[name] for name in HEADER},
             **found,
-            "records": [Record.from_dict(r) for r in found["records"]],
+            "records": [_from_dict(r) for r in found["records"]],
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a results file ({type(error).__name__}: {error}); move it away") from error
@@ -147,19 +200,15 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def load_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results files of a folder by operator."""
-    return {path.stem: load(path) for path in sorted(folder.glob("*.json")) if path.stem != "e2e"}
-
-
-def _key(record: Record) -> tuple[str, str, str]:
-    return record.op, record.case, record.dtype
+    """The results files of a folder by operator; those of whole models are under "e2e"."""
+    return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
 
 
 def _earlier(before: Mapping[str, Any], kept: set[tuple[str, str, str]]) -> list[dict[str, Any]]:
     """The runs that records kept from a file came from, each with its cases."""
     runs = [dict(run) for run in before.get("earlier", ())]
     claimed = {tuple(case) for run in runs for case in run["cases"]}
-    latest = dict.fromkeys(_key(record)[1:] for record in before["records"])
+    latest = dict.fromkeys(record.key[1:] for record in before["records"])
     own = {name: before[name] for name in HEADER if name != "device"}
     runs.append({**own, "cases": [list(case) for case in latest if case not in claimed]})
     left = {key[1:] for key in kept}

@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashkernel.lab import tables
+from flashkernel.lab import generation_tables, tables
+from flashkernel.lab.results import AnyRecord, Generation, Record
 
 if TYPE_CHECKING:
     from flashkernel.lab.checks import Outcome
     from flashkernel.lab.demo import Summary
-    from flashkernel.lab.results import Record
 
 INTERRUPTED = 130
 FILE_WIDTH = 160  # columns where the output is no terminal
@@ -65,14 +65,18 @@ def show(format: Format, values: Sequence[Mapping[str, Any]], shown: Iterable[Ta
             out().print(table)
 
 
-def show_records(format: Format, records: Sequence[Record]) -> None:
-    """Print measurements, a table for each operator, with what went wrong below."""
-    names = dict.fromkeys(record.op for record in records)
-    grouped = {name: [record for record in records if record.op == name] for name in names}
+def show_records(format: Format, records: Sequence[AnyRecord]) -> None:
+    """Print measurements, a table for each operator and one for whole models, with what went wrong below."""
+    measured = [record for record in records if isinstance(record, Record)]
+    generated = [record for record in records if isinstance(record, Generation)]
+    names = dict.fromkeys(record.op for record in measured)
+    grouped = {name: [record for record in measured if record.op == name] for name in names}
     shown = [tables.rich_table(name, found) for name, found in grouped.items()]
+    if generated:
+        shown.append(generation_tables.rich_table(generated))
     show(format, [record.as_dict() for record in records], shown)
     if format is Format.table:
-        for remark in tables.remarks(records):
+        for remark in (*tables.remarks(measured), *generation_tables.remarks(generated)):
             tell(remark)
 
 

@@ -64,6 +64,12 @@ def implementations(ops: Iterable[Op], names: Sequence[str] | None, baselines: b
     return [_one(what, name, known) for name in names] if names else None
 
 
+def known(what: str, names: Sequence[str] | None, there: Iterable[str]) -> list[str]:
+    """The names, each of which must be there; all that are where none is given."""
+    among = dict.fromkeys(there)
+    return [_one(what, name, among) for name in names] if names else list(among)
+
+
 def device(name: str | None) -> torch.device:
     """A device of this machine; by default its GPU, where there is one."""
     if name is None:

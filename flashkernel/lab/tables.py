@@ -2,7 +2,7 @@
 
 What stands in a README between `<!-- results:rms_norm -->` and `<!-- /results -->` is regenerated from `results/`;
 `<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob, and `<!-- results:attention long-* memory -->`
-shows the peak memory instead of times.
+shows the peak memory instead of times. `<!-- results:e2e llama-3.2-1b-* -->` does the same for whole models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashkernel.lab.results import Record, load_folder
+from flashkernel.lab import generation_tables
+from flashkernel.lab.results import Generation, Record, load_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK = re.compile(
     r"(<!-- results:(?P<op>\w+)(?: (?P<glob>[^\s-]\S*))?(?P<memory> memory)? -->\n).*?(<!-- /results -->)", re.DOTALL
 )
-DOCUMENTS = ("README.md", "flashkernel/ops/*/README.md", "docs/**/*.md")
+DOCUMENTS = ("README.md", "flashkernel/ops/*/README.md", "flashkernel/engine/README.md", "docs/**/*.md")
 UNMEASURED = "_Not measured yet._"
 MEMORY = "memory"
 
@@ -179,13 +180,24 @@ def _block(op: str, glob: str | None, statistic: str, measured: Mapping[str, Map
         versions = ", ".join(
             f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"]
         )
-        shown = f"median ms and share of the roof (copy {copy:.2f} TB/s)"
-        if statistic == MEMORY:
-            shown = "peak memory, in GB, beyond what was allocated before"
-        parts.append(
-            f"{found['device']}, {versions}; {shown}; from `results/{gpu}/{op}.json`.\n\n{markdown(records, statistic)}"
-        )
+        if op == Generation.op:
+            shown, table = _models(records, statistic, copy)
+        else:
+            shown = f"median ms and share of the roof (copy {copy:.2f} TB/s)"
+            if statistic == MEMORY:
+                shown = "peak memory, in GB, beyond what was allocated before"
+            table = markdown(records, statistic)
+        parts.append(f"{found['device']}, {versions}; {shown}; from `results/{gpu}/{op}.json`.\n\n{table}")
     return "\n\n".join(parts) or UNMEASURED
+
+
+def _models(records: Sequence[Generation], statistic: str, copy: float) -> tuple[str, str]:
+    """What a table of whole models shows, and the table."""
+    lengths = dict.fromkeys(f"prompts of {record.prompt} tokens, {record.new} new" for record in records)
+    if statistic == MEMORY:
+        return f"{'; '.join(lengths)}", generation_tables.markdown(records, generation_tables.COSTS)
+    shown = f"{'; '.join(lengths)}; share of the floor that reading weights and cache sets (copy {copy:.2f} TB/s)"
+    return shown, generation_tables.markdown(records)
 
 
 def rich_cell(record: Record | None, best: bool = False, statistic: str = "p50") -> str:

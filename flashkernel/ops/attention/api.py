@@ -50,9 +50,9 @@ def attention(
     _check_settings(q, mask, softcap, score, dropout, seed)
     chosen = choose(
         spec.ATTENTION, backend, q.device, q.dtype,
-        head_dim=q.shape[-1], value_dim=v.shape[-1], masked=mask is not None, has_score=score is not None,
-        has_bias=bias is not None, has_slopes=alibi_slopes is not None, has_dropout=dropout > 0,
-        deterministic=deterministic,
+        head_dim=q.shape[-1], value_dim=v.shape[-1], has_tables=mask is not None and len(mask.tables) > 0,
+        has_score=score is not None, has_bias=bias is not None, has_slopes=alibi_slopes is not None,
+        has_dropout=dropout > 0, deterministic=deterministic,
     )  # fmt: skip
     if chosen.composite:
         return chosen.run(

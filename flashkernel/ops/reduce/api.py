@@ -1,5 +1,7 @@
 """The public reductions, all over the last dim: argument checks, dispatch, autograd."""
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,18 @@ def softmax(
     if chosen.composite:
         return chosen.run(x, mask, scale=scale, causal=causal)
     return _softmax(x, mask, float(scale), causal, chosen.target)
+
+
+def argmax(x: Tensor) -> Tensor:
+    """The place of each row's largest value, int64; of equal ones the first. On a GPU many programs share a row."""
+    _check("argmax", x)
+    if x.shape[-1] == 0:
+        raise ValueError(f"argmax: x has shape {tuple(x.shape)}; a row without columns has no maximum")
+    if x.device.type != "cuda" or x.numel() == 0 or find_spec("triton") is None:
+        return x.argmax(-1)
+    from flashkernel.ops.reduce.triton.argmax import argmax as by_parts
+
+    return by_parts(_flat(x)).view(x.shape[:-1])
 
 
 def weighted_sum(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:

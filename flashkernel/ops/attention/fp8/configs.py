@@ -15,13 +15,19 @@ _LOADER_REGISTERS = 24
 
 @dataclass(frozen=True)
 class Hopper:
-    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys."""
+    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys.
+
+    `polynomial` of every eight exponentials are computed where multiplications are; with `turns` the warpgroups start
+    their products one after the other.
+    """
 
     groups: int
     columns: int
     stages: int
     pack: int
     registers: int
+    polynomial: int = 0
+    turns: bool = False
 
     @property
     def rows(self) -> int:
@@ -35,6 +41,8 @@ def _hopper_valid(config: Hopper, device: Device, shape: Mapping[str, int]) -> s
     needed = held + 2 * config.stages * config.columns * width + _BARRIERS
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.stages < 2 or not 0 <= config.polynomial <= 8:
+        return f"{config} must have at least 2 stages, and 0 to 8 of every 8 exponentials by a polynomial"
     if shape["group"] % config.pack:
         return f"{config.pack} heads cannot share a tile where {shape['group']} share their keys"
     if shape["blocked"] and config.columns > 128:
@@ -53,16 +61,17 @@ def _packed(shape: Mapping[str, int]) -> int:
 def _hopper_heuristic(device: Device, shape: Mapping[str, int]) -> Hopper:
     pack = _packed(shape)
     if shape["head_dim"] == 64:
-        return Hopper(3, 64, 4, pack, 160) if shape["span"] <= 384 else Hopper(3, 128, 4, pack, 160)
-    return Hopper(2, 128, 4, pack, 240)
+        return Hopper(3, 64, 4, pack, 160) if shape["span"] <= 384 else Hopper(3, 128, 4, pack, 160, 1)
+    return Hopper(2, 128, 4, pack, 240, 1)
 
 
 def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[Hopper]:
     for pack in sorted({1, _packed(shape)}):
         for groups, registers in ((2, 240), (3, 160)):
             for columns in (64, 128, 256):
-                for stages in (2, 3, 4):
-                    yield Hopper(groups, columns, stages, pack, registers)
+                for polynomial in (0, 1, 2):
+                    for turns in (False, True):
+                        yield Hopper(groups, columns, 2 if columns > 128 else 4, pack, registers, polynomial, turns)
 
 
 def _hopper_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +15,17 @@ from flashkernel.core.gluon import TensorDescriptor, gl
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention import triton as portable
 from flashkernel.ops.attention.hopper.backward import attention_backward, attention_finish, attention_prepare
-from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, Backward, Forward, block, shares_output
+from flashkernel.ops.attention.hopper.configs import (
+    BACKWARD,
+    FORWARD,
+    Backward,
+    Forward,
+    block,
+    shares_output,
+    sparse,
+)
 from flashkernel.ops.attention.hopper.forward import attention_forward
+from flashkernel.ops.attention.hopper.order import Lines, order
 from flashkernel.ops.attention.hopper.walks import span, walks
 from flashkernel.ops.attention.triton import Problem
 
@@ -34,6 +45,8 @@ def forward(
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     if batch == 0 or queries == 0:
         return o, lse
+    if sparse(keys, span(problem.mask, batch, heads, queries, keys)):  # a walk is over before its pipeline is full
+        return portable.forward(q, k, v, bias, sinks, slopes, problem)
     if keys == 0:  # nothing is seen, and a descriptor of nothing is not allowed
         nothing = lse.new_full((heads,), float("-inf")) if sinks is None else sinks.float()
         return o.zero_(), lse.copy_(nothing.view(1, -1, 1))
@@ -42,19 +55,22 @@ def forward(
     walk = walks(problem.mask, batch, heads, queries, keys, config.rows, config.columns, config.groups, q.device)
     mask, _, _, _, mask_tables = problem.functions()
     facts = device.facts(q.device)
-    lines = batch * heads // config.pack
+    count = batch * heads // config.pack
+    programs = min(facts.sms, tiles * count)
     one = keys * (width + values) * k.element_size()
+    together = _together(facts, one, heads // pairs // config.pack, count, problem)
+    lines = Lines(count, tiles, heads // config.pack, config.pack, together)
+    items = order(problem.mask, walk, lines, programs, (queries, keys, config.rows, config.columns, config.groups))
     early = problem.softcap > 0 or problem.scale <= 0  # elsewhere the largest product belongs to the largest score
     launch(
-        attention_forward, (min(facts.sms, tiles * lines),),
+        attention_forward, (programs,),
         lse, _tiled(q, (config.rows, config.pack)), _tiled(k, (config.columns, 1)), _tiled(v, (config.columns, 1)),
         _tiled(o, (config.rows, config.pack)), sinks, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts,
-        walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
-        tiles * lines, tiles, lines, _together(facts, one, heads // pairs // config.pack, lines, problem), heads,
+        items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], tiles, heads,
         heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
         MASK=mask, CAP=problem.softcap > 0, EARLY=early, HAS_SINKS=sinks is not None, GROUPS=config.groups,
         STAGES=config.stages, COLUMNS=config.columns, WIDTH=block(width), VALUES=block(values), PACK=config.pack,
-        SHARE=shares_output(config, width, values), REGISTERS=config.registers, num_warps=4,
+        SHARE=shares_output(config, width, values), FLAT=config.flat, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -78,17 +94,17 @@ def backward(
         return portable.backward(do, dlse, q, k, v, bias, sinks, slopes, o, lse, problem, want_bias)
     config: Backward = tune.pick(BACKWARD, device.facts(q.device), _shape(q, k, v, problem))
     batch, queries, heads, width = q.shape
+    if config.fold and (problem.softcap != 0 or problem.scale == 0):
+        config = replace(config, fold=False)
     query_tiles = tune.ceil_div(queries, config.rows)
     padded = query_tiles * config.rows
-    norm, delta = (torch.empty((batch, heads, padded), dtype=torch.float32, device=q.device) for _ in range(2))
+    stats = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     buffer = torch.empty((batch, heads, padded, block(width)), dtype=torch.float32, device=q.device)
-    fold = config.fold and problem.softcap == 0 and problem.scale != 0
-    unit = 1 / problem.scale if fold else _LOG2E
-    dsinks = _prepare(do, dlse, sinks, o, lse, delta, norm, buffer, unit)
-    dk, dv = _backward(do, q, k, v, norm, delta, buffer, problem, replace(config, fold=fold))
+    dsinks = _prepare(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold else _LOG2E)
+    dk, dv = _backward(do, q, k, v, stats, buffer, problem, config)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
-        attention_finish, (query_tiles, heads, batch),
+        attention_finish, (heads, query_tiles, batch),
         buffer, dq, problem.scale, heads, queries, query_tiles,
         WIDTH=width, BLOCK=block(width), ROWS=config.rows,
         PART=block(width) if config.rows == 128 else block(width) // 2, num_warps=8,
@@ -97,17 +113,17 @@ def backward(
 
 
 def _prepare(
-    do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, delta: Tensor, norm: Tensor,
-    buffer: Tensor, unit: float,
+    do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, stats: Tensor, buffer: Tensor,
+    unit: float,
 ) -> Tensor | None:  # fmt: skip
-    """Fill delta, norm and the buffer; the gradient of the sinks is done with that."""
+    """Fill the stats and the buffer; the gradient of the sinks is done with that."""
     batch, queries, heads, values = o.shape
-    padded, rows = delta.shape[2], 64
+    padded, rows = stats.shape[3], 64
     blocks = padded // rows
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
-        attention_prepare, (blocks, heads, batch),
-        o, do, lse, dlse, sinks, delta, norm, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
+        attention_prepare, (heads, blocks, batch),
+        o, do, lse, dlse, sinks, stats, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
         HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
         WIDTH=buffer.shape[3], num_warps=4,
     )  # fmt: skip
@@ -115,8 +131,7 @@ def _prepare(
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: Tensor, delta: Tensor, buffer: Tensor, problem: Problem,
-    config: Backward,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, buffer: Tensor, problem: Problem, config: Backward
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads, width = q.shape
     keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
@@ -126,15 +141,15 @@ def _backward(
     mask, _, _, _, mask_tables = problem.functions()
     tiles, lines = tune.ceil_div(keys, 128), batch * pairs
     one = queries * (width + values) * q.element_size() * heads // pairs
+    together = _evened(lines, _together(device.facts(q.device), one, 1, lines, problem))
     launch(
         attention_backward, (tiles * lines,),
         buffer, _tiled(q, (config.rows, 1)), _tiled(do, (config.rows, 1)), _tiled(k, (128, 1)), _tiled(v, (128, 1)),
-        _line(norm, config.rows), _line(delta, config.rows), _tiled(dk, (128, 1)), _tiled(dv, (128, 1)),
-        mask_tables, walk.runs, walk.plans, walk.loads, walk.counts, walk.runs.shape[-2], walk.loads.shape[-2],
-        *walk.strides,
-        tiles, lines, _together(device.facts(q.device), one, 1, lines, problem), pairs, heads // pairs,
-        norm.shape[2] // config.rows, queries, keys, problem.scale * _LOG2E, problem.scale, problem.softcap,
-        MASK=mask, CAP=problem.softcap > 0, HALF=config.half, FOLD=config.fold, BY_HEAD=walk.strides[1] > 0,
+        _line(stats, config.rows), _tiled(dk, (128, 1)), _tiled(dv, (128, 1)), mask_tables,
+        walk.runs, walk.plans, walk.loads, walk.counts, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
+        tiles, lines, together, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
+        problem.scale * _LOG2E, problem.scale, problem.softcap,
+        MASK=mask, CAP=problem.softcap > 0, HALF=config.half, FOLD=config.fold, JOINT=config.joint,
         ROWS=config.rows, STAGES=config.stages, WIDTH=block(width), VALUES=block(values), num_warps=4,
     )  # fmt: skip
     return dk, dv
@@ -144,8 +159,8 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, int]:
     """What configs depend on."""
     batch, queries, heads, width = q.shape
     return {
-        "queries": queries, "span": span(problem.mask, batch, heads, queries, k.shape[1]), "head_dim": width,
-        "value_dim": v.shape[3], "group": heads // k.shape[2],
+        "queries": queries, "keys": k.shape[1], "span": span(problem.mask, batch, heads, queries, k.shape[1]),
+        "head_dim": width, "value_dim": v.shape[3], "group": heads // k.shape[2],
     }  # fmt: skip
 
 
@@ -165,26 +180,70 @@ def _together(facts: device.Device, one: int, sharing: int, lines: int, problem:
     return min(lines, sharing * max(1, int(facts.l2_bytes * _L2_SHARE) // one))
 
 
+def _evened(lines: int, together: int) -> int:
+    """As many lines at a time as `together`, or a few more: with a small rest, its longest items would start last."""
+    return tune.ceil_div(lines, max(1, lines // together))
+
+
 def _tiled(x: Tensor, box: tuple[int, int]) -> Any:
     """(batch, sequence, heads, width) in tiles of `box` positions and heads; what lies outside reads as zero."""
     x = _aligned(x)
-    shape = [1, *box, block(x.shape[3])]
-    kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(shape, kind)
+    shape = x.shape
     # A stride along one element is never taken, but must be a legal one.
-    strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], shape, layout)
+    strides = [stride if size > 1 else shape[3] for size, stride in zip(shape, x.stride())]
+    strides[3] = 1
+    return _described(_boxes(box, shape[3], x.dtype), x, shape, strides)
 
 
 def _line(x: Tensor, count: int) -> Any:
     """All numbers of a float32 tensor in a row, `count` at a time."""
+    return _described(_segment(count), x, [x.numel()], [1])
+
+
+def _described(fields: dict[str, Any], base: Tensor, shape: Sequence[int], strides: list[int]) -> Any:
+    """A descriptor like the one with these fields, of another tensor: to make one anew takes as long as a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(fields, base=base, shape=shape, strides=strides)
+    return made
+
+
+class _Layout(gl.NVMMASharedLayout):
+    """A layout that remembers its text, which Triton asks for at every launch."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _remembered(layout: gl.NVMMASharedLayout) -> _Layout:
+    made = object.__new__(_Layout)
+    made.__dict__.update(vars(layout), text=repr(layout))
+    return made
+
+
+@lru_cache(maxsize=256)
+def _boxes(box: tuple[int, int], width: int, dtype: torch.dtype) -> dict[str, Any]:
+    shape = [1, *box, block(width)]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    whole = torch.empty((1, *box, shape[3]), dtype=dtype, device="meta")
+    return vars(TensorDescriptor(whole, list(whole.shape), list(whole.stride()), shape, _remembered(layout)))
+
+
+@lru_cache(maxsize=256)
+def _segment(count: int) -> dict[str, Any]:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(x, [x.numel()], [1], [count], layout)
+    whole = torch.empty(count, dtype=torch.float32, device="meta")
+    return vars(TensorDescriptor(whole, [count], [1], [count], _remembered(layout)))
 
 
 def _aligned(x: Tensor) -> Tensor:
     """The tensor, copied where the tile loads cannot step through it: strides and address must be 16 bytes apart."""
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
-    if x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps) and all(steps):
-        return x
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0:
+        for size, stride in zip(x.shape[:3], x.stride()):
+            if size > 1 and (stride % unit or not stride):
+                break
+        else:
+            return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -41,12 +41,12 @@ def _keys(tiles, lines, together, pairs):
 
 
 @gluon.jit
-def _load(inputs, buffers, barriers, place, tables, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """The loading warp."""
-    q, do, k, v, norm, delta = inputs
+def _load(inputs, buffers, barriers, place, tables, ROWS: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr):
+    """The loading warp. With JOINT, all that a step reads comes and goes at once."""
+    q, do, k, v, stats = inputs
     q_tiles, do_tiles, k_tile, v_tile, norm_tiles, delta_tiles = buffers
     kv_full, q_full, q_empty, do_full, do_empty = barriers
-    tile, b, pair, group, padded, heads = place
+    tile, b, pair, group, padded, heads, rows = place
     runs, counts, most_runs, by_batch, by_head = tables
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
     load_tile(k, [b, tile * 128, pair, 0], kv_full.index(0), k_tile)
@@ -62,14 +62,21 @@ def _load(inputs, buffers, barriers, place, tables, ROWS: gl.constexpr, STAGES: 
             for index in range(begin, end):
                 stage = loaded % STAGES
                 phase = (loaded // STAGES) & 1
+                q_bar = q_full.index(stage)
                 mbarrier.wait(q_empty.index(stage), phase ^ 1)
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + norm.block_type.nbytes)
-                load_tile(q, [b, index * ROWS, h, 0], q_full.index(stage), q_tiles.index(stage))
-                load_tile(norm, [stat + index * ROWS], q_full.index(stage), norm_tiles.index(stage))
-                mbarrier.wait(do_empty.index(stage), phase ^ 1)
-                mbarrier.expect(do_full.index(stage), do.block_type.nbytes + delta.block_type.nbytes)
-                load_tile(do, [b, index * ROWS, h, 0], do_full.index(stage), do_tiles.index(stage))
-                load_tile(delta, [stat + index * ROWS], do_full.index(stage), delta_tiles.index(stage))
+                if JOINT:
+                    do_bar = q_bar
+                    mbarrier.expect(q_bar, q.block_type.nbytes + do.block_type.nbytes + 2 * stats.block_type.nbytes)
+                else:
+                    do_bar = do_full.index(stage)
+                    mbarrier.expect(q_bar, q.block_type.nbytes + stats.block_type.nbytes)
+                load_tile(q, [b, index * ROWS, h, 0], q_bar, q_tiles.index(stage))
+                load_tile(stats, [stat + index * ROWS], q_bar, norm_tiles.index(stage))
+                if not JOINT:
+                    mbarrier.wait(do_empty.index(stage), phase ^ 1)
+                    mbarrier.expect(do_bar, do.block_type.nbytes + stats.block_type.nbytes)
+                load_tile(do, [b, index * ROWS, h, 0], do_bar, do_tiles.index(stage))
+                load_tile(stats, [rows + stat + index * ROWS], do_bar, delta_tiles.index(stage))
                 loaded += 1
 
 
@@ -98,7 +105,7 @@ def _queries(ds_tile, k_tile, nothing, w: gl.constexpr, ROWS: gl.constexpr, PART
 @gluon.jit
 def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w: gl.constexpr,
              MASK: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
-             BY_HEAD: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
+             JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
              VALUES: gl.constexpr):  # fmt: skip
     """Warpgroup `w`: keys 64 w to 64 w + 63 of the program's 128."""
     TURNED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # [64 keys, ROWS queries]
@@ -129,13 +136,14 @@ def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w:
     base = (b * heads + pair * group) * query_tiles  # the head's first tile of queries
     target = base  # the tile of the step before
     step = 0
-    row = b.to(gl.int64) * by_batch + pair * group * by_head + tile
-    own = gl.load(plans + row * 3 + 1)
-    first = runs + row * most_runs * 3
     mbarrier.wait(kv_full.index(0), 0)
     for member in range(group):
         h = pair * group + member
-        at = first
+        row = b.to(gl.int64) * by_batch + h * by_head + tile
+        # Not carried from head to head: the compiler (3.6) takes a loop's bound that is carried round an outer loop for
+        # one that never changes.
+        own = gl.load(plans + row * 3 + 1)
+        at = runs + row * most_runs * 3
         index = gl.load(at) - 1
         end = gl.load(at + 1)
         masked = gl.load(at + 2)
@@ -150,7 +158,8 @@ def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w:
                 end = gl.load(at + 1)
                 masked = gl.load(at + 2)
             mbarrier.wait(q_full.index(stage), phase)
-            mbarrier.wait(do_full.index(stage), phase)
+            if not JOINT:
+                mbarrier.wait(do_full.index(stage), phase)
             q_tile = q_tiles.index(stage).reshape([ROWS, WIDTH])
             do_tile = do_tiles.index(stage).reshape([ROWS, VALUES])
             if FOLD:  # the products start from what would be subtracted from them
@@ -189,7 +198,11 @@ def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w:
             else:
                 ds = p * dp
             ds_half = ds.to(dtype)
-            mbarrier.wait(ds_empty.index(1 - before), (((step + 1) // 2) & 1) ^ 1)
+            if JOINT:  # who has handed back the step before has read the dS of the one before that
+                last = gl.maximum(step - 1, 0)
+                mbarrier.wait(q_empty.index(last % STAGES), (last // STAGES) & 1, pred=step > 0)
+            else:
+                mbarrier.wait(ds_empty.index(1 - before), (((step + 1) // 2) & 1) ^ 1)
             ds_tiles.index(1 - before).slice(w * 64, 64, dim=0).store(ds_half)
             fence_async_shared()
             mbarrier.arrive(ds_full.index(1 - before), count=1)
@@ -198,19 +211,15 @@ def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w:
             operand = gl.convert_layout(ds_half, gl.DotOperandLayout(0, KEYS, 2))
             key_later = warpgroup_mma(operand, q_tile, key_sum, is_async=True)
             value_sum, query_sum = warpgroup_mma_wait(1, deps=[value_later, query_later])
-            mbarrier.arrive(do_empty.index(stage), count=1)
-            mbarrier.arrive(ds_empty.index(before), count=1)
+            if not JOINT:
+                mbarrier.arrive(do_empty.index(stage), count=1)
+                mbarrier.arrive(ds_empty.index(before), count=1)
             _add(dq, (target.to(gl.int64) * 2 + w) * (64 * PART), query_sum, PART)
             target = base + index
             key_sum = warpgroup_mma_wait(0, deps=[key_later])
             mbarrier.arrive(q_empty.index(stage), count=1)
             step += 1
         base += query_tiles
-        if BY_HEAD:  # the next head's walk, read from its tables only where it is there
-            more = gl.where(member + 1 < group, by_head, 0)
-            row += more
-            own = gl.load(plans + row * 3 + 1)
-            first += more * most_runs * 3
     mbarrier.wait(ds_full.index(step & 1), (step // 2) & 1)
     query_later = _queries(ds_tiles.index(step & 1), k_tile, no_queries, w, ROWS, PART)
     query_sum = warpgroup_mma_wait(0, deps=[query_later])
@@ -239,17 +248,17 @@ _SIZES = (
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_backward(
-    dq, q, do, k, v, norm, delta, dk, dv, mask_tables, runs, plans, loads, counts, most_runs, most_loads,
+    dq, q, do, k, v, stats, dk, dv, mask_tables, runs, plans, loads, counts, most_runs, most_loads,
     by_batch, by_head, tiles, lines, together, pairs, group, query_tiles, queries, keys, factor, scale, softcap,
     MASK: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
-    BY_HEAD: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
+    JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 128, 1, WIDTH], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 128, 1, VALUES], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, ROWS, 1, WIDTH], q.layout)
     do_tiles = gl.allocate_shared_memory(do.dtype, [STAGES, 1, ROWS, 1, VALUES], do.layout)
-    norm_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], norm.layout)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta.layout)
+    norm_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], stats.layout)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], stats.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, ROWS], q.dtype)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2, 128, ROWS], DS)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -272,39 +281,40 @@ def attention_backward(
         mbarrier.init(ds_empty.index(side), count=2)
     tile, b, pair = _keys(tiles, lines, together, pairs)
     heads = pairs * group
-    inputs = (q, do, k, v, norm, delta)
+    inputs = (q, do, k, v, stats)
     outputs = (dq, dk, dv)
     sources = (q_tiles, do_tiles, k_tile, v_tile, norm_tiles, delta_tiles)
     buffers = (q_tiles, do_tiles, k_tile, v_tile, norm_tiles, delta_tiles, ds_tiles)
     loading = (kv_full, q_full, q_empty, do_full, do_empty)
     barriers = (kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, done)
     place = (tile, b, pair, group, query_tiles, heads)
-    loaded = (tile, b, pair, group, query_tiles * ROWS, heads)
+    loaded = (tile, b, pair, group, query_tiles * ROWS, heads, lines * group * query_tiles * ROWS)
     tables = (loads, counts, most_loads, by_batch, by_head)
     walked = (runs, plans, most_runs, by_batch, by_head)
     numbers = (queries, keys, factor, scale, softcap)
     gl.warp_specialize([
-        (_load, (inputs, sources, loading, loaded, tables, ROWS, STAGES)),
+        (_load, (inputs, sources, loading, loaded, tables, ROWS, STAGES, JOINT)),
         (_consume, (outputs, buffers, barriers, place, walked, numbers, mask_tables, 0,
-                    MASK, CAP, HALF, FOLD, BY_HEAD, ROWS, STAGES, WIDTH, VALUES)),
+                    MASK, CAP, HALF, FOLD, JOINT, ROWS, STAGES, WIDTH, VALUES)),
         (_consume, (outputs, buffers, barriers, place, walked, numbers, mask_tables, 1,
-                    MASK, CAP, HALF, FOLD, BY_HEAD, ROWS, STAGES, WIDTH, VALUES)),
+                    MASK, CAP, HALF, FOLD, JOINT, ROWS, STAGES, WIDTH, VALUES)),
     ], [4, 4], [240, 240])  # fmt: skip
 
 
 @triton.jit
 def attention_prepare(
-    o, do, lse, dlse, sinks, delta, norm, dq, dsinks, do_batch, do_seq, do_head, heads, queries, padded, unit,
+    o, do, lse, dlse, sinks, stats, dq, dsinks, do_batch, do_seq, do_head, heads, queries, padded, unit,
     HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What is added to dP and S: -delta = dlse - sum(o do), and -lse in units of 1 / `unit`; a dq of zeros.
+    """What is added to S and dP: -lse in units of 1 / `unit`, and -delta = dlse - sum(o do); a dq of zeros.
 
-    All for rows up to a whole number of tiles. Those that are not there or see nothing get an lse of +inf, which leaves
-    no probability.
+    `stats` has first the one and then the other, for rows up to a whole number of tiles. Those that are not there or
+    see nothing get an lse of +inf, which leaves no probability. Heads come first in the grid: what neighbouring
+    programs read lies side by side.
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    h = tl.program_id(1)
+    h = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     b = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, BLOCK_V)[None, :]
     inside = (row < queries)[:, None] & (column < VALUES)
@@ -319,11 +329,12 @@ def attention_prepare(
     value = tl.load(lse + stat, mask=row < queries, other=float("-inf"))
     value = tl.where(value == float("-inf"), float("inf"), value)
     place = (b * heads + h) * padded + row
-    tl.store(delta + place, -shift, mask=row < padded)
-    tl.store(norm + place, -value * unit, mask=row < padded)
+    total = tl.num_programs(2).to(tl.int64) * heads * padded
+    tl.store(stats + place, -value * unit, mask=row < padded)
+    tl.store(stats + total + place, -shift, mask=row < padded)
     if HAS_SINKS:  # a sink's probability is exp(sink - lse), and what it would add to the output is nothing
         share = tl.exp2((tl.load(sinks + h).to(tl.float32) - value) * LOG2E)
-        tl.store(dsinks + (b * heads + h) * tl.num_programs(0) + tl.program_id(0), -tl.sum(share * shift, 0))
+        tl.store(dsinks + (b * heads + h) * tl.num_programs(1) + tl.program_id(1), -tl.sum(share * shift, 0))
     width = tl.arange(0, WIDTH)[None, :]
     zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
     tl.store(dq + place[:, None] * WIDTH + width, zeros, mask=(row < padded)[:, None])
@@ -334,16 +345,18 @@ def attention_finish(
     buffer, dq, scale, heads, queries, query_tiles,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """dq from its buffer, where each half of a tile has the order of the registers that were added to it."""
-    tile = tl.program_id(0)
-    h = tl.program_id(1)
+    """dq from its buffer, where each half of a tile has the order of the registers that were added to it (`_add`)."""
+    h = tl.program_id(0)
+    tile = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    part = (row // 64) if ROWS == 128 else (column // PART)
-    r, c = row % 64, column % PART
-    inner = (((c // 8) * 4 + r // 16) * 8 + r % 8) * 16 + (c % 8 // 2) * 4 + (r % 16 // 8) * 2 + c % 2
     start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
-    value = tl.load(start + part * (64 * PART) + inner)
-    place = (b * queries + tile * ROWS + row) * heads + h
-    tl.store(dq + place * WIDTH + column, value * scale, mask=(tile * ROWS + row < queries) & (column < WIDTH))
+    value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
+    value = value.to(dq.dtype.element_ty).reshape([2, PART // 8, 4, 8, 4, 2, 2])  # (half, j, w, r, c, i, e)
+    if ROWS == 128:
+        value = tl.permute(value, (0, 2, 5, 3, 1, 4, 6)).reshape([ROWS, BLOCK])
+    else:
+        value = tl.permute(value, (2, 5, 3, 0, 1, 4, 6)).reshape([ROWS, BLOCK])
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    place = (b * queries + row) * heads + h
+    tl.store(dq + place * WIDTH + column, value, mask=(row < queries) & (column < WIDTH))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 
+_SHORT_SPAN, _MEDIUM_SPAN = 384, 768  # keys that a tile of queries sees
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
 
@@ -19,13 +20,15 @@ def block(width: int) -> int:
 
 @dataclass(frozen=True)
 class Forward:
-    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys."""
+    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys; with
+    `flat`, the walk of an item begins before that of the one before it has ended, which takes room for its queries."""
 
     groups: int
     columns: int
     stages: int
     pack: int
     registers: int
+    flat: bool = False
 
     @property
     def rows(self) -> int:
@@ -40,7 +43,8 @@ def shares_output(config: Forward, head_dim: int, value_dim: int) -> bool:
 
 def _forward_bytes(config: Forward, shape: Mapping[str, int]) -> int:
     width, values = block(shape["head_dim"]), block(shape["value_dim"])
-    held = width if shares_output(config, shape["head_dim"], shape["value_dim"]) else width + values
+    held = (2 if config.flat else 1) * width
+    held += 0 if shares_output(config, shape["head_dim"], shape["value_dim"]) else values
     return 2 * (config.groups * 64 * held + config.stages * config.columns * (width + values)) + _BARRIERS
 
 
@@ -61,12 +65,19 @@ def _packed(shape: Mapping[str, int]) -> int:
     return min(8, shape["group"] & -shape["group"])
 
 
+def sparse(keys: int, span: int) -> bool:
+    """Whether queries see so few of the keys that the portable forward kernel is faster."""
+    return span <= _SHORT_SPAN and keys >= 4 * _SHORT_SPAN
+
+
 def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
     width = max(block(shape["head_dim"]), block(shape["value_dim"]))
     pack = _packed(shape)
     if width == 64:
-        # A short window is mostly masked tiles: narrow ones waste less.
-        return Forward(3, 64, 4, pack, 160) if shape["span"] <= 384 else Forward(3, 128, 3, pack, 160)
+        # A short window is mostly masked tiles: narrow ones waste less. Short walks want fewer warpgroups.
+        if shape["span"] <= _SHORT_SPAN:
+            return Forward(2, 64, 6, pack, 240)
+        return Forward(2, 128, 4, pack, 240) if shape["span"] <= _MEDIUM_SPAN else Forward(3, 128, 3, pack, 160)
     if width == 128:
         return Forward(2, 128, 2, pack, 240)
     return Forward(2, 64, 2, pack, 240)
@@ -77,13 +88,14 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
         for groups, registers in ((2, 240), (3, 160)):
             for columns in (64, 128):
                 for stages in (2, 3, 4):
-                    yield Forward(groups, columns, stages, pack, registers)
+                    for flat in (False, True):
+                        yield Forward(groups, columns, stages, pack, registers, flat)
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
-        power_of_2(shape["queries"]), power_of_2(shape["span"]), block(shape["head_dim"]), block(shape["value_dim"]),
-        shape["group"],
+        power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), block(shape["head_dim"]),
+        block(shape["value_dim"]), shape["group"],
     )  # fmt: skip
 
 
@@ -95,13 +107,14 @@ class Backward:
     """Tiles of `rows` queries, `stages` of them in flight.
 
     With `half`, probabilities are kept in the inputs' dtype; with `fold`, products start from -lse and -delta. Both
-    spare registers.
+    spare registers. With `joint`, a step's tiles come and go together: fewer barriers, later loads.
     """
 
     rows: int
     stages: int
     half: bool
     fold: bool
+    joint: bool = False
 
 
 def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -120,8 +133,10 @@ def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) 
 def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     width = max(block(shape["head_dim"]), block(shape["value_dim"]))
     if width == 64:
-        return Backward(64, 3, False, False) if shape["span"] <= 384 else Backward(128, 2, False, True)
-    return Backward(64, 2, False, True)
+        if shape["span"] <= _MEDIUM_SPAN:
+            return Backward(64, 3, half=False, fold=False, joint=True)
+        return Backward(128, 2, half=False, fold=False, joint=True)
+    return Backward(64, 2, half=False, fold=True, joint=shape["span"] < shape["keys"])
 
 
 def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backward]:
@@ -129,7 +144,8 @@ def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backwa
         for stages in (2, 3):
             for half in (False, True):
                 for fold in (False, True):
-                    yield Backward(rows, stages, half, fold)
+                    for joint in (False, True):
+                        yield Backward(rows, stages, half, fold, joint)
 
 
 BACKWARD = Tunable(

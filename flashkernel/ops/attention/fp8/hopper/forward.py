@@ -25,13 +25,16 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.forward import _item, _position, _skip, _steps
+from flashkernel.ops.attention.fp8.hopper.assembly import (
+    FOUR_TO_E4M3,
+    POWERS,
+    POWERS_OPERANDS,
+    RESCALED,
+    RESCALED_OPERANDS,
+)
+from flashkernel.ops.attention.hopper.schedule import item, skip
 
 HEADROOM = gl.constexpr(8.0)  # P is at most 2^8; the largest e4m3 is 448
-_FOUR_TO_E4M3 = gl.constexpr(
-    "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-    "mov.b32 $0, {low, high};}"
-)
 SCALE_BLOCK = gl.constexpr(128)  # tokens that share a scale
 
 
@@ -41,13 +44,15 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
     """The loading warp."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    items, tiles, lines, together, heads, group, _ = shape
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    order, tiles, heads, group, _ = shape
     runs, counts, most_runs, by_batch, by_head = tables
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
     loaded = 0
-    for step in range(_steps(items)):
-        tile, b, h = _item(_position(step, items), tiles, lines, together, heads, PACK)
+    step = 0
+    number = gl.load(order)
+    while number >= 0:
+        tile, b, h = item(number, tiles, heads, PACK)
         place = b.to(gl.int64) * by_batch + h * by_head + tile
         count = gl.load(counts + place)
         for w in gl.static_range(GROUPS):
@@ -69,6 +74,8 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
                 mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
                 load_tile(v, [b, pair, 0, index * COLUMNS], v_full.index(stage), v_tiles.index(stage))
                 loaded += 1
+        step += 1
+        number = gl.load(order + step)
 
 
 @gluon.jit
@@ -99,18 +106,22 @@ def _row_max(s, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, top, factor, EARLY: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+def _softmax(s, top, factor, EARLY: gl.constexpr, POLYNOMIAL: gl.constexpr, COLUMNS: gl.constexpr,
+             SCORES: gl.constexpr):  # fmt: skip
     """(weights [64, COLUMNS], what older weights are multiplied by, the new top)."""
     if EARLY:
-        higher = gl.maximum(top, _row_max(s, COLUMNS, SCORES))
-    else:
-        higher = gl.maximum(top, _row_max(s, COLUMNS, SCORES) * factor)
+        factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
+    higher = gl.maximum(top, _row_max(s, COLUMNS, SCORES) * factor)
     base = gl.where(higher == float("-inf"), 0.0, higher)
     rescale = gl.exp2(top - base)
-    if EARLY:
-        p = gl.exp2(s - (base - HEADROOM)[:, None])
+    shift = HEADROOM - base
+    if POLYNOMIAL == 0:
+        p = gl.exp2(s * factor[:, None] + shift[:, None])
     else:
-        p = gl.exp2(s * factor[:, None] - (base - HEADROOM)[:, None])
+        numbers = [s, factor[:, None], shift[:, None], (factor / 256)[:, None], ((shift + 127) / 256)[:, None]]
+        p = gl.inline_asm_elementwise(
+            POWERS[POLYNOMIAL], POWERS_OPERANDS, numbers, dtype=gl.float32, is_pure=True, pack=8
+        )  # fmt: skip
     return p, rescale, higher
 
 
@@ -119,13 +130,57 @@ def _operand(p, COLUMNS: gl.constexpr, OPERAND: gl.constexpr):
     """[64, COLUMNS] weights with their keys in order, in e4m3."""
     p = p.reshape([64, 2, COLUMNS // 4, 2]).permute(0, 2, 1, 3).reshape([64, COLUMNS])
     p = gl.convert_layout(p, OPERAND)
-    # Four at a time into a register: `.to` takes them apart and together again, at twice the cost.
-    return gl.inline_asm_elementwise(_FOUR_TO_E4M3, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(FOUR_TO_E4M3, "=r,f,f,f,f", [p], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit
-def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, h, query, factor, scales, numbers,
-          mask_tables, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, BLOCKED: gl.constexpr,
+def _rescaled(output, rescale, WIDTH: gl.constexpr, OUTPUT: gl.constexpr):
+    """[64, WIDTH] output times [64] rescale, which is one for most rows: a warp whose rows all have it skips."""
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))
+    return gl.inline_asm_elementwise(
+        RESCALED[WIDTH], RESCALED_OPERANDS[WIDTH], [output, rescale[:, None]], dtype=gl.float32, is_pure=True,
+        pack=WIDTH // 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _after(stage, phase, STAGES: gl.constexpr):
+    """The next stage of the pipeline and its phase."""
+    following = stage + 1
+    return gl.where(following == STAGES, 0, following), gl.where(following == STAGES, phase ^ 1, phase)
+
+
+@gluon.jit
+def _await_turn(turn, used, w: gl.constexpr, TURNS: gl.constexpr):
+    """Before tile `used`'s products: the warpgroup before this one has the scores of its own."""
+    if TURNS:
+        mbarrier.wait(turn.index(w), (used & 1) ^ (1 if w == 0 else 0))  # the first of all waits for none
+
+
+@gluon.jit
+def _pass_turn(turn, w: gl.constexpr, TURNS: gl.constexpr, GROUPS: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
+
+
+@gluon.jit
+def _pass_over(pipeline, turn, used, count, w: gl.constexpr, TURNS: gl.constexpr, GROUPS: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """Hand back tiles that only the other warpgroups need, each with its turn: nobody may run ahead of either."""
+    if TURNS:
+        for _ in range(count):
+            _await_turn(turn, used, w, TURNS)
+            _pass_turn(turn, w, TURNS, GROUPS)
+            used = skip(pipeline, used, 1, STAGES)
+    else:
+        used = skip(pipeline, used, count, STAGES)
+    return used
+
+
+@gluon.jit
+def _walk(query_tile, k_tiles, v_tiles, barriers, turn, q_empty, used, own, state, b, h, query, factor, scales, numbers,
+          mask_tables, w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
+          BLOCKED: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
           STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr,
           OUTPUT: gl.constexpr):  # fmt: skip
     """(output, top, total, scale of the output) of 64 rows over `own` > 0 key tiles; `factor` [64] lacks k's scale."""
@@ -133,62 +188,73 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, 
     runs, index, end, masked = state
     k_scale, v_scale, k_step, v_step = scales
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4)
-    PLAIN: gl.constexpr = not (EARLY or CAP)
+    READY: gl.constexpr = EARLY or CAP  # scores come to the softmax in powers of two
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     block = index * COLUMNS // SCALE_BLOCK
     whole = factor * gl.load(k_scale + block * k_step)  # [64]
     unit = gl.load(v_scale + block * v_step)
     stage = used % STAGES
-    mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+    phase = (used // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    _await_turn(turn, used, w, TURNS)
     keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
     s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s_later])
     mbarrier.arrive(k_empty.index(stage), count=1)
+    _pass_turn(turn, w, TURNS, GROUPS)
     s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
     top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))  # in powers of two
-    p, _, top = _softmax(s, top, whole, not PLAIN, COLUMNS, SCORES)
+    p, _, top = _softmax(s, top, whole, READY, POLYNOMIAL, COLUMNS, SCORES)
     parts = gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)  # [64, 8]: sums that need no other thread
     PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     output = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
-    mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=own > 1)
-    for step in range(1, own):
-        weight = _operand(p, COLUMNS, OPERAND)  # here, since bytes carried around the loop take a register each
-        v_stage = used % STAGES
-        mbarrier.wait(v_full.index(v_stage), (used // STAGES) & 1)
-        used += 1
-        stage = used % STAGES
-        index += 1
-        if index == end:  # the next run
+    ahead, ahead_phase = _after(stage, phase, STAGES)
+    mbarrier.wait(v_full.index(stage), phase)
+    mbarrier.wait(k_full.index(ahead), ahead_phase, pred=own > 1)
+    first = index + 1
+    left = own - 1
+    while left > 0:  # a loop for each run, so that none of its steps asks where it ends
+        if first == end:  # the next run
             runs += 3
-            index = gl.load(runs)
+            first = gl.load(runs)
             end = gl.load(runs + 1)
             masked = gl.load(runs + 2)
-        if BLOCKED:
-            block = index * COLUMNS // SCALE_BLOCK
-            whole = factor * gl.load(k_scale + block * k_step)
-            unit_before = unit
-            unit = gl.load(v_scale + block * v_step)
-        keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
-        s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        values_tile = v_tiles.index(v_stage).reshape([WIDTH, COLUMNS]).permute((1, 0))
-        output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s_later])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
-        p, rescale, top = _softmax(s, top, whole, not PLAIN, COLUMNS, SCORES)
-        parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
-        if BLOCKED:
-            rescale = rescale * (unit_before / unit)
-        # The next keys are awaited here and not when they are needed: ptxas moves the wait for the product up to the
-        # last branch, and without this one the product would be over before the exponentials begin.
-        mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=step + 1 < own)
-        output = warpgroup_mma_wait(0, deps=[output_later])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+        for index in range(first, end):
+            weight = _operand(p, COLUMNS, OPERAND)  # here, since bytes carried around the loop take a register each
+            v_stage = stage
+            stage = ahead
+            phase = ahead_phase
+            ahead, ahead_phase = _after(stage, phase, STAGES)
+            used += 1
+            if BLOCKED:
+                block = index * COLUMNS // SCALE_BLOCK
+                whole = factor * gl.load(k_scale + block * k_step)
+                unit_before = unit
+                unit = gl.load(v_scale + block * v_step)
+            _await_turn(turn, used, w, TURNS)
+            keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
+            s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            values_tile = v_tiles.index(v_stage).reshape([WIDTH, COLUMNS]).permute((1, 0))
+            output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_later])
+            _pass_turn(turn, w, TURNS, GROUPS)
+            s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
+            p, rescale, top = _softmax(s, top, whole, READY, POLYNOMIAL, COLUMNS, SCORES)
+            parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
+            if BLOCKED:
+                rescale = rescale * (unit_before / unit)
+            # What the next step reads is awaited here and not there: ptxas moves the wait for the product up to the
+            # last branch, and without these the product would be over before the exponentials begin.
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.wait(k_full.index(ahead), ahead_phase, pred=left > 1)
+            output = warpgroup_mma_wait(0, deps=[output_later])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            output = _rescaled(output, rescale, WIDTH, OUTPUT)
+            left -= 1
+        first = end
     mbarrier.arrive(q_empty, count=1)
     weight = _operand(p, COLUMNS, OPERAND)
-    stage = used % STAGES
-    mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
     values_tile = v_tiles.index(stage).reshape([WIDTH, COLUMNS]).permute((1, 0))
     output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output_later])
@@ -200,16 +266,16 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, 
 @gluon.jit
 def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, w: gl.constexpr,
              MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
-             BLOCKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-             WIDTH: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
+             BLOCKED: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
+             STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
     """Warpgroup `w`: 64 rows of every item."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     PART: gl.constexpr = 64 // PACK
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    items, tiles, lines, together, heads, group, queries = shape
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = barriers
+    order, tiles, heads, group, queries = shape
     runs, plans, most_runs, by_batch, by_head = tables
     q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, q_step, k_step, v_step = scales
     pipeline = (k_full, k_empty, v_full, v_empty)
@@ -217,8 +283,10 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
     query_tile = q_tiles.index(w).reshape([64, WIDTH])
     output_tile = o_tiles.index(w).reshape([64, WIDTH])
     used = 0  # tiles of this program so far: says the stage and the phase
-    for step in range(_steps(items)):
-        tile, b, h = _item(_position(step, items), tiles, lines, together, heads, PACK)
+    step = 0
+    number = gl.load(order)
+    while number >= 0:
+        tile, b, h = item(number, tiles, heads, PACK)
         place = (b.to(gl.int64) * by_batch + h * by_head + tile) * GROUPS + w
         lead = gl.load(plans + place * 3)
         own = gl.load(plans + place * 3 + 1)
@@ -232,13 +300,14 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
         q_place = (b * heads + head) * q_blocks + gl.minimum(query, queries - 1) // SCALE_BLOCK * q_step
         factor = gl.load(q_scale + q_place) * scale  # [64]
         pair = b * (heads // group) + h // group
-        used = _skip(pipeline, used, lead, STAGES)
+        used = _pass_over(pipeline, turn, used, lead, w, TURNS, GROUPS, STAGES)
         mbarrier.wait(q_full.index(w), step & 1)
         if own > 0:
             output, top, total, unit = _walk(
-                query_tile, k_tiles, v_tiles, pipeline, q_empty.index(w), used, own, (first, index, end, masked), b, h,
-                query, factor, (k_scale + pair * k_blocks, v_scale + pair * v_blocks, k_step, v_step), numbers,
-                mask_tables, MASK, CAP, EARLY, BLOCKED, STAGES, COLUMNS, WIDTH, SCORES, OUTPUT,
+                query_tile, k_tiles, v_tiles, pipeline, turn, q_empty.index(w), used, own, (first, index, end, masked),
+                b, h, query, factor, (k_scale + pair * k_blocks, v_scale + pair * v_blocks, k_step, v_step), numbers,
+                mask_tables, w, MASK, CAP, EARLY, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, SCORES,
+                OUTPUT,
             )  # fmt: skip
         else:
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -246,7 +315,7 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
             top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             unit = gl.load(v_scale)  # of nothing
-        used = _skip(pipeline, used + own, trail, STAGES)
+        used = _pass_over(pipeline, turn, used + own, trail, w, TURNS, GROUPS, STAGES)
         if HAS_SINKS:  # one more column, in the denominator only
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             higher = gl.maximum(top, sink)
@@ -263,24 +332,26 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
         output_tile.store(output.to(o.dtype))
         fence_async_shared()
         store_tile(o, [b, (tile * GROUPS + w) * PART, h, 0], o_tiles.index(w))
+        step += 1
+        number = gl.load(order + step)
     tma.store_wait(0)
 
 
 # Whether these are multiples of 16 makes no difference here, and would only compile the kernel again.
 _SIZES = (
-    "most_runs", "most_loads", "by_batch", "by_head", "items", "tiles", "lines", "together", "heads", "queries", "keys",
+    "most_items", "most_runs", "most_loads", "by_batch", "by_head", "tiles", "heads", "queries", "keys",
     "q_blocks", "k_blocks", "v_blocks",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_forward_fp8(
-    lse, q, k, v, o, sinks, q_scale, k_scale, v_scale, mask_tables, runs, plans, loads, counts, most_runs, most_loads,
-    by_batch, by_head, items, tiles, lines, together, heads, group, queries, keys, q_blocks, k_blocks, v_blocks, scale,
+    lse, q, k, v, o, sinks, q_scale, k_scale, v_scale, mask_tables, runs, plans, loads, counts, orders, most_items,
+    most_runs, most_loads, by_batch, by_head, tiles, heads, group, queries, keys, q_blocks, k_blocks, v_blocks, scale,
     softcap,
     MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, Q_STEP: gl.constexpr,
     K_STEP: gl.constexpr, V_STEP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, PACK: gl.constexpr, REGISTERS: gl.constexpr,
+    WIDTH: gl.constexpr, PACK: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
     BLOCKED: gl.constexpr = K_STEP + V_STEP > 0
@@ -294,7 +365,9 @@ def attention_forward_fp8(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(w), count=1)
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
     for stage in gl.static_range(STAGES):
@@ -302,10 +375,10 @@ def attention_forward_fp8(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    shape = (items, tiles, lines, together, heads, group, queries)
+    shape = (orders + gl.program_id(0) * most_items, tiles, heads, group, queries)
     tables = (runs, plans, most_runs, by_batch, by_head)
     sources = (loads, counts, most_loads, by_batch, by_head)
     scales = (q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, Q_STEP, K_STEP, V_STEP)
@@ -313,18 +386,18 @@ def attention_forward_fp8(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 2,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

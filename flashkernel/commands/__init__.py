@@ -1,0 +1,1 @@
+"""The commands of `flashkernel`, by what they are about; `flashkernel.cli` puts them together."""

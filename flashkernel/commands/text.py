@@ -1,0 +1,124 @@
+"""A language model at work: generate, chat, serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashkernel.commands.options import (
+    Model,
+    ModelDtype,
+    MostTokens,
+    OnDevice,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
+from flashkernel.lab import screen
+
+if TYPE_CHECKING:
+    from flashkernel.engine import LLM
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to write or answer; - reads standard input.")],
+    model: Model = "smollm2",
+    max_tokens: MostTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue the text; no chat template.")] = False,
+    device: OnDevice = None,
+    dtype: ModelDtype = None,
+) -> None:
+    """Generate text with a language model, printed as it comes."""
+    with screen.clear_errors():
+        from flashkernel.engine import SamplingParams, console
+
+        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed, stop=tuple(stop or ()))
+        text = console.check_prompt(typer.get_text_stream("stdin").read() if prompt == "-" else prompt)
+        llm = load_model(model, device, dtype)
+        try:
+            done = console.generate(llm, text, params, plain=plain)
+        except KeyboardInterrupt:
+            raise typer.Exit(screen.INTERRUPTED) from None
+    screen.tell(console.summary(done))
+
+
+def chat(
+    model: Model = "smollm2",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    max_tokens: MostTokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.9,
+    seed: Seed = None,
+    device: OnDevice = None,
+    dtype: ModelDtype = None,
+) -> None:
+    """Talk with a language model."""
+    with screen.clear_errors():
+        from flashkernel.engine import SamplingParams, console
+
+        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed)
+        llm = load_model(model, device, dtype)
+        console.chat(llm, params, system, screen.tell)
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A folder as Transformers saves it, a GGUF file, or smollm2.")
+    ] = "smollm2",
+    host: Annotated[str, typer.Option(help="The address to bind to; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; the last part of its path.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="A key that clients must send.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file that holds the key; other users see options.")
+    ] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Requests computed at the same time.")] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones are told to come again.")] = 1024,
+    timeout: Annotated[float, typer.Option(help="Seconds a request may take, its wait included.")] = 600.0,
+    grace: Annotated[float, typer.Option(help="Seconds requests have to finish after Ctrl-C.")] = 30.0,
+    context: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None,
+    cache_tokens: Annotated[int | None, typer.Option(help="Room for keys and values, in tokens.")] = None,
+    access_log: Annotated[bool, typer.Option(help="A line for each request.")] = True,
+    device: OnDevice = None,
+    dtype: ModelDtype = None,
+) -> None:
+    """Serve a language model over HTTP, as OpenAI's API does."""
+    with screen.clear_errors():
+        from flashkernel.engine import server
+
+        key = api_key if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
+        options = server.ServerOptions(
+            host, port, name, key, max_queue, timeout, grace=grace, access_log=access_log
+        )  # fmt: skip
+        listener = server.bind(options)
+        limits = {"most_sequences": max_requests, "context": context, "cache_tokens": cache_tokens}
+        llm = load_model(model, device, dtype, **limits)
+        try:
+            server.serve(llm, options, listener, screen.tell)
+        except KeyboardInterrupt:
+            raise typer.Exit(screen.INTERRUPTED) from None
+
+
+def load_model(model: str, device: str | None, dtype: str | None, **options: Any) -> LLM:
+    from flashkernel.engine import LLM, fetch
+
+    fetch.resolve(model)  # first of all, since pip draws a bar of its own
+    with screen.progress() as progress:
+        bar = progress.add_task(f"loading {model}", total=None)
+        return LLM(
+            model,
+            device=device,
+            dtype=dtype,
+            **options,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )

@@ -1,0 +1,60 @@
+"""The energy a GPU uses while something runs: by the driver's counter, else by its power, sampled; else not at all."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from types import TracebackType
+
+import torch
+
+from flashkernel.core.device import energy_joules
+
+SAMPLE_MS = 50
+_QUERY = ["--query-gpu=power.draw", "--format=csv,noheader,nounits"]
+
+
+class Meter:
+    """`with Meter(device) as meter:` leaves the energy of the block in `meter.joules`; None where nothing tells."""
+
+    joules: float | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._before: float | None = None
+        self._sampler: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Meter:
+        self._before = energy_joules(self.device)
+        program = shutil.which("nvidia-smi") if self.device.type == "cuda" and self._before is None else None
+        if program is not None:
+            uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", None)
+            which = [] if uuid is None else [f"--id=GPU-{uuid}"]
+            command = [program, *which, *_QUERY, f"--loop-ms={SAMPLE_MS}"]
+            self._sampler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        seconds = time.perf_counter() - self._began
+        if self._sampler is not None:
+            self._sampler.terminate()
+            text, _ = self._sampler.communicate()
+            self.joules = energy_of(text, seconds)
+        elif self._before is not None:
+            after = energy_joules(self.device)
+            self.joules = None if after is None else after - self._before
+
+
+def energy_of(samples: str, seconds: float) -> float | None:
+    """Joules of `seconds` at the mean of the watts that `nvidia-smi` printed, one a line."""
+    watts = []
+    for line in samples.splitlines():
+        try:
+            watts.append(float(line))
+        except ValueError:  # "[N/A]", or a line that was cut
+            continue
+    return sum(watts) / len(watts) * seconds if watts else None

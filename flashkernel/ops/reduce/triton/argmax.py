@@ -1,0 +1,54 @@
+"""The place of each row's largest value, by many programs: torch gives a row to one, and a vocabulary is a long row."""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.core import device, tune
+from flashkernel.core.launch import chained, launch
+
+PART = 2048  # columns of a program
+
+
+@triton.jit
+def _larger(value, index, other, other_index):
+    """Of two values the larger, of equal ones the first."""
+    keep = (value > other) | ((value == other) & (index < other_index))
+    return tl.where(keep, value, other), tl.where(keep, index, other_index)
+
+
+@triton.jit
+def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        join_chain()
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = part * PART + tl.arange(0, PART)
+    given = tl.load(x + row * row_stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    value, best = tl.reduce((given, column), 0, _larger)
+    tl.store(values + row * parts + part, value)
+    tl.store(places + row * parts + part, best)
+
+
+@triton.jit
+def best_of_rows(values, places, result, parts, PARTS: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        join_chain()
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
+    place = tl.load(places + row * parts + part, mask=part < parts, other=2147483647)
+    _, best = tl.reduce((value, place), 0, _larger)
+    tl.store(result + row, best.to(tl.int64))
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """[rows], int64, of x [rows, width] with unit stride along the row."""
+    rows, width = x.shape
+    parts = tune.ceil_div(width, PART)
+    values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
+    places = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
+    result = torch.empty(rows, dtype=torch.int64, device=x.device)
+    early = chained(device.facts(x.device))
+    launch(best_of_parts, (parts, rows), x, values, places, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
+    launch(best_of_rows, (rows,), values, places, result, parts, PARTS=tune.power_of_2(parts), num_warps=1, **early)
+    return result
