@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
-import torch
 from typer.testing import CliRunner
 
 from flashkernel.cli import app
 from flashkernel.engine import LLM, EngineOptions, Event, RequestError, SamplingParams, Transformer, build_engine
 from flashkernel.engine.core import Engine
-from flashkernel.engine.runner import Runner, ladder
+from flashkernel.engine.runner import Runner, ladder, prompt_ladder
 from flashkernel.engine.tokenizer import TextStream, Tokenizer
 
 LENGTHS = (3, 40, 17, 65, 1, 29)
@@ -438,34 +439,33 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
 class _EagerGraph:
     """Stands in for a CUDA graph: runs what would be replayed, into the same tensors."""
 
-    def __init__(self, runner: Runner, size: int, plan: Any) -> None:
-        self.runner, self.size, self.plan = runner, size, plan
-        with torch.inference_mode():
-            runner._write([], plan, size)
-            self.sent, self.step = runner._staging.send(0), runner._tensors.fill([], pad=(size, size))
-            self.result = runner._decode_padded(size, plan, self.step, self.sent)
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self.compute, self.result = compute, compute()
 
     def replay(self) -> None:
-        new = self.runner._decode_padded(self.size, self.plan, self.step, self.sent)
-        for old, fresh in zip(self.result, new):
+        for old, fresh in zip(self.result, self.compute()):
             if old is not None:
                 old.copy_(fresh)
 
 
 def test_padded_steps_at_fixed_addresses(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What graphs do, without a GPU: decoding steps are padded, and read and write the tensors they were made with."""
-    llm = _other(base, cache_tokens=1024, most_sequences=6)
+    """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
+    llm = _other(base, cache_tokens=1024, most_sequences=6, prefix_caching=False)
     llm.engine.runner.graphs = True
 
-    def capture(runner: Runner, size: int, plan: Any) -> tuple[_EagerGraph, Any]:
-        made = _EagerGraph(runner, size, plan)
+    def capture(runner: Runner, compute: Callable[[], Any], plan: Any) -> tuple[_EagerGraph, Any]:
+        made = _EagerGraph(compute)
         return made, made.result
 
     monkeypatch.setattr(Runner, "_capture", capture)
     prompts = tiny_models.prompts((5, 40, 17, 9, 30))
     params = [_greedy(count, temperature=0.9 * (count % 2), seed=count) for count in (9, 14, 3, 11, 20)]
-    assert _tokens(llm, prompts, params) == _tokens(base, prompts, params)
-    assert {size for size, _ in llm.engine.runner._captured} == {1, 2, 4, 6}
+    expected = _tokens(base, prompts, params)
+    for _ in range(3):  # a size of prompts is captured when it comes again
+        assert _tokens(llm, prompts, params) == expected
+    graphs = llm.engine.runner._captured
+    assert {graph.sequences for graph in graphs if not graph.prompts} == {1, 2, 4, 6}
+    assert {(graph.sequences, graph.tokens) for graph in graphs if graph.prompts} == {(6, 128)}
 
 
 @pytest.mark.gpu
@@ -486,10 +486,15 @@ def test_a_gpu_says_what_transformers_says(name: str, graphs: bool, tmp_path: Pa
     assert _drained(llm)
 
 
+PROMPTS = prompt_ladder(4096)
+
+
 def test_the_ladder() -> None:
     assert ladder(1) == [1]
     assert ladder(6) == [1, 2, 4, 6]
     assert ladder(256)[-3:] == [192, 224, 256]
+    assert prompt_ladder(300) == [64, 128, 192, 256]
+    assert all(after <= max(before + 64, 1.25 * before) for before, after in pairwise(PROMPTS))
     assert all(after <= max(2 * before, before + 64) for before, after in zip(ladder(1000), ladder(1000)[1:]))
 
 
