@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernel.blocks.chain_triton import fetch_rows, join_chain
+from flashkernel.blocks.chain_triton import join_chain
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_triton import finish
 from flashkernel.core import device, tune
@@ -52,20 +52,12 @@ def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _fetch(weight, stride, first, size, begin, count, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Start on the way to L2: `count` elements from `begin` on of the weight's COLUMNS rows from `first` on."""
-    EACH: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    rows = tl.minimum(COLUMNS, size - first)
-    fetch_rows(weight + first.to(tl.int64) * stride + begin, rows, (stride * EACH).to(tl.int32), count * EACH, WARPS)
-
-
-@triton.jit
 def linear_vector(
     x, norm_weight, weights, biases, residual, y,
-    x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset, seats,
+    x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
     CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr, FETCH: tl.constexpr, WARPS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     STREAMS: tl.constexpr = 2 if GATED else 1
@@ -75,11 +67,6 @@ def linear_vector(
     step = tl.arange(0, INNER)  # [INNER]
     near = tl.minimum(place, size - 1).to(tl.int64)[:, None]  # columns beyond the last repeat it, and are not stored
     if CHAINED:
-        if FETCH and tile < seats:  # the others begin when the wait is over
-            count = tl.minimum(INNER, inner)
-            _fetch(weight, stride, (tile - first_tile) * COLUMNS, size, 0, count, COLUMNS, WARPS)
-            if GATED:
-                _fetch(weights[LAST], strides[LAST], tile * COLUMNS, size, 0, count, COLUMNS, WARPS)
         join_chain()
     left = weight + near * stride + step[None, :]  # [COLUMNS, INNER]
     right = weights[LAST] + near * strides[LAST] + step[None, :]
@@ -169,7 +156,6 @@ def linear_tensor(
     CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, OUTER: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
-    FETCH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
     program = tl.program_id(0)
@@ -182,14 +168,6 @@ def linear_tensor(
         work_begin, work_end = program * steps, (program + 1) * steps
         first_of_mine, last_of_mine = program, program
     if CHAINED:
-        if FETCH:  # as much as the stages of the loop below will hold
-            weight, stride, _, size, first_tile, _ = _part(first_of_mine, weights, strides, biases, sizes, COLUMNS)
-            ahead = (first_of_mine - first_tile) * COLUMNS
-            done = (work_begin - first_of_mine * steps) * INNER
-            count = tl.minimum(STAGES * INNER, inner - done)
-            _fetch(weight, stride, ahead, size, done, count, COLUMNS, WARPS)
-            if GATED:
-                _fetch(weights[LAST], strides[LAST], ahead, size, done, count, COLUMNS, WARPS)
         join_chain()
     row = tl.arange(0, ROWS)  # [ROWS]
     step = tl.arange(0, INNER)  # [INNER]
@@ -292,12 +270,12 @@ def forward(
     constants = {
         "CHAIN": chain, "GATED": gated, "NORM": norm_weight is not None, "EVEN": inner % config.inner == 0,
         "COLUMNS": config.columns, "INNER": config.inner, "STAGES": config.stages, "num_warps": config.warps,
-        "FETCH": _fetchable(weights, outer), "WARPS": config.warps, **chained(facts),
+        **chained(facts),
     }  # fmt: skip
     if config.kernel == "vector":
         launch(
             linear_vector, (tile_count(config, sizes),),
-            x, norm_weight, *tensors, *strides, eps, offset, _SEATS * facts.sms,
+            x, norm_weight, *tensors, *strides, eps, offset,
             ROWS=rows, VECTOR=16 // x.element_size(), **constants,
         )  # fmt: skip
         return y
@@ -313,15 +291,6 @@ def forward(
         **constants,
     )  # fmt: skip
     return y
-
-
-def _fetchable(weights: list[Tensor], outer: bool) -> bool:
-    """Whether the weights' rows may be asked for 16 bytes at a time."""
-    return not outer and all(
-        (weight.data_ptr() | weight.stride(0) * weight.element_size() | weight.shape[1] * weight.element_size()) % 16
-        == 0
-        for weight in weights
-    )
 
 
 def _one_layout(weights: list[Tensor]) -> tuple[list[Tensor], bool]:
@@ -343,7 +312,6 @@ def _shares(config: Stream, sizes: tuple[int, ...], inner: int) -> tuple[int, in
     return (tiles, 0, tiles) if share == steps else (tune.ceil_div(tiles * steps, share), share, tiles)
 
 
-_SEATS = 8  # programs of `linear_vector` on a multiprocessor that find their weights in L2 when they begin
 _SLOTS = 32
 _tables: dict[torch.device, Tensor] = {}
 _slots: dict[tuple[torch.device, int], int] = {}
