@@ -21,6 +21,7 @@ import torch
 from flashkernel.core import env
 from flashkernel.core.device import Device
 
+MOST_CHAINED = 8 << 20  # bytes that a row-by-row kernel moves at most to be launched early
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
 
@@ -79,9 +80,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         kernel[grid](*args, **constants)
 
 
-def chained(facts: Device) -> dict[str, bool]:
-    """Constants of a kernel that joins the chain of blocks/chain_triton.py: from sm_90 on it may be launched early."""
-    early = facts.kind == "cuda" and facts.arch >= 90 and not env.interpreting()
+def chained(facts: Device, moved: int = 0) -> dict[str, bool]:
+    """Constants of a kernel that joins the chain of blocks/chain_triton.py: from sm_90 on it may be launched early.
+
+    One that moves many bytes wants the multiprocessors to itself: programs that wait for it take its seats.
+    """
+    early = facts.kind == "cuda" and facts.arch >= 90 and moved <= MOST_CHAINED and not env.interpreting()
     return {"CHAINED": True, "launch_pdl": True} if early else {"CHAINED": False}
 
 

@@ -109,7 +109,8 @@ def forward(
     launch(
         activation_forward, _grid(rows, ceil_div(width, config.elements)),
         gate, up, y, _stride(gate), _stride(up), width if layout == "halves" else 0, rows, width, alpha, limit,
-        KIND=kind, LAYOUT=layout, BLOCK=config.elements, num_warps=config.warps, **chained(device.facts(gate.device)),
+        KIND=kind, LAYOUT=layout, BLOCK=config.elements, num_warps=config.warps,
+        **chained(device.facts(gate.device), gate.nbytes + up.nbytes),
     )  # fmt: skip
     return y
 

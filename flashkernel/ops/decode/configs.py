@@ -72,7 +72,8 @@ def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
     per_sm = 2 if device.kind == "cuda" else 5  # a CPU, under the interpreter, is one multiprocessor
     config = Walk(keys, heads, height, 4, 3, per_sm, split, device.arch >= 90)
     many = 2 * shape["batch"] * shape["kv_heads"] >= device.sms
-    if device.arch >= 90 and many and heads == 1 and height == 16 and width == 128 and shape["bytes"] == 2 and split:
+    wide = heads == 1 and height == 16 and width == 128 and shape["bytes"] == 2 and shape["page"] == 0
+    if device.arch >= 90 and many and wide and split:
         config = replace(config, keys=2 * keys, warps=8, per_sm=1)  # long walks: fewer, larger steps
     while _walk_valid(config, device, shape) and config.stages > 1:
         config = replace(config, stages=config.stages - 1)

@@ -201,7 +201,7 @@ def forward(
         SAMPLED=x.element_size() == 2 and width >= LEAST_SAMPLED,
         READ=_POLICY[read], WRITTEN=_POLICY[written],
         EARLY=config.rows * block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
-        **chained(facts),
+        **chained(facts, 2 * x.nbytes),
     )  # fmt: skip
     return y, total, mean, rstd
 

@@ -315,7 +315,7 @@ def reduce_pairs(
         x.stride(0), weight_stride, rows, width, span, scale, queries, *mask.sizes, *mask.strides,
         KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
         ALIGNED=aligned(x), RAW=pair is not whole, STAGES=config.stages if span > block else 1,
-        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.warps, **chained(facts),
+        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.warps, **chained(facts, x.nbytes),
     )  # fmt: skip
     return pair
 
@@ -349,6 +349,6 @@ def spread(
         x.stride(0), dy_stride, rows, width, blocks, splits, scale, queries, *mask.sizes, *mask.strides,
         KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0,
         ROWS=config.rows, BLOCK=config.block, SPLITS=tune.power_of_2(splits),
-        num_warps=config.warps, **chained(facts),
+        num_warps=config.warps, **chained(facts, 2 * x.nbytes),
     )  # fmt: skip
     return result

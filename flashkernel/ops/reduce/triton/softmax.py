@@ -108,7 +108,7 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
         softmax_forward, (tune.ceil_div(rows, config.rows) if width else 0,),
         x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides,
         MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
-        ROWS=config.rows, BLOCK=block, EVEN=width == block, num_warps=config.warps, **chained(facts),
+        ROWS=config.rows, BLOCK=block, EVEN=width == block, num_warps=config.warps, **chained(facts, 2 * x.nbytes),
     )  # fmt: skip
     return y
 
