@@ -61,8 +61,8 @@ def _packed(shape: Mapping[str, int]) -> int:
 def _hopper_heuristic(device: Device, shape: Mapping[str, int]) -> Hopper:
     pack = _packed(shape)
     if shape["head_dim"] == 64:
-        return Hopper(3, 64, 4, pack, 160) if shape["span"] <= 384 else Hopper(3, 128, 4, pack, 160, 1)
-    return Hopper(2, 128, 4, pack, 240, 1)
+        return Hopper(3, 64, 4, pack, 160) if shape["span"] <= 384 else Hopper(3, 128, 4, pack, 160)
+    return Hopper(2, 128, 4, pack, 240)
 
 
 def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[Hopper]:
