@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK = re.compile(
     r"(<!-- results:(?P<op>\w+)(?: (?P<glob>[^\s-]\S*))?(?P<memory> memory)? -->\n).*?(<!-- /results -->)", re.DOTALL
 )
-DOCUMENTS = ("README.md", "flashkernel/ops/*/README.md", "flashkernel/engine/README.md", "docs/**/*.md")
+DOCUMENTS = ("README.md", "flashkernel/ops/**/README.md", "flashkernel/engine/README.md", "docs/**/*.md")
 UNMEASURED = "_Not measured yet._"
 MEMORY = "memory"
 
