@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import flashkernel as fk
 from flashkernel.blocks import dropout as dropping
 from flashkernel.blocks import expression as ex
+from flashkernel.core import device as devices
 from flashkernel.core.check import execute, verify
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import (
@@ -431,3 +432,23 @@ def test_varlen_is_attention_of_each_sequence(backend: str) -> None:
         fk.attention_varlen(q, k, v, cu_q, cu_k[:-1])
     with pytest.raises(ValueError, match="window is 0"):
         fk.attention_varlen(q, k, v, cu_q, cu_k, window=0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "options", "chosen"),
+    [
+        ("h200", torch.bfloat16, {"mask": causal()}, "hopper"),
+        ("h200", torch.bfloat16, {"mask": causal() & documents(torch.zeros(64, dtype=torch.int32))}, "triton"),
+        ("h200", torch.bfloat16, {"deterministic": True}, "triton"),
+        ("h200", torch.float32, {}, "triton"),
+        ("a100", torch.bfloat16, {}, "triton"),
+        ("t4", torch.float16, {}, "torch"),
+    ],
+)
+def test_what_each_gpu_is_given(gpu: str, dtype: torch.dtype, options: dict[str, Any], chosen: str) -> None:
+    q = torch.empty(1, 64, 2, 64, dtype=dtype)
+    with devices.pretend(devices.KNOWN[gpu]):
+        answer = fk.explain(fk.attention, q, q, q, **options)
+        assert answer.chosen == chosen, str(answer)
+        if chosen == "triton" and options.get("mask") is not None:  # it can be asked for all the same
+            assert fk.explain(fk.attention, q, q, q, **options, backend="hopper").chosen == "hopper"

@@ -115,7 +115,7 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Stream]:
             for warps in (1, 2, 4, 8):
                 for stages in (1, 3):
                     yield Stream("vector", columns, inner, warps, stages)
-    for columns in (32, 64, 128):
+    for columns in (16, 32, 64, 128):  # of 16 each, even few outputs fill the GPU without sharing sums
         for inner in (64, 128, 256):
             for stages in (3, 4, 5, 6):
                 for programs in (0, device.sms, 2 * device.sms, 3 * device.sms):

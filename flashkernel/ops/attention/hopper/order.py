@@ -19,7 +19,7 @@ from flashkernel.ops.attention.hopper.walks import MOST_WALKS, Walks
 
 _ITEM = 1.0  # what starting and finishing an item costs, in tiles
 _MERGED = 3  # so many of the last blocks are tried as one
-_MOST_TRIED = 100_000  # with more items than this, blocks are as good as even already
+_MOST_TRIED = 4096  # with more items than this, blocks are nearly even already, and trying takes its time
 
 _orders: dict[tuple[object, ...], Tensor] = {}
 
