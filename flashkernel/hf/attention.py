@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,10 +39,14 @@ def register() -> None:
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
-    """A Mask on its way through a model, which looks at ndim and shape only; shape is (batch, 1, queries, keys)."""
+    """A Mask on its way through a model, which looks at ndim and shape only; shape is (batch, 1, queries, keys).
+
+    `shared` holds what the layers of one pass work out once for all of them.
+    """
 
     mask: Mask
     shape: tuple[int, int, int, int]
+    shared: dict[str, Any] = field(default_factory=dict, repr=False)
     ndim = 4
 
     def dim(self) -> int:
@@ -140,7 +144,12 @@ def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: 
 
 def sees_all(mask: Any, keys: int) -> bool:
     """Whether this is the causal mask of one query that stands on the last key: a decoding step without padding."""
-    return isinstance(mask, LayerMask) and mask.shape[2:] == (1, keys) and mask.mask.text == _CAUSAL
+    return isinstance(mask, LayerMask) and mask.shape[2:] == (1, keys) and is_causal(mask)
+
+
+def is_causal(mask: LayerMask) -> bool:
+    """Whether every query sees all keys up to its own and the last query stands on the last key."""
+    return mask.mask is _CAUSAL or mask.mask.text == _CAUSAL.text
 
 
 def _checked_pairs(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor:
@@ -217,6 +226,9 @@ def layer_mask(
         padding = None  # as Transformers' own masks, one look at the padding saves a load for every pair
     if allow_is_bidirectional_skip and padding is None and local_size is None:
         return None
+    shape = (batch_size, 1, q_length, kv_length)
+    if _plainly_causal(mask_function, padding, (q_length, kv_length), (q_offset, kv_offset)):
+        return LayerMask(_CAUSAL, shape)
     indices = _indices(batch_size, (q_length, kv_length), (q_offset, kv_offset), device)
     try:
         seen = _record(mask_function, indices)
@@ -234,7 +246,26 @@ def layer_mask(
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
         mask = _pairs_mask(visible)
-    return LayerMask(mask, (batch_size, 1, q_length, kv_length))
+    return LayerMask(mask, shape)
+
+
+def _plainly_causal(
+    mask_function: Callable[..., Any],
+    padding: Tensor | None,
+    lengths: tuple[int, int],
+    offsets: tuple[int | Tensor, int | Tensor],
+) -> bool:
+    """Whether the mask is the one known beforehand, as for most passes; a graph records its own."""
+    q_offset, kv_offset = offsets
+    return (
+        mask_function is causal_mask_function
+        and padding is None
+        and isinstance(q_offset, int)
+        and isinstance(kv_offset, int)
+        and not torch.compiler.is_compiling()
+        and kv_offset == 0
+        and q_offset + lengths[0] == lengths[1]
+    )
 
 
 class Unrecordable(Exception):
@@ -399,4 +430,4 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or"):
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "invert", "neg", "abs"):
     setattr(Recorded, f"__{_name}__", _method(_name))
 
-_CAUSAL = layer_mask(1, 1, 2, 1, 0).mask.text  # type: ignore[union-attr]
+_CAUSAL = Mask(_record(causal_mask_function, _indices(1, (1, 2), (1, 0), "cpu")), "transformers")

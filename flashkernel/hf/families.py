@@ -78,6 +78,9 @@ GATED_MLPS = {
 # MLPs whose activation is all that can be replaced, and the attribute that holds it.
 PLAIN_MLPS = {"gpt2.GPT2MLP": "act"}
 
+# Decoder layers x + self_attn(input_layernorm(x)), and that plus mlp(post_attention_layernorm(it)), of modules above.
+LAYERS = {f"{family}.{name}DecoderLayer" for family, name in _LLAMAS.items() if family not in ("mixtral", "gpt_oss")}
+
 # Experts whose gate is a method, `_apply_gate`, and what it computes; None: what their act_fn says.
 EXPERTS: dict[str, str | None] = {"gpt_oss.GptOssExperts": "gpt_oss_glu", "mixtral.MixtralExperts": None}
 

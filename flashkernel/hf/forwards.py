@@ -28,6 +28,7 @@ from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.rope import rope
 
 FEW = 64  # tokens of a decoding step, at most
+SHORT = 1024  # tokens up to which the GPU waits for the host and not the host for it
 LONG = 8192  # keys from which one query's attention is worth splitting over the GPU
 _ALONE: dict[str, Callable[..., Tensor]] = {
     "silu": silu, "relu": relu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"),
@@ -72,7 +73,10 @@ def attention(
     if kind.head_norms:
         q, k = module.q_norm(q), module.k_norm(k)
     cos, sin = position_embeddings
-    if _own(q):
+    lean = _lean(hidden_states)
+    if lean and type(attention_mask) is LayerMask and cos.dtype == q.dtype:
+        q, k = turned(q, k, *shared_angles(attention_mask, position_embeddings, module.head_dim))
+    elif _own(q):
         q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     else:
         q, k = rope(q, k, cos, sin, rotary_dim=module.head_dim)
@@ -81,7 +85,7 @@ def attention(
         k, v = past_key_values.update(k, v, module.layer_idx)
     options = {name: _attribute(module, path) for name, path in kind.options.items()}
     unpacked = kwargs.get("cu_seq_lens_q") is None
-    if _lean(hidden_states) and unpacked and not module.training and sees_all(attention_mask, k.shape[2]):
+    if lean and unpacked and not module.training and sees_all(attention_mask, k.shape[2]):
         out, weights = _step(q, k, v, module.scaling, options.get("s_aux"), options.get("softcap")), None
     else:
         dropout = module.attention_dropout if module.training else 0.0
@@ -112,16 +116,39 @@ def unrotated_attention(
     return module.resid_dropout(module.c_proj(out.reshape(*tokens, -1))), None
 
 
+def shared_angles(mask: LayerMask, angles: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos, and sin with the sign that each half of a head gets, both [batch or 1, tokens, 1, head_dim].
+
+    They are kept with the mask, which the layers of a pass share.
+    """
+    kept = mask.shared.get("angles")
+    if kept is None or kept[0] is not angles[0]:
+        cos, sin = angles  # [batch or 1, tokens, head_dim], the same twice, or half as wide
+        half = head_dim // 2
+        signed = torch.cat((-sin[..., :half], sin[..., -half:]), -1)
+        whole = cos if cos.shape[-1] == head_dim else torch.cat((cos, cos), -1)
+        kept = mask.shared["angles"] = (cos, whole.unsqueeze(2), signed.unsqueeze(2))
+    return kept[1], kept[2]
+
+
+def turned(q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotary embedding of q and k [batch, tokens, heads, head_dim] as one, in four short operators."""
+    x = torch.cat((q, k), 2)
+    x = (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), signed_sin)
+    return x.split_with_sizes((q.shape[2], k.shape[2]), 2)  # type: ignore[return-value]
+
+
 def _step(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, softcap: float | None) -> Tensor:
-    """One query that sees every key: [batch, 1, heads, head_dim] of q, k and v [batch, heads, tokens, head_dim]."""
+    """One query that sees every key: [batch, heads, 1, head_dim] of q, k and v [batch, heads, tokens, head_dim]."""
     if k.shape[2] < LONG and sinks is None and not softcap:
         shared = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared)
     lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32, device=q.device)
-    return decode_attention(  # type: ignore[return-value]
+    out = decode_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), lengths, sinks=sinks, softcap=softcap or 0.0,
         scale=scale,
     )  # fmt: skip
+    return out.transpose(1, 2)  # type: ignore[union-attr]
 
 
 def gated_mlp(module: Any, gate: str, x: Tensor) -> Tensor:
@@ -227,7 +254,7 @@ def _own(x: Tensor) -> bool:
 
 
 def _lean(x: Tensor) -> bool:
-    """Whether x [batch, tokens, ...] is an eager decoding step on a GPU, which is bound by the host.
+    """Whether x [batch, tokens, ...] is an eager decoding step or short prompt on a GPU, which is bound by the host.
 
     One short call of torch's then costs less than a launch through Python, whatever the kernel would save on the GPU.
     In a graph, by torch.compile, launches cost nothing and the kernels win.
@@ -236,7 +263,7 @@ def _lean(x: Tensor) -> bool:
         x.is_cuda
         and not torch.is_grad_enabled()
         and x.ndim > 2
-        and x.shape[0] * x.shape[1] <= FEW
+        and x.shape[0] * x.shape[1] <= SHORT
         and x.dtype != torch.float32
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cuda")

@@ -1,8 +1,9 @@
 """Put a loaded Transformers model on these kernels, and take it off again.
 
 Attention goes through Transformers' AttentionInterface and the loss through `loss_function`; norms, MLPs, rotary
-attention layers and the experts' gate get a forward of their own, on the instance: nothing of Transformers itself
-changes, no other model is touched, and no parameter moves, so that state dicts and optimizers never notice.
+attention layers, decoder layers and the experts' gate get a forward of their own, on the instance: nothing of
+Transformers itself changes, no other model is touched, and no parameter moves, so that state dicts and optimizers never
+notice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from flashkernel.hf import families, forwards
+from flashkernel.hf import families, forwards, layer
 from flashkernel.hf.attention import NAME, register
 from flashkernel.hf.report import PARTS, Entry, Report
 
@@ -26,7 +27,7 @@ UNKNOWN = "not in the tables; it keeps its own"
 _STATE = "_fkernel_patch"  # where a patched model keeps the attention that each of its configs had
 _OURS = (
     forwards.norm, forwards.attention, forwards.unrotated_attention, forwards.gated_mlp, forwards.activation,
-    forwards.causal_model,
+    forwards.causal_model, layer.decoder_layer,
 )  # fmt: skip
 _SUSPECTS = (("Attention", "attention"), ("Norm", "norm"), ("MLP", "mlp"), ("Experts", "mlp"))  # by the class's name
 
@@ -143,6 +144,8 @@ def _put_module(module: nn.Module) -> list[Entry]:
             return [_left("mlp", module, f"no kernel for {type(inner).__name__}")]
         entry = _put_forward("mlp", inner, name, forwards.activation, name)
         return [replace(entry, module=type(module).__name__)]
+    if key in families.LAYERS:
+        return [_put_forward("layer", module, "one function, in steps and short prompts", layer.decoder_layer)]
     if key in families.EXPERTS:
         return [_put_experts(module, families.EXPERTS[key])]
     if key in families.UNROTATED:  # reported with the model's attention, unless it could not be done

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("attention", "rope", "norm", "mlp", "loss")
+PARTS = ("attention", "rope", "norm", "mlp", "layer", "loss")
 
 
 @dataclass(frozen=True)
