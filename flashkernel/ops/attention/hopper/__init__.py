@@ -32,6 +32,7 @@ from flashkernel.ops.attention.triton import Problem
 __all__ = ["Problem", "backward", "forward"]
 
 _LOG2E = 1.4426950408889634
+_APART = 4  # heads that are read at a time where all items are alike
 _L2_SHARE = 0.6  # of L2, for the keys and values of the heads that are worked on together
 
 
@@ -173,11 +174,11 @@ def _forward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Forwar
 
 
 def _together(facts: device.Device, one: int, sharing: int, lines: int, problem: Problem) -> int:
-    """How many heads are worked on at the same time: the `sharing` ones that read the same `one` bytes, and without a
-    mask no more; with one, items differ in length and are sorted over as many heads as have what they read in L2."""
-    if problem.mask is None:
-        return min(lines, sharing)
-    return min(lines, sharing * max(1, int(facts.l2_bytes * _L2_SHARE) // one))
+    """How many heads are worked on at the same time: a few times the `sharing` ones that read the same `one` bytes, so
+    that not all multiprocessors ask for the same tile at once. Under a mask items differ in length and are sorted over
+    as many heads as have what they read in L2."""
+    held = max(1, int(facts.l2_bytes * _L2_SHARE) // one)
+    return min(lines, sharing * (min(held, _APART) if problem.mask is None else held))
 
 
 def _evened(lines: int, together: int) -> int:
