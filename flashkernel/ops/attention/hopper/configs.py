@@ -135,7 +135,7 @@ def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     if width == 64:
         if shape["span"] <= _MEDIUM_SPAN:
             return Backward(64, 3, half=False, fold=False, joint=True)
-        return Backward(128, 2, half=False, fold=False, joint=True)
+        return Backward(128, 2, half=False, fold=shape["group"] > 1, joint=True)  # several heads in turn: registers
     return Backward(64, 2, half=False, fold=True, joint=shape["span"] < shape["keys"])
 
 
