@@ -7,11 +7,12 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.runs import plan, span
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import TRITON, Tiles
 from flashkernel.ops.attention.triton import Problem
+from flashkernel.ops.attention.triton.forward import finish
 from flashkernel.ops.attention.triton.scores import visible
 
 SCALE_BLOCK = tl.constexpr(128)  # positions that share a scale
@@ -75,20 +76,7 @@ def attention_fp8(
             product = tl.dot(weight.to(tl.float16), value)
             output = output * rescale[:, None] + product * tl.load(v_scale + block * V_STEP)
             top = higher
-    if HAS_SINKS:  # one more column, in the denominator only
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        rescale = tl.exp2(top - higher)
-        total = total * rescale + tl.exp2(sink - higher)
-        output *= rescale[:, None]
-        top = higher
-    nothing = total == 0.0
-    output *= tl.where(nothing, 0.0, 1.0 / total)[:, None]
-    log_sum = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)
-    tl.store(lse + (b * heads + h) * queries + row, log_sum, mask=row < queries)
-    column = tl.arange(0, BLOCK_V)[None, :]
-    target = o + ((b * queries + row[:, None]) * heads + h) * VALUES + column
-    tl.store(target, output, mask=(row < queries)[:, None] & (column < VALUES))
+    finish(output, total, top, row, b, h, sinks, o, lse, heads, queries, HAS_SINKS, VALUES, BLOCK_V)
 
 
 def forward(

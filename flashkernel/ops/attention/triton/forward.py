@@ -13,6 +13,28 @@ from flashkernel.ops.attention.triton.scores import load_tile, origin, transform
 
 
 @triton.jit
+def finish(
+    output, total, top, row, b, h, sinks, o, lse, heads, queries,
+    HAS_SINKS: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write what the rows [ROWS] of head h have summed up: output [ROWS, BLOCK_V] over total, and the LSE."""
+    if HAS_SINKS:  # one more column, in the denominator only
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.exp2(sink - higher)
+        output *= rescale[:, None]
+        top = higher
+    nothing = total == 0.0
+    output *= tl.where(nothing, 0.0, 1.0 / total)[:, None]
+    log_sum = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)
+    tl.store(lse + (b * heads + h) * queries + row, log_sum, mask=row < queries)
+    column = tl.arange(0, BLOCK_V)[None, :]
+    target = o + ((b * queries + row[:, None]) * heads + h) * VALUES + column
+    tl.store(target, output, mask=(row < queries)[:, None] & (column < VALUES))
+
+
+@triton.jit
 def attention_forward(
     q, k, v, bias, sinks, slopes, o, lse, tables, mask_tables, runs, counts,
     q_batch, q_seq, q_head, k_batch, k_seq, k_head, v_batch, v_seq, v_head,
@@ -78,17 +100,4 @@ def attention_forward(
                 output = tl.dot(weight.to(value.dtype), value, output, input_precision=PRECISION)
                 top = higher
 
-    if HAS_SINKS:  # one more column, in the denominator only
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        rescale = tl.exp2(top - higher)
-        total = total * rescale + tl.exp2(sink - higher)
-        output *= rescale[:, None]
-        top = higher
-    nothing = total == 0.0
-    output *= tl.where(nothing, 0.0, 1.0 / total)[:, None]
-    log_sum = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)
-    tl.store(lse + (b * heads + h) * queries + row, log_sum, mask=row < queries)
-    column = tl.arange(0, BLOCK_V)[None, :]
-    target = o + ((b * queries + row[:, None]) * heads + h) * VALUES + column
-    tl.store(target, output, mask=(row < queries)[:, None] & (column < VALUES))
+    finish(output, total, top, row, b, h, sinks, o, lse, heads, queries, HAS_SINKS, VALUES, BLOCK_V)
