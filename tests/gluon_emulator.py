@@ -144,6 +144,9 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, int(start), int(length)))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> Boxes:
+        return Boxes(self.data, [int(size) for size in shape])
+
     def store(self, value: Tensor) -> None:
         assert tuple(value.shape) == tuple(self.data.shape)
         assert value.dtype == self.data.dtype
@@ -151,6 +154,31 @@ class Shared:
 
     def load(self, layout: Any) -> Tensor:
         return self.data.clone()
+
+
+class Boxes(Shared):
+    """Tiles [stages, rows, columns] of 16-bit values as they lie in memory: 64 columns side by side, then the next 64.
+
+    Cut into boxes of whole rows of those 64 columns, one behind the other.
+    """
+
+    def __init__(self, data: Tensor, shape: list[int]) -> None:
+        super().__init__(data)
+        assert data.element_size() == 2
+        assert shape[-1] == 64
+        assert data.shape[2] % 64 == 0
+        self.shape = shape
+        self.height = torch.empty(shape[1:], device="meta").numel() // 64
+        assert self.height % 8 == 0, "a swizzle's pattern spans 8 rows"
+        assert shape[0] * self.height * 64 == data.numel(), "another number of bytes"
+
+    def index(self, place: Any) -> Shared:
+        assert 0 <= int(place) < self.shape[0]
+        rows, columns = self.data.shape[1:]
+        pages, panels = rows // self.height, columns // 64
+        stage, panel, page = int(place) // (panels * pages), int(place) // pages % panels, int(place) % pages
+        found = self.data[stage, page * self.height : (page + 1) * self.height, panel * 64 : (panel + 1) * 64]
+        return Shared(found if len(self.shape) == 3 else found.view(self.shape[1], self.shape[2], self.shape[3], 64))
 
 
 class Pointer:
@@ -374,6 +402,7 @@ _NAMES = types.SimpleNamespace(
     where=_where,
     minimum=lambda a, b: torch.minimum(*_tensors(a, b)), maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+    associative_scan=lambda x, axis, combine: x.cumsum(axis).to(x.dtype), BlockedLayout=lambda *a: None,
     exp2=torch.exp2, log2=torch.log2, exp=torch.exp, abs=torch.abs, sigmoid=torch.sigmoid,
     fma=lambda a, b, c: a * b + c,
 )  # fmt: skip
@@ -382,8 +411,9 @@ _BARRIER = types.SimpleNamespace(
 )
 _KNOWN: dict[str, Any] = {
     "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
-    "load_tile": _load_tile, "store_tile": _store_tile, "fence_async_shared": lambda: None,
+    "load_tile": _load_tile, "store_tile": _store_tile, "fence_async_shared": lambda: None, "synchronize": lambda: None,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
+    "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
 }  # fmt: skip
 
 

@@ -123,11 +123,11 @@ def test_forward_of_wide_heads(head_dim: int, value_dim: int) -> None:
 
 
 CONFIGS = [
-    (Forward(2, 128, 2, 1, 240), Backward(64, 2, False, False)),
-    (Forward(3, 64, 4, 2, 160), Backward(64, 3, True, True)),
-    (Forward(3, 128, 3, 1, 160, flat=False), Backward(128, 2, False, True)),
-    (Forward(3, 128, 3, 1, 160), Backward(64, 2, False, True, joint=True)),
-    (Forward(3, 128, 3, 1, 160), Backward(128, 3, False, False, joint=True)),
+    (Forward(2, 128, 2, 1, 240, overlap=True), Backward(64, 2, False, False)),
+    (Forward(3, 64, 4, 2, 160, overlap=True), Backward(64, 3, True, True)),
+    (Forward(3, 128, 3, 1, 160), Backward(128, 2, False, True)),
+    (Forward(3, 128, 3, 1, 160, overlap=True), Backward(64, 2, False, True, joint=True)),
+    (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, joint=True)),
 ]
 
 
@@ -152,13 +152,13 @@ def _far_apart() -> Mask:
     return custom(lambda b, h, q, k: ((q // 64) % 2 == 0) & (k < 70) | ((q // 64) % 2 == 1) & (k > 500) & (k < 640))
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("mask", [_far_apart(), causal() & window(64), ~window(300)], ids=["far", "window", "outside"])
-def test_many_items_in_a_walk(mask: Mask, stages: int, flat: bool) -> None:
+def test_many_items_in_a_walk(mask: Mask, stages: int, overlap: bool) -> None:
     """Items of few tiles, one after another in a program, with and without tiles to hand back between them."""
     case = Case("items", _axes(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
-    with tune.override(FORWARD, Forward(2, 64, stages, 1, 240, flat)):
+    with tune.override(FORWARD, Forward(2, 64, stages, 1, 240, overlap)):
         _check(case)
 
 
@@ -193,7 +193,12 @@ def _makespan(mask: Mask | None, batch: int, heads: int, length: int, config: Fo
     """The longest program's work over the mean, on 132 multiprocessors; every item must be taken once."""
     found = walks(mask, batch, heads, length, length, config.rows, config.columns, config.groups, torch.device("cpu"))
     lines = Lines(batch * heads // config.pack, found.counts.shape[2], heads // config.pack, config.pack, together)
-    table = order(mask, found, lines, 132, (length, config.rows, config.columns, config.groups))
+    shape = (length, config.rows, config.columns, config.groups)
+    table = order(mask, found, lines, 132, shape)
+    tile, b, h = order(mask, found, lines, 132, shape, parted=True).unbind(-1)
+    assert torch.equal(tile < 0, table < 0)
+    numbers = (b * lines.per_batch + h // config.pack) * lines.tiles + tile
+    assert torch.equal(numbers[table >= 0], table[table >= 0])
     taken = table[table >= 0]
     assert torch.equal(taken.sort().values, torch.arange(lines.count * lines.tiles, dtype=torch.int32))
     assert (table[:, -1] == -1).all()

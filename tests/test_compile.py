@@ -22,7 +22,7 @@ from flashkernel.ops import registry
 pytestmark = pytest.mark.compile
 
 PARKED = 160  # bytes of stack for values that loops only read back
-FEW = 6  # stores in the loops of warpgroups that hold nearly all registers there are: a loop counter or two for each
+FEW = 12  # stores in the loops of warpgroups that hold nearly all registers there are: what counts steps and tiles
 GPUS = {75: "t4", 80: "a100", 90: "h200"}
 
 
@@ -76,6 +76,8 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
     try:
         launches = launches_of(op, case, dtype, arch, backend)
     except BackendError as refusal:
+        if "no shared prefix" in str(refusal):  # the Hopper kernel leaves it to the portable one
+            pytest.skip(str(refusal).splitlines()[0])
         first = 89 if "sm_89" in str(refusal) else 80  # where Triton has tensor cores: those for FP8 came later
         if arch >= first:
             raise
@@ -96,3 +98,23 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
         if gluon:
             product = "QGMMA" if launch.name.endswith("fp8") else "HGMMA"
             assert product in machine.sass, f"{launch.name} does not multiply on the tensor cores' asynchronous path"
+
+
+@pytest.mark.parametrize(
+    "store, counted", [(0x10, False), (0x30, True), (0x70, True), (0xA0, False)],
+    ids=["before", "in the loop", "in the loop inside it", "in the outer loop"],
+)  # fmt: skip
+def test_finds_spills_in_loops_that_multiply(store: int, counted: bool) -> None:
+    """A loop of products with a small loop inside and a wait out of line, in an outer loop."""
+    code = dict.fromkeys(range(0, 0x100, 0x10), "NOP")
+    code[0x40] = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"
+    code[0x50] = "@!P1 BRA 0xd0"  # to wait
+    code[0x80] = "@P2 BRA 0x70"  # the small loop
+    code[0x90] = "@P3 BRA 0x30"  # the products' loop
+    code[0xB0] = "@P4 BRA 0x20"  # the outer loop
+    code[0xC0] = "EXIT"
+    code[0xE0] = "@!P1 BRA 0xd0"
+    code[0xF0] = "BRA 0x60"  # back to where it was left: no loop
+    code[store] = "STL [R1], R0"
+    sass = "".join(f"/*{address:04x}*/ {text} ;\n" for address, text in sorted(code.items()))
+    assert Machine(168, 8, 0, sass).spills_in_loops == int(counted)

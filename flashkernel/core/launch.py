@@ -51,16 +51,65 @@ class Machine:
 
     @property
     def spills_in_loops(self) -> int:
-        """Stores to the stack inside innermost loops, where they cost; values parked outside are only read back."""
+        """Stores to the stack inside the loops where they cost; values parked outside are only read back.
+
+        Those are the innermost loops, and the innermost of those that issue asynchronous products: a small loop that
+        waits for a barrier may lie inside one.
+        """
+        if "STL" not in self.sass:
+            return 0
         code = [(int(found[1], 16), found[2]) for found in re.finditer(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", self.sass)]
-        jumps = [(place, re.search(r"BRA.* (0x[0-9a-f]+)", text)) for place, text in code]
-        loops = [(int(jump[1], 16), place) for place, jump in jumps if jump and int(jump[1], 16) < place]
-        innermost = [
-            (first, last)
-            for first, last in loops
-            if not any((first, last) != other and first <= other[0] and other[1] <= last for other in loops)
-        ]
-        return sum("STL" in text for place, text in code if any(first <= place <= last for first, last in innermost))
+        loops = _loops(code)
+        multiplying = [loop for loop in loops if any(re.search("[HQ]GMMA", code[place][1]) for place in loop)]
+        counted = set[int]().union(*_innermost(loops), *_innermost(multiplying))
+        return sum("STL" in code[place][1] for place in counted)
+
+
+def _innermost(loops: list[set[int]]) -> list[set[int]]:
+    return [loop for loop in loops if not any(other < loop for other in loops)]
+
+
+def _loops(code: list[tuple[int, str]]) -> list[set[int]]:
+    """The places of each loop, in code given as addresses and instructions.
+
+    A loop ends in a jump back to a place that every way to the jump leads through. Not every jump back is one: waiting
+    for a barrier is compiled out of line, and returns to where it was left.
+    """
+    place_of = {address: place for place, (address, _) in enumerate(code)}
+    after: list[list[int]] = []
+    before: list[list[int]] = [[] for _ in code]
+    for place, (_, text) in enumerate(code):
+        jump = re.search(r"BRA.* (0x[0-9a-f]+)", text)
+        ways = [place_of[int(jump[1], 16)]] if jump and int(jump[1], 16) in place_of else []
+        if place + 1 < len(code) and not re.match(r"BRA 0x|BRX|EXIT|RET|JMP", text):
+            ways.append(place + 1)
+        after.append(ways)
+        for way in ways:
+            before[way].append(place)
+    reached: set[int] = set()
+    entries = []
+    for place in range(len(code)):  # beside the first, only where jumps through a table lead
+        if place not in reached:
+            entries.append(place)
+            reached |= _reachable([place], after)
+    loops: dict[int, set[int]] = {}  # of all jumps back to a place
+    for place, ways in enumerate(after):
+        for head in ways:
+            if head <= place and place not in _reachable(entries, after, without=head):
+                loops.setdefault(head, {head}).update(_reachable([place], before, without=head))
+    return list(loops.values())
+
+
+def _reachable(starts: list[int], ways: list[list[int]], without: int = -1) -> set[int]:
+    """Where `ways` lead from `starts`, themselves included, never through one place."""
+    found: set[int] = set()
+    waiting = [start for start in starts if start != without]
+    while waiting:
+        place = waiting.pop()
+        if place not in found:
+            found.add(place)
+            waiting.extend(way for way in ways[place] if way != without)
+    return found
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

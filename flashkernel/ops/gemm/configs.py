@@ -85,13 +85,19 @@ def _tensor(device: Device, shape: Mapping[str, int]) -> Stream:
         columns, inner, stages = 128 // shape["streams"], 64, 4
     elif shape["columns"] >= _VERY_MANY:
         columns, inner, stages = 128 // shape["streams"], 64, 5
-    elif shape["streams"] == 2 or shape["norm"]:
-        columns, inner, stages = 64, 64, 5 if shape["streams"] == 2 else 6
+    elif shape["streams"] == 2:
+        columns, inner, stages = 64, 64, 5
+    elif shape["norm"] and rows == 16:  # few steps, since each also normalises x
+        columns, inner, stages = 32, 256, 4
+    elif shape["norm"]:
+        columns, inner, stages = 64, 64, 6
     else:
         small = shape["columns"] <= 32 * device.sms and shape["inner"] <= 1024  # more programs, none of which is long
         columns, inner, stages = 32 if small else 64, 128, 4
     stages = stages if device.arch >= 80 else 1
-    config = Stream("tensor", columns, inner, 4, stages, _programs(device, shape, columns, inner))
+    alone = shape["norm"] and inner == 256  # narrow tiles: enough programs without sharing sums
+    programs = 0 if alone else _programs(device, shape, columns, inner)
+    config = Stream("tensor", columns, inner, 4, stages, programs)
     while _valid(config, device, shape) and config.stages > 1:
         config = replace(config, stages=config.stages - 1)
     return config

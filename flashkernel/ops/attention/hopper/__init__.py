@@ -61,17 +61,18 @@ def forward(
     one = keys * (width + values) * k.element_size()
     together = _together(facts, one, heads // pairs // config.pack, count, problem)
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
-    items = order(problem.mask, walk, lines, programs, (queries, keys, config.rows, config.columns, config.groups))
+    facing = (queries, keys, config.rows, config.columns, config.groups)
+    items = order(problem.mask, walk, lines, programs, facing, parted=True)
     early = problem.softcap > 0 or problem.scale <= 0  # elsewhere the largest product belongs to the largest score
     launch(
         attention_forward, (programs,),
         lse, _tiled(q, (config.rows, config.pack)), _tiled(k, (config.columns, 1)), _tiled(v, (config.columns, 1)),
         _tiled(o, (config.rows, config.pack)), sinks, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts,
-        items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], tiles, heads,
+        items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], heads,
         heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
         MASK=mask, CAP=problem.softcap > 0, EARLY=early, HAS_SINKS=sinks is not None, GROUPS=config.groups,
         STAGES=config.stages, COLUMNS=config.columns, WIDTH=block(width), VALUES=block(values), PACK=config.pack,
-        SHARE=shares_output(config, width, values), FLAT=config.flat, REGISTERS=config.registers, num_warps=4,
+        SHARE=shares_output(config, width, values), OVERLAP=config.overlap, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -141,7 +142,9 @@ def _backward(
     walk = walks(problem.mask, batch, heads, queries, keys, 128, config.rows, 1, q.device, turned=True)
     mask, _, _, _, mask_tables = problem.functions()
     tiles, lines = tune.ceil_div(keys, 128), batch * pairs
-    one = queries * (width + values) * q.element_size() * heads // pairs
+    # Of each query head q, do and the buffer for dq, which is added to all the time; of each key head k, v, dk and dv.
+    one = heads // pairs * queries * (q.element_size() * (width + values) + 4 * block(width))
+    one += 2 * keys * (width + values) * k.element_size()
     together = _evened(lines, _together(device.facts(q.device), one, 1, lines, problem))
     launch(
         attention_backward, (tiles * lines,),

@@ -140,23 +140,21 @@ def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w:
     for member in range(group):
         h = pair * group + member
         row = b.to(gl.int64) * by_batch + h * by_head + tile
-        # Not carried from head to head: the compiler (3.6) takes a loop's bound that is carried round an outer loop for
-        # one that never changes.
-        own = gl.load(plans + row * 3 + 1)
-        at = runs + row * most_runs * 3
-        index = gl.load(at) - 1
-        end = gl.load(at + 1)
-        masked = gl.load(at + 2)
-        for _ in range(own):
+        left = gl.load(plans + row * 3 + 1)
+        run = (row * most_runs * 3).to(gl.int32)
+        index = gl.load(runs + run) - 1
+        end = gl.load(runs + run + 1)
+        masked = gl.load(runs + run + 2)
+        while left > 0:
             stage = step % STAGES
             phase = (step // STAGES) & 1
             before = step & 1  # buffer of dS of the step before; this one's is the other
             index += 1
             if index == end:  # the next run
-                at += 3
-                index = gl.load(at)
-                end = gl.load(at + 1)
-                masked = gl.load(at + 2)
+                run += 3
+                index = gl.load(runs + run)
+                end = gl.load(runs + run + 1)
+                masked = gl.load(runs + run + 2)
             mbarrier.wait(q_full.index(stage), phase)
             if not JOINT:
                 mbarrier.wait(do_full.index(stage), phase)
@@ -219,23 +217,25 @@ def _consume(outputs, buffers, barriers, place, tables, numbers, mask_tables, w:
             key_sum = warpgroup_mma_wait(0, deps=[key_later])
             mbarrier.arrive(q_empty.index(stage), count=1)
             step += 1
+            left -= 1
         base += query_tiles
     mbarrier.wait(ds_full.index(step & 1), (step // 2) & 1)
     query_later = _queries(ds_tiles.index(step & 1), k_tile, no_queries, w, ROWS, PART)
-    query_sum = warpgroup_mma_wait(0, deps=[query_later])
-    _add(dq, (target.to(gl.int64) * 2 + w) * (64 * PART), query_sum, PART)
-    # dK and dV leave through the buffers of K and V, once the other warpgroup has read them for the last time.
-    mbarrier.arrive(done.index(0), count=1)
-    mbarrier.wait(done.index(0), 0)
-    own_keys.store((key_sum * scale).to(dtype))
+    # dK and dV leave through the buffers of K and V; of V each warpgroup has read its own rows only.
     own_values.store(value_sum.to(dtype))
+    fence_async_shared()
+    query_sum = warpgroup_mma_wait(0, deps=[query_later])
+    mbarrier.arrive(done.index(0), count=1)
+    _add(dq, (target.to(gl.int64) * 2 + w) * (64 * PART), query_sum, PART)
+    mbarrier.wait(done.index(0), 0)  # both have read K for the last time
+    if w == 1:
+        store_tile(dv, [b, tile * 128, pair, 0], v_box)
+    own_keys.store((key_sum * scale).to(dtype))
     fence_async_shared()
     mbarrier.arrive(done.index(0), count=1)
     mbarrier.wait(done.index(0), 1)
     if w == 0:
         store_tile(dk, [b, tile * 128, pair, 0], k_box)
-    else:
-        store_tile(dv, [b, tile * 128, pair, 0], v_box)
     tma.store_wait(0)
 
 
@@ -311,11 +311,11 @@ def attention_prepare(
 
     `stats` has first the one and then the other, for rows up to a whole number of tiles. Those that are not there or
     see nothing get an lse of +inf, which leaves no probability. Heads come first in the grid: what neighbouring
-    programs read lies side by side.
+    programs read lies side by side. The first batch comes last, and is in L2 when the next kernel begins with it.
     """
     h = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    b = tl.program_id(2).to(tl.int64)
+    b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     column = tl.arange(0, BLOCK_V)[None, :]
     inside = (row < queries)[:, None] & (column < VALUES)
     output = tl.load(o + ((b * queries + row[:, None]) * heads + h) * VALUES + column, mask=inside, other=0.0)
@@ -345,10 +345,13 @@ def attention_finish(
     buffer, dq, scale, heads, queries, query_tiles,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """dq from its buffer, where each half of a tile has the order of the registers that were added to it (`_add`)."""
+    """dq from its buffer, where each half of a tile has the order of the registers that were added to it (`_add`).
+
+    The last batch, to which was added last, comes first: it is still in L2.
+    """
     h = tl.program_id(0)
     tile = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
     value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
     value = value.to(dq.dtype.element_ty).reshape([2, PART // 8, 4, 8, 4, 2, 2])  # (half, j, w, r, c, i, e)

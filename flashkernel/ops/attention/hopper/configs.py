@@ -20,15 +20,17 @@ def block(width: int) -> int:
 
 @dataclass(frozen=True)
 class Forward:
-    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys; with
-    `flat`, the walk of an item begins before that of the one before it has ended, which takes room for its queries."""
+    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys.
+
+    With `overlap`, an item begins before the one before it has ended, which takes room for its queries.
+    """
 
     groups: int
     columns: int
     stages: int
     pack: int
     registers: int
-    flat: bool = False
+    overlap: bool = False
 
     @property
     def rows(self) -> int:
@@ -43,7 +45,7 @@ def shares_output(config: Forward, head_dim: int, value_dim: int) -> bool:
 
 def _forward_bytes(config: Forward, shape: Mapping[str, int]) -> int:
     width, values = block(shape["head_dim"]), block(shape["value_dim"])
-    held = (2 if config.flat else 1) * width
+    held = (2 if config.overlap else 1) * width
     held += 0 if shares_output(config, shape["head_dim"], shape["value_dim"]) else values
     return 2 * (config.groups * 64 * held + config.stages * config.columns * (width + values)) + _BARRIERS
 
@@ -52,6 +54,8 @@ def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) ->
     needed = _forward_bytes(config, shape)
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.overlap and shares_output(config, shape["head_dim"], shape["value_dim"]):
+        return "items cannot overlap where the output leaves through the queries' buffer"
     if shape["group"] % config.pack:
         return f"{config.pack} heads cannot share a tile where {shape['group']} share their keys"
     given = 128 * (config.groups * config.registers + _LOADER_REGISTERS)
@@ -76,10 +80,14 @@ def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
     if width == 64:
         # A short window is mostly masked tiles: narrow ones waste less. Short walks want fewer warpgroups.
         if shape["span"] <= _SHORT_SPAN:
-            return Forward(2, 64, 6, pack, 240)
-        return Forward(2, 128, 4, pack, 240) if shape["span"] <= _MEDIUM_SPAN else Forward(3, 128, 3, pack, 160)
+            return Forward(2, 64 if 2 * shape["span"] < shape["keys"] else 128, 5, pack, 240, overlap=True)
+        if shape["span"] <= _MEDIUM_SPAN:
+            return Forward(2, 128, 5, pack, 240, overlap=True)
+        return Forward(3, 128, 3, pack, 160, overlap=True)
     if width == 128:
-        return Forward(2, 128, 2, pack, 240)
+        if shape["span"] <= _SHORT_SPAN:
+            return Forward(2, 64, 4, pack, 240, overlap=True)
+        return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long enough to end in their own time
     return Forward(2, 64, 2, pack, 240)
 
 
@@ -88,8 +96,8 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
         for groups, registers in ((2, 240), (3, 160)):
             for columns in (64, 128):
                 for stages in (2, 3, 4):
-                    for flat in (False, True):
-                        yield Forward(groups, columns, stages, pack, registers, flat)
+                    for overlap in (False, True):
+                        yield Forward(groups, columns, stages, pack, registers, overlap)
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 A program stays on its multiprocessor and takes one item after another, in an order made on the host: 64 rows of queries
 for each consumer warpgroup, against the key tiles that the mask leaves. The loading warp runs ahead, into the next item
-as well. Within a warpgroup, S = Q K^T of the next tile is issued before O += P V of this one, and with FLAT the next
-tile may be the next item's: the tensor cores work while exponentials are computed and while an item ends.
+as well. Within a warpgroup, S = Q K^T of the next tile is issued before O += P V of this one, and with OVERLAP that of
+the next item's first tile before the last product of this one: the tensor cores work while exponentials are computed
+and while an item ends.
 
 Rows are queries of one head, or, with PACK > 1, of PACK heads that share their keys: row r is query r // PACK of head
 r % PACK. What a row sees must then not depend on its head.
@@ -21,38 +22,38 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.schedule import ahead, item, place_of, plan, skip
+from flashkernel.ops.attention.hopper.schedule import ahead, hop_to, item_at, place_of, plan, skip
+
+synchronize = getattr(gl, "thread_barrier", None) or gl.barrier  # its name after triton 3.6
 
 
 @gluon.jit
-def _loads(number, shape, tables, PACK: gl.constexpr):
+def _loads(item, tables):
     """(runs of key tiles to load for an item, where they are, the first one and its end)."""
-    _, tiles, heads, _, _ = shape
-    runs, counts, most_runs, by_batch, by_head = tables
-    tile, b, h = item(number, tiles, heads, PACK)
-    place = b.to(gl.int64) * by_batch + h * by_head + tile
+    runs, counts, most_runs, _, _ = tables
+    place = place_of(item, tables, 0, 1)
     first = runs + place * most_runs * 3
     return gl.load(counts + place), first, gl.load(first), gl.load(first + 1)
 
 
 @gluon.jit
 def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-          PACK: gl.constexpr, FLAT: gl.constexpr):  # fmt: skip
+          PACK: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """The loading warp. What it reads of an item is asked for one item ahead."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    orders, tiles, heads, group, _ = shape
+    orders, _, group, _ = shape
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
-    HELD: gl.constexpr = 2 if FLAT else 1  # queries of so many items
+    HELD: gl.constexpr = 2 if OVERLAP else 1  # queries of so many items
     loaded = 0
     step = 0
-    number = gl.load(orders)
-    count, place, begin, end = _loads(number, shape, tables, PACK)
-    while number >= 0:
-        tile, b, h = item(number, tiles, heads, PACK)
-        number = gl.load(orders + step + 1)
-        count_later, place_later, begin_later, end_later = _loads(number, shape, tables, PACK)
+    item = item_at(orders, 0)
+    count, place, begin, end = _loads(item, tables)
+    while item[0] >= 0:
+        tile, b, h = item
+        item = item_at(orders, step + 1)
+        count_later, place_later, begin_later, end_later = _loads(item, tables)
         for w in gl.static_range(GROUPS):
             held = step % HELD * GROUPS + w
             mbarrier.wait(q_empty.index(held), ((step // HELD) & 1) ^ 1)
@@ -78,7 +79,7 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
 
 
 @gluon.jit
-def _scores(s, index, masked, number, shape, numbers, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
+def _scores(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
             CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
             SCORES: gl.constexpr):  # fmt: skip
     """[64, COLUMNS] products as they go into the softmax; with EARLY they leave multiplied, in powers of two."""
@@ -91,8 +92,7 @@ def _scores(s, index, masked, number, shape, numbers, mask_tables, w: gl.constex
         key = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SCORES))[None, :]  # [1, COLUMNS]
         seen = key < keys
         if MASK is not None:
-            _, tiles, heads, _, _ = shape
-            tile, b, h = item(number, tiles, heads, PACK)
+            tile, b, h = item
             query = (tile * GROUPS + w) * (64 // PACK) + gl.arange(0, 64, gl.SliceLayout(1, SCORES)) // PACK  # [64]
             seen = seen & MASK(b, h, query[:, None], key, queries, keys, mask_tables)
         s = gl.where(seen, s, float("-inf"))
@@ -116,11 +116,11 @@ def _sums(p, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _share(top, parts, number, lse, shape, sinks, w: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
+def _share(top, parts, item, lse, shape, sinks, w: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
            PACK: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
     """[64]: what an item's output is multiplied by in the end; its logarithms of sums are stored."""
-    _, tiles, heads, _, queries = shape
-    tile, b, h = item(number, tiles, heads, PACK)
+    _, heads, _, queries = shape
+    tile, b, h = item
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     query = (tile * GROUPS + w) * (64 // PACK) + row // PACK  # [64]
     head = h + row % PACK  # [64]
@@ -140,11 +140,10 @@ def _share(top, parts, number, lse, shape, sinks, w: gl.constexpr, HAS_SINKS: gl
 
 
 @gluon.jit
-def _store(output, number, o, o_tiles, shape, w: gl.constexpr, GROUPS: gl.constexpr, VALUES: gl.constexpr,
+def _store(output, item, o, o_tiles, w: gl.constexpr, GROUPS: gl.constexpr, VALUES: gl.constexpr,
            PACK: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
     """Send 64 rows of an item's output off."""
-    _, tiles, heads, _, _ = shape
-    tile, b, h = item(number, tiles, heads, PACK)
+    tile, b, h = item
     if not SHARE:
         tma.store_wait(0)  # the last item's output has left the buffer
     o_tiles.index(w).reshape([64, VALUES]).store(output.to(o.dtype))
@@ -153,174 +152,202 @@ def _store(output, number, o, o_tiles, shape, w: gl.constexpr, GROUPS: gl.conste
 
 
 @gluon.jit
-def _walk(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, step, used, state,
-          w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
-          GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-          PACK: gl.constexpr, SHARE: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr,
-          OUTPUT: gl.constexpr):  # fmt: skip
-    """Walk over the key tiles of an item and, with FLAT, of the items after it, as long as the next one's first tile
-    is near; at least one tile. All but the last item are finished.
+def _first(s, index, masked, item, numbers, factor, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
+           CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
+           SCORES: gl.constexpr):  # fmt: skip
+    """(weights, top, sums) of an item's first tile."""
+    s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, CAP, EARLY, GROUPS, COLUMNS, PACK,
+                SCORES)  # fmt: skip
+    lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    p, _, top = _softmax(s, lowest, factor, COLUMNS, SCORES)
+    return p, top, _sums(p, COLUMNS)
 
-    A tile's S = Q K^T is issued before O += P V of the tile before it, whichever items the two belong to: the tensor
-    cores work while the exponentials are computed, and while the tables are asked what comes next. Gives (output, top,
-    sums) of the last item, its step and the tiles used.
+
+@gluon.jit
+def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, used, state, weight, top,
+          parts, w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr,
+          STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr,
+          SCORES: gl.constexpr, OUTPUT: gl.constexpr):  # fmt: skip
+    """Walk over the key tiles of an item, from the weights of its first tile to those of its last, whose values are
+    still to be added. The second tile's keys must have been awaited.
+
+    A tile's S = Q K^T is issued before O += P V of the tile before it: the tensor cores work while the exponentials are
+    computed, and while the tables are asked what comes next. Gives (output, weights, top, sums, tiles used).
     """
-    q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    o, lse = outputs
-    orders, _, _, _, _ = shape
-    HELD: gl.constexpr = 2 if FLAT else 1
+    _, k_tiles, v_tiles, _ = buffers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     dtype: gl.constexpr = k_tiles.dtype
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
-    lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    stage = used % STAGES
-    mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
-    query_tile = q_tiles.index(step % HELD * GROUPS + w).reshape([64, WIDTH])
-    keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
-    s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    number, left = state[0], state[1]
-    index, masked = state[3], state[5]
-    ended = left == 0
-    state, hop = ahead(step, state, shape, tables, w, GROUPS, STAGES, PACK, FLAT)
-    s = warpgroup_mma_wait(0, deps=[s_later])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    s = _scores(s, index, masked, number, shape, numbers, mask_tables, w, MASK, CAP, EARLY, GROUPS, COLUMNS, PACK,
-                SCORES)  # fmt: skip
-    p, rescale, top = _softmax(s, lowest, factor, COLUMNS, SCORES)
-    parts = _sums(p, COLUMNS)
-    PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
-    weight = gl.convert_layout(p.to(dtype), OPERAND)
     output = gl.zeros([64, VALUES], gl.float32, OUTPUT)
-    more = (hop < STAGES - 1) | (not ended)
-    mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=more)
+    more = state[0] >= 0
     while more:
         v_stage = used % STAGES
         v_phase = (used // STAGES) & 1
         used += 1
-        begins = ended
-        if FLAT and begins:  # an item
-            mbarrier.arrive(q_empty.index(step % 2 * GROUPS + w), count=1)
-            if hop > 0:
-                used = skip((k_full, k_empty, v_full, v_empty), used, hop, STAGES)
-                mbarrier.wait(k_full.index(used % STAGES), (used // STAGES) & 1)
-            step += 1
-            mbarrier.wait(q_full.index(step % 2 * GROUPS + w), (step // 2) & 1)
         stage = used % STAGES
-        query_tile = q_tiles.index(step % HELD * GROUPS + w).reshape([64, WIDTH])
         keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
         s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         values_tile = v_tiles.index(v_stage).reshape([COLUMNS, VALUES])
         output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
-        number, left = state[0], state[1]
-        index, masked = state[3], state[5]
-        if FLAT and begins:  # the item before it has seen all its keys
-            done = gl.load(orders + (step - 1))
-            share = _share(top, parts, done, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
-            top = lowest
-            parts = gl.zeros_like(parts)
-        else:
-            done = number
-            share = lowest
-        ended = left == 0
-        state, hop = ahead(step, state, shape, tables, w, GROUPS, STAGES, PACK, FLAT)
+        index, masked = state[2], state[4]
+        state = ahead(state, tables)
         s = warpgroup_mma_wait(1, deps=[s_later])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _scores(s, index, masked, number, shape, numbers, mask_tables, w, MASK, CAP, EARLY, GROUPS, COLUMNS, PACK,
+        s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, CAP, EARLY, GROUPS, COLUMNS, PACK,
                     SCORES)  # fmt: skip
         p, rescale, top = _softmax(s, top, factor, COLUMNS, SCORES)
         parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + _sums(p, COLUMNS)
-        if FLAT:
-            rescale = gl.where(begins, share, rescale)
-        more = (hop < STAGES - 1) | (not ended)
+        more = state[0] >= 0
         # The next keys are awaited here and not when they are needed: ptxas moves the wait for the product up to the
         # last branch, and without this one the product would be over before the exponentials begin.
         mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=more)
         output = warpgroup_mma_wait(0, deps=[output_later])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-        if FLAT and begins:
-            _store(output, done, o, o_tiles, shape, w, GROUPS, VALUES, PACK, SHARE)
-            output = gl.zeros([64, VALUES], gl.float32, OUTPUT)
         weight = gl.convert_layout(p.to(dtype), OPERAND)
-    if not SHARE:
-        mbarrier.arrive(q_empty.index(step % HELD * GROUPS + w), count=1)
-    stage = used % STAGES
-    mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
-    output_later = warpgroup_mma(weight, v_tiles.index(stage).reshape([COLUMNS, VALUES]), output, is_async=True)
-    output = warpgroup_mma_wait(0, deps=[output_later])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    return output, top, parts, step, used + 1
+    return output, weight, top, parts, used
 
 
 @gluon.jit
 def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, w: gl.constexpr,
              MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
              STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-             PACK: gl.constexpr, SHARE: gl.constexpr, FLAT: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: 64 rows of every item."""
+             PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: 64 rows of every item.
+
+    A step of the loop takes an item from the weights of its first tile to its output. With OVERLAP it also finds the
+    weights of the next item's first tile, while O += P V of this item's last is computed; where the two lie too far
+    apart (`hop_to`), and without OVERLAP, an item begins in its own step.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUES, 16])
-    HELD: gl.constexpr = 2 if FLAT else 1
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    HELD: gl.constexpr = 2 if OVERLAP else 1
     o, lse = outputs
-    _, _, _, o_tiles = buffers
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    orders, _, _, _, _ = shape
+    orders, _, _, _ = shape
     _, plans, _, _, _ = tables
     pipeline = (k_full, k_empty, v_full, v_empty)
+    dtype: gl.constexpr = k_tiles.dtype
+    nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
+    lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, _sums(nothing, COLUMNS)
     used = 0  # tiles of this program so far: says the stage and the phase
     step = 0
-    number = gl.load(orders)
-    while number >= 0:
-        place = place_of(number, shape, tables, w, GROUPS, PACK)
-        own = gl.load(plans + place * 3 + 1)
-        used = skip(pipeline, used, gl.load(plans + place * 3), STAGES)
+    item = item_at(orders, 0)
+    _, state = plan(place_of(item, tables, w, GROUPS), tables)
+    item_next = item
+    hop = STAGES - 1
+    begun = False
+    while item[0] >= 0:
         held = step % HELD * GROUPS + w
+        query_tile = q_tiles.index(held).reshape([64, WIDTH])
         mbarrier.wait(q_full.index(held), (step // HELD) & 1)
-        if own > 0:
-            left, run, index, end, masked = plan(place, tables)
-            output, top, parts, step, used = _walk(
-                outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, step, used,
-                (number, left - 1, run, index, end, masked), w, MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS,
-                WIDTH, VALUES, PACK, SHARE, FLAT, SCORES, OUTPUT,
-            )  # fmt: skip
-            number = gl.load(orders + step)
-            trail = gl.load(plans + place_of(number, shape, tables, w, GROUPS, PACK) * 3 + 2)
-            used = skip(pipeline, used, trail, STAGES)
+        own = gl.to_tensor(1)  # or more, where it has begun
+        if not OVERLAP or not begun:
+            lead, state = plan(place_of(item, tables, w, GROUPS), tables)
+            own = state[0] + 1
+            used = skip(pipeline, used, lead, STAGES)
+            if own > 0:
+                stage = used % STAGES
+                mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+                keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
+                s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if OVERLAP:
+                    item_next = item_at(orders, step + 1)
+                    hop = hop_to(item, item_next, tables, w, GROUPS, STAGES)
+                index, masked = state[2], state[4]
+                state = ahead(state, tables)
+                s = warpgroup_mma_wait(0, deps=[s_later])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                p, top, parts = _first(s, index, masked, item, numbers, factor, mask_tables, w, MASK, CAP,
+                                       EARLY, GROUPS, COLUMNS, PACK, SCORES)  # fmt: skip
+                weight = gl.convert_layout(p.to(dtype), OPERAND)
+                mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=state[0] >= 0)
+            else:
+                weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, _sums(nothing, COLUMNS)
+                hop = gl.to_tensor(STAGES - 1)
+                if OVERLAP:
+                    item_next = item_at(orders, step + 1)
+        output, weight, top, parts, used = _walk(
+            buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, used, state, weight, top,
+            parts, w, MASK, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SCORES, OUTPUT,
+        )  # fmt: skip
+        if not SHARE:
+            mbarrier.arrive(q_empty.index(held), count=1)
+        begun = hop < STAGES - 1
+        v_stage = used % STAGES
+        v_phase = (used // STAGES) & 1
+        values_tile = v_tiles.index(v_stage).reshape([COLUMNS, VALUES])
+        if OVERLAP and begun:
+            used = skip(pipeline, used + 1, hop, STAGES)
+            stage = used % STAGES
+            held = (step + 1) % HELD * GROUPS + w
+            mbarrier.wait(q_full.index(held), ((step + 1) // HELD) & 1)
+            mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+            query_tile = q_tiles.index(held).reshape([64, WIDTH])
+            keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
+            s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
+            _, state = plan(place_of(item_next, tables, w, GROUPS), tables)
+            share = _share(top, parts, item, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
+            index, masked = state[2], state[4]
+            state = ahead(state, tables)
+            s = warpgroup_mma_wait(1, deps=[s_later])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            following = item_at(orders, step + 2)
+            hop = hop_to(item_next, following, tables, w, GROUPS, STAGES)
+            p, top, parts = _first(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, CAP,
+                                   EARLY, GROUPS, COLUMNS, PACK, SCORES)  # fmt: skip
+            # As in `_walk`, a branch that keeps the wait for the product behind the exponentials.
+            mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=state[0] >= 0)
+            output = warpgroup_mma_wait(0, deps=[output_later])
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            weight = gl.convert_layout(p.to(dtype), OPERAND)
         else:
-            if not SHARE:
-                mbarrier.arrive(q_empty.index(held), count=1)
-            output = gl.zeros([64, VALUES], gl.float32, OUTPUT)
-            top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            parts = _sums(gl.zeros([64, COLUMNS], gl.float32, SCORES), COLUMNS)
-        share = _share(top, parts, number, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
+            following = item_next
+            if own > 0:
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
+                trail = gl.load(plans + place_of(item, tables, w, GROUPS) * 3 + 2)
+                output = warpgroup_mma_wait(0, deps=[output_later])
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
+                used = skip(pipeline, used + 1, trail, STAGES)
+            share = _share(top, parts, item, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
         output = output * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
-        _store(output, number, o, o_tiles, shape, w, GROUPS, VALUES, PACK, SHARE)
+        _store(output, item, o, o_tiles, w, GROUPS, VALUES, PACK, SHARE)
         if SHARE:  # only now may the next queries come
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(w), count=1)
         step += 1
-        number = gl.load(orders + step)
+        if OVERLAP:
+            item, item_next = item_next, following
+        else:
+            item = item_at(orders, step)
     tma.store_wait(0)
 
 
 # Whether these are multiples of 16 makes no difference here, and would only compile the kernel again.
 _SIZES = (
-    "most_runs", "most_loads", "by_batch", "by_head", "most_items", "tiles", "heads", "queries", "keys",
+    "most_runs", "most_loads", "by_batch", "by_head", "most_items", "heads", "queries", "keys",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_forward(
     lse, q, k, v, o, sinks, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads, by_batch, by_head,
-    most_items, tiles, heads, group, queries, keys, factor, scale, softcap,
+    most_items, heads, group, queries, keys, factor, scale, softcap,
     MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr,
-    SHARE: gl.constexpr, FLAT: gl.constexpr, REGISTERS: gl.constexpr,
+    SHARE: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
-    HELD: gl.constexpr = 2 * GROUPS if FLAT else GROUPS
+    HELD: gl.constexpr = 2 * GROUPS if OVERLAP else GROUPS
     q_tiles = gl.allocate_shared_memory(q.dtype, [HELD, 1, PART, PACK, WIDTH], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, COLUMNS, 1, WIDTH], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, COLUMNS, 1, VALUES], v.layout)
@@ -342,28 +369,29 @@ def attention_forward(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
+    synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    shape = (orders + gl.program_id(0) * most_items, tiles, heads, group, queries)
+    shape = (orders + gl.program_id(0) * most_items * 3, heads, group, queries)
     tables = (runs, plans, most_runs, by_batch, by_head)
     sources = (loads, counts, most_loads, by_batch, by_head)
     numbers = (queries, keys, scale, softcap)
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, FLAT)),
+                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, FLAT)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, FLAT)),
+                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, FLAT)),
+                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, FLAT)),
+                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, FLAT)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, FLAT)),
+                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

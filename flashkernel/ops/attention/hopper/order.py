@@ -35,19 +35,25 @@ class Lines:
     together: int
 
 
-def order(mask: Mask | None, walk: Walks, lines: Lines, programs: int, shape: tuple[int, ...]) -> Tensor:
-    """Int32 [programs, most items + 1]: the items, as line * tiles + tile, and then -1. Kept, since `shape` (whatever
-    the walk follows from beside the mask) and the mask's text say it all; where tables decide what is seen, nothing
-    is known of lengths without asking the device, and items count as equal."""
+def order(
+    mask: Mask | None, walk: Walks, lines: Lines, programs: int, shape: tuple[int, ...], parted: bool = False
+) -> Tensor:  # fmt: skip
+    """Int32 [programs, most items + 1]: the items, as line * tiles + tile, and then -1; `parted`, [.., 3]: tile, batch
+    and first head instead of such a number.
+
+    Kept, since `shape` (whatever the walk follows from beside the mask) and the mask's text say it all; where tables
+    decide what is seen, nothing is known of lengths without asking the device, and items count as equal.
+    """
     known = mask is None or not mask.tables
     text = mask.text if mask is not None and known else None
-    key = (known, text, lines, programs, shape, walk.plans.device)
+    key = (known, text, lines, programs, shape, parted, walk.plans.device)
     found = _orders.get(key)
     if found is None:
         if len(_orders) >= MOST_WALKS:
             _orders.clear()
         costs = lengths(walk, lines) if known and not walk.plans.is_meta else np.ones((lines.count, lines.tiles))
-        found = _orders[key] = _table(assign(costs, lines.together, programs)).to(walk.plans.device)
+        table = _table(assign(costs, lines.together, programs))
+        found = _orders[key] = (_parted(table, lines) if parted else table).to(walk.plans.device)
     return found
 
 
@@ -92,3 +98,10 @@ def _table(taken: list[list[int]]) -> Tensor:
     for row, items in zip(table, taken):
         row[: len(items)] = torch.tensor(items, dtype=torch.int32)
     return table
+
+
+def _parted(table: Tensor, lines: Lines) -> Tensor:
+    """(tile, batch, first head) of items; after the last, a tile of -1."""
+    line, tile = table.clamp(min=0) // lines.tiles, table.clamp(min=0) % lines.tiles
+    head = line % lines.per_batch * lines.pack
+    return torch.stack([torch.where(table < 0, -1, tile), line // lines.per_batch, head], -1)
