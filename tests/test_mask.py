@@ -125,3 +125,26 @@ def test_a_mask_lets_go_of_its_tables() -> None:
         assert storage.expired()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_relative_and_bounded_are_true(mask: Mask) -> None:
+    """A relative mask says the same after both positions have moved; a bounded one sees no key past the last."""
+    b, h = torch.arange(2).view(2, 1, 1, 1), torch.arange(2).view(1, 2, 1, 1)
+    q, k = torch.arange(40).view(1, 1, 40, 1), torch.arange(80).view(1, 1, 1, 80)
+    sizes = {"b": b, "h": h, "sq": 40, "sk": 48}
+    seen = ex.evaluate(mask.expression, {**sizes, "q": q, "k": k})
+    if mask.relative:
+        assert torch.equal(seen, ex.evaluate(mask.expression, {**sizes, "q": q - 96, "k": k - 96}))
+    if mask.bounded:
+        assert not seen[..., 48:].any()
+
+
+def test_relative_and_bounded_are_found() -> None:
+    found = {(mask.relative, mask.bounded) for mask in (causal(), causal() & window(7), window(4, 0))}
+    assert found == {(True, True)}
+    assert (window(4, 2).relative, window(4, 2).bounded) == (True, False)
+    streaming = (window(5) | sink_tokens(3)) & causal()
+    assert (streaming.relative, streaming.bounded) == (False, True)
+    loose = sink_tokens(3) | causal()
+    assert (loose.relative, loose.bounded) == (False, False)

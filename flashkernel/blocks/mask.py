@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.expression import Expression, Gather, Table, Traced, Variable
+from flashkernel.blocks.expression import Constant, Expression, Gather, Operation, Table, Traced, Variable
 from flashkernel.blocks.intervals import Interval, Truth, bounds
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -50,6 +50,16 @@ class Mask(Traced):
     def depends(self) -> set[str]:
         """Which of b, h, q and k the mask looks at."""
         return ex.variables(self.expression) & {"b", "h", "q", "k"}
+
+    @property
+    def relative(self) -> bool:
+        """Whether positions matter by their differences alone: a tile may then count both from its own first key."""
+        return _relative(self.expression)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it keeps every query from seeing keys past the last, so that nobody else needs to."""
+        return _bounded(self.expression)
 
     def visible(self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
         """The mask itself, [batch or 1, heads or 1, queries, keys]: the ground truth for every kernel."""
@@ -185,6 +195,47 @@ def _by_tile(table: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
     return tiles.amin(-1), tiles.amax(-1)
 
 
+def _linear(node: Expression) -> dict[str, float] | None:
+    """What each variable is multiplied by in a sum of variables and numbers (under ""); None for anything else."""
+    if isinstance(node, Variable):
+        return {node.name: 1}
+    if isinstance(node, Constant):
+        return {"": node.value}
+    if not isinstance(node, Operation) or node.name not in ("add", "sub"):
+        return None
+    left, right = (_linear(arg) for arg in node.args)
+    return None if left is None or right is None else _sum(left, right, 1 if node.name == "add" else -1)
+
+
+def _sum(left: dict[str, float], right: dict[str, float], sign: int) -> dict[str, float]:
+    return {name: left.get(name, 0) + sign * right.get(name, 0) for name in left | right}
+
+
+def _difference(node: Expression) -> dict[str, float] | None:
+    """left - right of a comparison, as in `_linear`."""
+    if not isinstance(node, Operation) or node.name not in ("lt", "le", "eq"):
+        return None
+    left, right = (_linear(arg) for arg in node.args)
+    return None if left is None or right is None else _sum(left, right, -1)
+
+
+def _relative(node: Expression) -> bool:
+    form = _difference(node) or _linear(node)
+    if form is not None:
+        return form.get("q", 0) + form.get("k", 0) == 0
+    return all(_relative(child) for child in ex.children(node))
+
+
+def _bounded(node: Expression) -> bool:
+    if isinstance(node, Operation) and node.name in ("and", "or"):
+        return (any if node.name == "and" else all)(_bounded(arg) for arg in node.args)
+    form = _difference(node)
+    if form is None or not isinstance(node, Operation) or node.name == "eq":
+        return False
+    spare = form.pop("", 0) + (1 if node.name == "lt" else 0)  # k <= q + sk - sq - spare, and q < sq
+    return spare >= 0 and {name: by for name, by in form.items() if by} == {"k": 1, "q": -1, "sk": -1, "sq": 1}
+
+
 def causal() -> Mask:
     """A query sees the keys up to its own position; the last query is aligned with the last key."""
     return Mask(_K <= _Q + (_SK - _SQ), "causal")
@@ -200,9 +251,9 @@ def window(left: int | None, right: int | None = None) -> Mask:
     if left is not None:
         if left < 1:
             raise ValueError(f"window: a query must see at least itself; left is {left}")
-        parts.append(position - _K < left)
+        parts.append(position - left < _K)
     if right is not None:
-        parts.append(_K - position <= right)
+        parts.append(position + right >= _K)
     if not parts:
         raise ValueError("window: give left, right or both; for no limit leave the mask out")
     return Mask(parts[0] if len(parts) == 1 else parts[0] & parts[1], f"window({left}, {right})")

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+import numpy as np
+
 from flashkernel.engine.runner import Launched, Runner
 from flashkernel.engine.sampling import SamplingParams
 from flashkernel.engine.scheduler import Scheduler
@@ -140,12 +142,16 @@ class Engine:
             if self.tokenizer is None:
                 raise RequestError("the model came without a tokenizer; give prompts as lists of tokens")
             return self.tokenizer.encode(prompt)
-        tokens = [int(token) for token in prompt]
+        tokens = np.asarray(prompt)
+        if tokens.size == 0:
+            return []
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise RequestError(f"a prompt is text or a list of token numbers, not {tokens.ndim}-dim {tokens.dtype}")
         vocab = self.runner.model.config.vocab
-        wrong = [token for token in tokens if not 0 <= token < vocab]
-        if wrong:
-            raise RequestError(f"token {wrong[0]} is not in the vocabulary, which has 0 to {vocab - 1}")
-        return tokens
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+            wrong = tokens[(tokens < 0) | (tokens >= vocab)][0]
+            raise RequestError(f"token {wrong} is not in the vocabulary, which has 0 to {vocab - 1}")
+        return tokens.tolist()  # type: ignore[no-any-return]
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:

@@ -61,6 +61,9 @@ def decode_attention(
     chosen = choose(
         spec.DECODE_ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=q.shape[0],
+        rows=q.shape[1] * (q.shape[2] // k.shape[2]), has_prefix=isinstance(prefix_length, Tensor) or prefix_length > 0,
+        short=bool(_span(q, k, page_table, window, sink_tokens) <= spec.SHORT), even=bool(_even(k) and _even(v)),
+        paged=page_table is not None,
     )  # fmt: skip
     if chosen.composite:
         return chosen.run(
@@ -226,6 +229,21 @@ def _check_prefix(q: Tensor, prefix_length: int | Tensor) -> None:
             )
     elif prefix_length < 0:
         raise ValueError(f"decode_attention: prefix_length is {prefix_length}; it counts keys")
+
+
+def _span(q: Tensor, k: Tensor, page_table: Tensor | None, window: int | None, sink_tokens: int) -> int:
+    """Keys that a sequence's queries see at most."""
+    capacity = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
+    return capacity if window is None else min(capacity, window + q.shape[1] - 1 + sink_tokens)
+
+
+def _even(x: Tensor) -> bool:
+    """Whether a tensor descriptor can step through a cache: rows side by side, strides of 16 bytes or a multiple."""
+    unit = 16 // x.element_size()
+    for size, stride in zip(x.shape[:3], x.stride()):
+        if size > 1 and (stride == 0 or stride % unit):
+            return False
+    return x.stride(3) == 1
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 
+_LONG_RING = 32  # tiles a multiprocessor has to read from which two programs on it beat one with twice the ring
 TILE_BYTES = 16384  # of keys, and as much of values: what keeps a multiprocessor's share of the bandwidth in flight
+RING_EXTRA = 2048  # bytes of shared memory beside the Hopper kernel's tiles: barriers, and what the system takes
+RING_LEFT = 16384  # bytes that are left free for the combining kernel, which waits beside it
 SHORT = 512  # keys up to which a unit is one program's: one launch beats a finer split and its combining
 
 
@@ -28,6 +31,16 @@ class Walk:
     per_sm: int
     split: bool
     overlap: bool
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The Hopper kernel: `per_sm` programs on each multiprocessor, each with `stages` tiles in flight: `keys` keys, and
+    as many values."""
+
+    keys: int
+    stages: int
+    per_sm: int
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,17 @@ def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
     heads = 2 if pair else 1
     height = max(16, min(64 if width <= 256 else 16, power_of_2(heads * rows)))
     keys = max(16 // heads, min(columns // heads, power_of_2(shape["span"])))
-    split = shape["span"] > SHORT
+    units = shape["batch"] * shape["kv_heads"]
+    many = device.arch >= 90 and 2 * units >= device.sms and height == 16 and shape["bytes"] == 2
+    split = shape["span"] > (2 * SHORT if many else SHORT)
     per_sm = 2 if device.kind == "cuda" else 5  # a CPU, under the interpreter, is one multiprocessor
     config = Walk(keys, heads, height, 4, 3, per_sm, split, device.arch >= 90)
-    many = 2 * shape["batch"] * shape["kv_heads"] >= device.sms
-    wide = heads == 1 and height == 16 and width == 128 and shape["bytes"] == 2 and shape["page"] == 0
-    if device.arch >= 90 and many and wide and split:
+    if many and width == 128 and split and shape["page"] == 0:
         config = replace(config, keys=2 * keys, warps=8, per_sm=1)  # long walks: fewer, larger steps
+    elif many and width == 64 and units <= 2 * device.sms:
+        config = replace(config, keys=128, heads=1, per_sm=1)  # a head each, whole where lengths are alike
+    elif many and width == 64 and not split:
+        config = replace(config, keys=64, heads=1, stages=4)  # small, so that several fit a multiprocessor
     while _walk_valid(config, device, shape) and config.stages > 1:
         config = replace(config, stages=config.stages - 1)
     return config
@@ -107,6 +124,52 @@ def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str |
     return None
 
 
+def block(width: int) -> int:
+    """Columns of a head in the Hopper kernel's shared memory: what is missing is filled with zeros by the loads."""
+    return max(64, power_of_2(width))
+
+
+def _ring_bytes(config: Ring, shape: Mapping[str, int]) -> int:
+    return 4 * config.stages * config.keys * block(shape["head_dim"]) + RING_EXTRA
+
+
+def _ring_heuristic(device: Device, shape: Mapping[str, int]) -> Ring:
+    width = block(shape["head_dim"])
+    keys = max(32, min(128, TILE_BYTES // (2 * width)))
+    room = device.shared_per_sm - RING_LEFT
+    tiles = shape["batch"] * shape["kv_heads"] * shape["span"] // keys
+    if tiles < _LONG_RING * device.sms:
+        return Ring(keys, max(2, room // (4 * keys * width)), 1)
+    if shape["page"] == 0 and width == 128:
+        return Ring(2 * keys, max(2, room // (8 * keys * width)), 1)
+    return Ring(keys, max(2, room // 2 // (4 * keys * width)), 2)  # one multiplies while the other waits
+
+
+def _ring_space(device: Device, shape: Mapping[str, int]) -> Iterator[Ring]:
+    for keys in (32, 64, 128):
+        for per_sm in (1, 2):
+            most = (device.shared_per_sm // per_sm - RING_EXTRA) // (4 * keys * block(shape["head_dim"]))
+            for stages in (most - 1, most):
+                yield Ring(keys, stages, per_sm)
+
+
+def _ring_valid(config: Ring, device: Device, shape: Mapping[str, int]) -> str | None:
+    if config.stages < 2:
+        return f"{config} has nothing in flight while a tile is multiplied; it takes two stages"
+    most = 32 if block(shape["head_dim"]) == 256 else 128  # that the registers hold
+    if config.keys not in (32, 64, 128) or config.keys > most:
+        return f"a tile cannot have {config.keys} keys; it has 32, 64 or 128, and at most {most} of such heads"
+    needed = _ring_bytes(config, shape)
+    if needed > device.shared_per_block or config.per_sm * needed > device.shared_per_sm:
+        return f"{config.per_sm} programs of {needed} bytes do not fit a multiprocessor's shared memory"
+    return None
+
+
+def _ring_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    sizes = (power_of_2(shape["batch"]), power_of_2(shape["span"]), block(shape["head_dim"]))
+    return (*sizes, shape["rows"], shape["kv_heads"], shape["page"])
+
+
 def _combine_heuristic(device: Device, shape: Mapping[str, int]) -> Combine:
     """Few units: a row a program, so that the parts are read by many; many units: all their rows at once."""
     width = max(16, power_of_2(shape["value_dim"]))
@@ -133,7 +196,7 @@ def _combine_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 
 # Tiles by head size, the largest that do not spill.
-_HOPPER = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1)}
+_HOPPER = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2), 512: Tiles(64, 16, 8, 1)}
 _AMPERE = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 1), 512: Tiles(32, 16, 8, 1)}
 
 
@@ -172,5 +235,6 @@ def _tiles_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 
 WALK = Tunable("decode_walk", Walk, _walk_heuristic, _walk_space, _walk_valid, _bucket)
+RING = Tunable("decode_ring", Ring, _ring_heuristic, _ring_space, _ring_valid, _ring_bucket)
 COMBINE = Tunable("decode_combine", Combine, _combine_heuristic, _combine_space, _combine_valid, _combine_bucket)
 TILES = Tunable("paged_attention", Tiles, _tiles_heuristic, _tiles_space, _tiles_valid, _tiles_bucket)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.decode.configs import SHORT
 
 _ROOM = "flashkernel.ops.decode"
 _HALF = (torch.bfloat16,)
@@ -29,6 +30,31 @@ def _kernels(call: Call) -> str | None:
     if call.facts["stored"] == _FP8 and call.device.kind == "cuda" and call.device.arch < 89:
         return f"float8_e4m3fn needs sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
     return None
+
+
+def _hopper(call: Call) -> str | None:
+    head_dim, value_dim, rows = call.facts["head_dim"], call.facts["value_dim"], call.facts["rows"]
+    if head_dim != value_dim or head_dim > 256 or head_dim % 8:
+        return f"keys and values must be equally wide, a multiple of 8 and at most 256, not {head_dim} and {value_dim}"
+    if call.facts["stored"] != call.dtype:
+        return f"its cache has the queries' dtype, not {str(call.facts['stored']).removeprefix('torch.')}"
+    if rows > 64:
+        return f"the queries and heads that share a key must be at most 64, not {rows}"
+    if call.facts["has_prefix"]:
+        return "it has no shared prefix"
+    if not call.facts["even"]:
+        return "the cache's heads, keys and pages must lie 16 bytes apart, or a multiple"
+    return _kernels(call)
+
+
+def _slower(call: Call) -> str | None:
+    """A short walk is over before its ring is full, and wants no second kernel. What the copies of whole boxes gain,
+    they gain where addresses are many: in pages, of heads whose rows do not waste too much of a product."""
+    if call.facts["short"]:
+        return f"at most {SHORT} keys are seen"
+    if not call.facts["paged"]:
+        return "a contiguous cache is read as fast by the portable kernel"
+    return f"heads of {call.facts['head_dim']} are too narrow to gain by it" if call.facts["head_dim"] <= 64 else None
 
 
 def _capacity(axes: Axes) -> int:
@@ -306,6 +332,7 @@ DECODE_ATTENTION = Op(
     reference=f"{_ROOM}.reference:decode_attention",
     inputs=_DECODE_INPUTS,
     backends=(
+        backends.hopper(f"{_ROOM}.hopper", _hopper, unless=_slower),
         backends.triton(f"{_ROOM}.triton", _kernels, least=80),
         backends.torch_native(f"{_ROOM}.torch:decode_attention"),
         backends.reference(f"{_ROOM}.reference:decode_attention"),

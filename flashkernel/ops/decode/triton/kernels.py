@@ -44,7 +44,7 @@ def _counts(
         return tl.zeros([BATCH], tl.int32) + tl.maximum((shared + KEYS - 1) // KEYS, 1) * units
     else:
         return counts_of(
-            lengths, batch, capacity, queries, shared, window, sink_tokens, units, WINDOWED, KEYS, BATCH
+            tl.arange(0, BATCH), lengths, batch, capacity, queries, shared, window, sink_tokens, units, WINDOWED, KEYS
         )  # fmt: skip
 
 

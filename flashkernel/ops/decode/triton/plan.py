@@ -30,11 +30,10 @@ def span(length, queries, start, window, sink_tokens, WINDOWED: tl.constexpr, KE
 
 @triton.jit
 def counts_of(
-    lengths, batch, capacity, queries, start, window, sink_tokens, units,
-    WINDOWED: tl.constexpr, KEYS: tl.constexpr, BATCH: tl.constexpr,
+    sequence, lengths, batch, capacity, queries, start, window, sink_tokens, units,
+    WINDOWED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Tiles in the line for each sequence, [BATCH]; a unit without keys keeps one: somebody must write its zeros."""
-    sequence = tl.arange(0, BATCH)
     length = tl.load(lengths + sequence, mask=sequence < batch, other=0)
     length = tl.minimum(tl.maximum(length, 0), capacity).to(tl.int32)
     _, _, tiles, _ = span(length, queries, start, window, sink_tokens, WINDOWED, KEYS)
