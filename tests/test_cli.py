@@ -271,6 +271,19 @@ class TestStep:
         assert found["eager"].counts
         assert found["none-such"].error
 
+    def test_llama_with_all_kernels(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(64, 64, 4, 2, 16, 2, 64))
+        result = run("step", "--model", "llama-3.2-1b", "--tokens", "24", "--steps", "1", "--save", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        records = results.load(tmp_path / "training_step.json")["records"]
+        assert {(one.implementation, one.kind, one.counts) for one in records} == {
+            ("hf_patch", "backend", True), ("sdpa", "baseline", True),
+        }  # fmt: skip
+
+    def test_unknown_model(self) -> None:
+        assert "gpt-oss, llama-3.2-1b" in run("step", "--model", "none-such", code=2).output
+
 
 class TestCheckingDemo:
     def test_table(self) -> None:

@@ -116,23 +116,30 @@ def bench(
 
 def step(
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens a step; repeatable.")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help="An attention that Transformers knows; repeatable.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
-    experts: Annotated[int, typer.Option(min=1, help="Experts of each layer.")] = 8,
-    vocab: Annotated[int | None, typer.Option(min=2, help="Words; by default gpt-oss's own 201088.")] = None,
+    model: Annotated[str, typer.Option(help="gpt-oss or llama-3.2-1b.")] = "gpt-oss",
+    impl: Annotated[
+        list[str] | None, typer.Option(help="An attention that Transformers knows, or hf_patch; repeatable.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers; by default 4 of gpt-oss, all of Llama.")] = None,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of each layer of gpt-oss.")] = 8,
+    vocab: Annotated[int | None, typer.Option(min=2, help="Words; by default the model's own.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 8,
     device: OnDevice = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Merge into DIR/training_step.json.")] = None,
     commit: Commit = None,
     format: Formatted = Format.table,
 ) -> None:
-    """Time training steps of a Transformers gpt-oss with one attention after another, and weigh their memory."""
+    """Time training steps of a Transformers model with one implementation after another, and weigh their memory.
+
+    Example: flashkernel step --model llama-3.2-1b --tokens 4096
+    """
     with screen.clear_errors():
         from flashkernel.core import roofline
         from flashkernel.lab import selection, training
         from flashkernel.lab.results import ResultsFile, describe_run
 
         place = selection.device(device)
+        training.build(model, layers, experts, vocab)  # an unknown one is told now
         file = None
         if save is not None:
             ceilings = roofline.ceilings(place, ["bfloat16"])
@@ -140,13 +147,12 @@ def step(
             file = ResultsFile(save / f"{training.OP}.json", header)
     records: list[Record] = []
     with screen.progress() as progress, screen.keeping_results() as stopped:
-        names = impl or training.IMPLEMENTATIONS
+        names = impl or training.IMPLEMENTATIONS[model]
         lengths = tokens or [2048, 4096, 8192]
         bar = progress.add_task("", total=len(names) * len(lengths))
-        size = vocab or training.MODELS["gpt-oss-20b"].vocab
         for length in lengths:
             case: list[Record] = []
-            for record in training.measure(length, names, place, layers, experts, size, steps):
+            for record in training.measure(length, names, place, model, layers, experts, vocab, steps):
                 case.append(record)
                 progress.update(bar, description=f"{record.implementation} {length}", advance=1)
             records += case

@@ -1,7 +1,8 @@
-"""Training steps of a Transformers model, forward and backward, with one attention implementation after another.
+"""Training steps of a Transformers model, forward and backward, with one implementation after another.
 
-The model is gpt-oss with its real widths, learned sinks and windows, cut to a few layers and experts, with random
-weights; the batch is one sequence. Losses must agree: a step that computes something else claims no time.
+The model is gpt-oss with its real widths, learned sinks and windows, cut to a few layers and experts, where attention
+is what differs; or Llama-3.2-1B, whole, where `hf_patch` replaces norms, MLP, rotary embedding and loss as well.
+Weights are random, the batch is one sequence. Losses must agree: a step that computes something else claims no time.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from flashkernel.core.shapes import MODELS
 from flashkernel.lab.results import Record
 
 OP = "training_step"
-OURS = "fkernel"
-IMPLEMENTATIONS = (OURS, "flex_attention", "eager")  # Transformers refuses sdpa for gpt-oss
+ATTENTION, PATCH = "fkernel", "hf_patch"
+OURS = (ATTENTION, PATCH)
+IMPLEMENTATIONS = {  # Transformers refuses sdpa for gpt-oss
+    "gpt-oss": (ATTENTION, "flex_attention", "eager"),
+    "llama-3.2-1b": (PATCH, "sdpa"),
+}
 LOSS_GAP = 0.02  # relative: what rounding attention to bfloat16 in another order may change in a loss
 STATISTICS = {"p50": 50, "p95": 95, "p99": 99}
 
@@ -35,25 +40,56 @@ def gpt_oss(layers: int, experts: int, vocab: int) -> Any:
     )  # fmt: skip
 
 
+def llama(layers: int, vocab: int) -> Any:
+    from transformers import LlamaConfig
+
+    size = MODELS["llama-3.2-1b"]
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    return LlamaConfig(
+        hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads, head_dim=size.head_dim, vocab_size=vocab, num_hidden_layers=layers,
+        tie_word_embeddings=True, max_position_embeddings=131072, rope_parameters=rope,
+    )  # fmt: skip
+
+
+def build(model: str, layers: int | None, experts: int, vocab: int | None) -> tuple[Any, str]:
+    """(a Transformers config, what to call it); layers and vocab are the model's own where they are not given, but
+    for gpt-oss's layers, of which 4 are enough."""
+    if model == "gpt-oss":
+        layers = layers or 4
+        return gpt_oss(layers, experts, vocab or MODELS["gpt-oss-20b"].vocab), f"gpt-oss-{layers}layers"
+    if model not in IMPLEMENTATIONS:
+        raise ValueError(f"no training step is known for {model!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    size = MODELS["llama-3.2-1b"]
+    return llama(layers or size.layers, vocab or size.vocab), model if layers is None else f"{model}-{layers}layers"
+
+
 def measure(
     tokens: int,
     implementations: Sequence[str],
     device: torch.device,
-    layers: int = 4,
+    model: str = "gpt-oss",
+    layers: int | None = None,
     experts: int = 8,
-    vocab: int = MODELS["gpt-oss-20b"].vocab,
+    vocab: int | None = None,
     steps: int = 8,
 ) -> Iterator[Record]:
     """A record for each implementation; the first that runs gives the loss that the others are held to."""
     expected: float | None = None
-    axes = {"tokens": tokens, "layers": layers, "experts": experts, "vocab": vocab}
+    config, case = build(model, layers, experts, vocab)
+    axes = {"tokens": tokens, "layers": config.num_hidden_layers, "vocab": config.vocab_size}
+    if model == "gpt-oss":
+        axes["experts"] = experts
     for name in implementations:
         common: dict[str, Any] = {
-            "op": OP, "case": f"gpt-oss-{layers}layers-{tokens}", "axes": axes, "dtype": "bfloat16",
-            "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name == OURS else "baseline",
+            "op": OP, "case": f"{case}-{tokens}", "axes": axes, "dtype": "bfloat16",
+            "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name in OURS else "baseline",
         }  # fmt: skip
         try:
-            seconds, peak, loss = _run(name, gpt_oss(layers, experts, vocab), tokens, device, steps)
+            seconds, peak, loss = _run(name, config, tokens, device, steps)
         except (torch.OutOfMemoryError, ValueError, RuntimeError) as error:
             yield Record(**common, correct=False, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
@@ -70,15 +106,18 @@ def _run(
     implementation: str, config: Any, tokens: int, device: torch.device, steps: int
 ) -> tuple[list[float], int | None, float]:
     """(seconds of each step after two to warm up, peak memory in all, the first loss)."""
-    from transformers import GptOssForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if implementation == OURS:
+    if implementation in OURS:
         import flashkernel.hf
 
         flashkernel.hf.register()
     torch.manual_seed(0)
+    attention = "sdpa" if implementation == PATCH else implementation
     with torch.device(device):
-        model = GptOssForCausalLM._from_config(config, attn_implementation=implementation, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+    if implementation == PATCH:
+        flashkernel.hf.patch(model)
     batch = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -137,15 +137,15 @@ def _benches() -> tuple[Case, ...]:
         Case(f"d{dim}-n{length}{'-causal' if mask else ''}",
              _axes(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
         for dim in (64, 128)
-        for length in (1024, 4096, 16384)
+        for length in (512, 1024, 4096, 16384)
         for mask in (False, True)
+        if mask or length > 512
     ]  # fmt: skip
     wide = [
-        Case(
-            f"d256-n{length}-causal", _axes(_TOKENS // length, length, _WIDTH // 256, 256), {"mask": causal()}, **square
-        )
-        for length in (4096, 16384)
-    ]
+        Case(f"d256-n{length}{'-causal' if mask else ''}",
+             _axes(_TOKENS // length, length, _WIDTH // 256, 256), {"mask": causal()} if mask else {}, **square)
+        for length, mask in ((4096, True), (16384, True), (16384, False))
+    ]  # fmt: skip
     llama, small, oss = MODELS["llama-3.1-8b"], MODELS["llama-3.2-1b"], MODELS["gpt-oss-20b"]
     grouped = [
         Case(f"gqa-d{model.head_dim}-n{length}-causal",
