@@ -139,7 +139,7 @@ def test_several_tiles(name: str, emulated: None) -> None:
 
 CONFIGS = [
     Hopper(2, 128, 2, 1, 240), Hopper(3, 64, 4, 2, 160), Hopper(2, 256, 2, 2, 240), Hopper(3, 128, 3, 1, 160),
-    Hopper(2, 128, 2, 1, 240, 2, True), Hopper(3, 64, 2, 2, 160, 4, True), Hopper(3, 128, 4, 1, 160, 1, True),
+    Hopper(2, 128, 2, 1, 240, 2), Hopper(3, 64, 2, 2, 160, 4), Hopper(3, 128, 4, 1, 160, 1),
 ]  # fmt: skip
 
 

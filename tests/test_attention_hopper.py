@@ -25,7 +25,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.core.launch import Launch
+from flashkernel.core.launch import Launch, launch, recording
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
 from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, Backward, Forward
@@ -41,7 +41,7 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield
         return
 
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def emulate(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if 0 in grid:
             return
         if hasattr(kernel, "is_gluon") and kernel.is_gluon():
@@ -49,7 +49,7 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         else:
             kernel[grid](*args, **constants)
 
-    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "launch", emulate)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield
 
@@ -116,6 +116,17 @@ def test_heads_that_differ_on_a_gpu(name: str) -> None:
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [8, (16, 8)], ids=["each", "shared"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
+def test_several_items_a_program_on_a_gpu(masked: bool, heads: Any, head_dim: int) -> None:
+    """With 320 tiles of keys, every program takes two or three, one after another."""
+    case = Case("items", _axes(8, 600, heads, head_dim), {"mask": causal()} if masked else {})
+    reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
 @pytest.mark.parametrize("head_dim, value_dim", [(192, 128), (256, 256)])
 def test_forward_of_wide_heads(head_dim: int, value_dim: int) -> None:
     case = Case("wide", _axes(1, 150, 1, (head_dim, value_dim)), {"mask": causal()}, gradients=False)
@@ -127,7 +138,8 @@ CONFIGS = [
     (Forward(3, 64, 4, 2, 160, overlap=True), Backward(64, 3, True, True)),
     (Forward(3, 128, 3, 1, 160), Backward(128, 2, False, True)),
     (Forward(3, 128, 3, 1, 160, overlap=True), Backward(64, 2, False, True, joint=True)),
-    (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, joint=True)),
+    (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, joint=True, held=1)),
+    (Forward(4, 64, 5, 1, 112, overlap=True), Backward(128, 2, False, True, joint=True, held=1)),
 ]
 
 
@@ -162,12 +174,55 @@ def test_many_items_in_a_walk(mask: Mask, stages: int, overlap: bool) -> None:
         _check(case)
 
 
-@pytest.mark.parametrize("mask", [causal(), causal() & window(70), ~window(100), custom(lambda b, h, q, k: k < 0)])
-def test_walks_cover_what_is_visible(mask: Mask) -> None:
+def _few_see() -> Mask:
+    """Keys that no query sees, or those of one tile only, beside others that all see; heads differ."""
+    return custom(lambda b, h, q, k: (k < 128) & (h < 3) | (k >= 256) & (k < 384) & (q < 40) | (k >= 500))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Backward(64, 2, False, True, held=1),
+        Backward(64, 2, False, True),
+        Backward(64, 3, False, False, joint=True, held=1),
+        Backward(64, 3, False, False, joint=True),
+        Backward(128, 2, False, False, joint=True),
+        Backward(128, 2, False, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [_few_see(), causal() & window(64), None], ids=["few", "window", "full"])
+def test_many_items_of_keys_in_a_program(mask: Mask | None, config: Backward) -> None:
+    """Items one after another, of many steps, of fewer than there are stages, and of none."""
+    case = Case("items", _axes(2, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
+    with tune.override(BACKWARD, config):
+        _check(case)
+
+
+def test_backward_programs_stay_where_lengths_are_known() -> None:
+    """As many programs as multiprocessors; where tables decide what is seen, one for each of the 8 items."""
+    q, k = (torch.zeros(2, 256, heads, 64, dtype=torch.float16) for heads in (4, 2))
+    lse = torch.zeros(2, 4, 256)
+    for mask, programs in ((None, 3), (causal(), 3), (_documents(), 8)):
+        problem = hopper.Problem(mask, 1.0, 0.0, None, 0.0, 0)
+        with pytest.MonkeyPatch.context() as patch, recording() as launches:
+            patch.setattr(hopper, "launch", launch)
+            hopper.backward(q, None, q, k, k, None, None, None, q, lse, problem, False)
+        kernel = next(each for each in launches if each.name == "attention_backward")
+        assert kernel.grid == (programs,)
+        items = kernel.args[kernel.kernel.arg_names.index("orders")]
+        assert (items[..., 0] >= 0).sum() == 8
+
+
+@pytest.mark.parametrize("keys", [230, 288, 330])
+@pytest.mark.parametrize(
+    "mask", [None, causal(), causal() & window(70), ~window(100), custom(lambda b, h, q, k: k < 0)]
+)
+def test_walks_cover_what_is_visible(mask: Mask | None, keys: int) -> None:
     """Every visible pair lies in a tile that its warpgroup walks over and its program loads."""
-    rows, columns, groups, queries, keys = 16, 32, 3, 200, 230
+    rows, columns, groups, queries = 16, 32, 3, 200
     found = walks(mask, 1, 1, queries, keys, rows, columns, groups, torch.device("cpu"))
-    seen = mask.visible(1, 1, queries, keys)[0, 0]
+    seen = torch.ones(queries, keys, dtype=torch.bool) if mask is None else mask.visible(1, 1, queries, keys)[0, 0]
     for program in range(found.counts.shape[2]):
         runs = found.loads[0, 0, program, : found.counts[0, 0, program], :2].tolist()
         loaded = [tile for begin, end in runs for tile in range(begin, end)]
@@ -180,6 +235,7 @@ def test_walks_cover_what_is_visible(mask: Mask) -> None:
                 for tile in range(begin, end)
             ]
             assert [tile for tile, _ in walked] == loaded[lead : lead + own]
+            assert len(set(loaded)) == len(loaded)
             first = (program * groups + group) * rows
             block = seen[first : first + rows]
             full = {tile for tile, masked in walked if not masked}
@@ -217,6 +273,22 @@ def test_programs_have_equal_work(length: int, together: int, config: Forward) -
 def test_windows_and_packed_heads_have_equal_work() -> None:
     assert _makespan(causal() & window(128), 1, 64, 16384, Forward(3, 64, 4, 8, 160), 40) < 1.02
     assert _makespan(causal(), 1, 32, 4096, Forward(2, 128, 2, 4, 240), 8) < 1.02
+
+
+def test_keys_of_heads_that_differ_have_equal_work() -> None:
+    """The lengths of a tile of keys are summed over the heads that share it, and the longest are taken first."""
+    mask = custom(lambda b, h, q, k: (k <= q) & ((h % 4 == 0) | (k < 200)))
+    found = walks(mask, 2, 16, 2048, 2048, 128, 64, 1, torch.device("cpu"), turned=True)
+    lines = Lines(2 * 4, 16, 4, 1, 8, turned=True, group=4)
+    costs = torch.from_numpy(lengths(found, lines))
+    assert costs.shape == (8, 16)
+    assert costs[0, 0] == 4 * 32 + 1  # all four heads see the first tile
+    assert costs[0, 8] == 16 + 1  # and one the ninth
+    table = order(mask, found, lines, 5, (2048, 2048, 64))
+    assert torch.equal(table[table >= 0].sort().values, torch.arange(8 * 16, dtype=torch.int32))
+    work = torch.where(table >= 0, costs.flatten()[table.clamp(min=0).long()], 0.0)
+    assert (work[:, :-1] >= work[:, 1:]).all()
+    assert work.sum(1).max() / work.sum(1).mean() < 1.02
 
 
 @pytest.mark.parametrize(

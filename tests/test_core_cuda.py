@@ -465,6 +465,28 @@ def test_loading_inside_a_capture_relaxes_it_and_restores_it(source: Path, monke
     assert len(stand_in.drivers) == before  # nothing more to set up
 
 
+def test_a_chained_launch_asks_for_an_early_start_where_it_can(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, (8, 4, 8, 1))
+    arguments = (None, 1.0, 512, True)
+    Module(source).kernel("fill", FILL).launch((2,), (256,), arguments, chained=True)
+    cuda._launch_configs.clear()
+    cuda.core().LaunchConfig.programmatic_stream_serialization = False  # as from cuda-core 1.2 on
+    for module in (Module(source), Module(source, virtual_arch=75), Module(source, virtual_arch=90)):
+        for chained in (False, True):
+            module.kernel("fill", FILL).launch((2,), (256,), arguments, chained=chained)
+    usual, early = ("config", (2,), (256,), 0), ("config", (2,), (256,), 0, True)
+    assert [launch[1] for launch in stand_in.launches] == [usual, usual, early, usual, usual, usual, early]
+
+
+@needs_nvrtc
+def test_launch_config_of_cuda_core_knows_the_early_start() -> None:
+    config = cuda._launch_config((2,), (256,), 0, True)
+    if not hasattr(nvrtc.core().LaunchConfig, "programmatic_stream_serialization"):
+        pytest.skip("cuda-core before 1.2")
+    assert config.programmatic_stream_serialization
+    assert not cuda._launch_config((2,), (256,), 0, False).programmatic_stream_serialization
+
+
 def test_launch_configs_do_not_pile_up(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StandIn(monkeypatch, (8, 4, 8, 1))
     monkeypatch.setattr(cuda, "MOST_LAUNCH_CONFIGS", 10)

@@ -9,6 +9,7 @@ import torch
 
 from flashkernel.core import device
 from flashkernel.core.cuda import Kernel, Module
+from flashkernel.core.launch import chained
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
@@ -20,6 +21,8 @@ MOST_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values 
 MOST_SINGLE_COLUMNS = 8192  # the same where rows are not whole vectors: every load takes a register of its own
 LEAST_SPANS = 4  # a shorter row is not worth the second launch that a split costs
 MOST_SPLITS = 1024
+MOST_GRID_ROWS = 65535  # of a grid's second and third dimension
+ALL, CAUSAL, MASKED = range(3)  # what a row of the softmax sees, as in kernel.cu
 
 _POINTERS = "pointer, pointer, pointer, pointer, pointer"
 _MASK = "int64, int64, int64, int64, int64, int64"
@@ -36,8 +39,14 @@ _ARGUMENTS = {
 
 @cache
 def kernel(name: str, *parameters: str | int) -> Kernel:
-    """An instance of a template: kernel("row_softmax", "float", 4, 2) is row_softmax<float, 4, 2>."""
-    return MODULE.kernel(f"{name}<{', '.join(map(str, parameters))}>", _ARGUMENTS[name])
+    """An instance of a template: kernel("row_softmax", "float", 4, 2, True) is row_softmax<float, 4, 2, true>."""
+    values = (str(value).lower() if isinstance(value, bool) else str(value) for value in parameters)
+    return MODULE.kernel(f"{name}<{', '.join(values)}>", _ARGUMENTS[name])
+
+
+def _early(x: torch.Tensor, moved: int = 0) -> bool:
+    """Whether a kernel that moves so many bytes is launched before the one before it has ended."""
+    return chained(device.facts(x.device), moved)["CHAINED"]
 
 
 def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +57,8 @@ def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[tor
     a, b = _reduce_pairs(x, weight, kind, whole=(y, saved))
     if a is not y:
         finish = kernel("finish_rows", TYPES[x.dtype], kind)
-        finish.launch((-(-rows // 4),), (WARP, 4), (a, b, y, saved, rows, width, a.shape[1]))
+        arguments = (a, b, y, saved, rows, width, a.shape[1])
+        finish.launch((-(-rows // 4),), (WARP, 4), arguments, chained=_early(x))
     return y, saved
 
 
@@ -65,10 +75,13 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
         pairs = _reduce_pairs(x, None, kinds.SOFTMAX, scale, queries, mask)
         return _spread(x, None, *pairs, kinds.SOFTMAX, scale, queries, mask)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    values, grid, block = _row_in_registers(rows, width)
+    sight = MASKED if mask.tensor is not None else CAUSAL if queries else ALL
+    sms = device.facts(x.device).sms
+    values = _values_in_registers(rows, width, sms, vector, sight)
+    grid, block = _row_in_registers(rows, width, values)
     arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides)
-    plain = "true" if vector > 1 and mask.tensor is None and queries == 0 else "false"
-    kernel("row_softmax", TYPES[x.dtype], vector, values // vector, plain).launch(grid, block, arguments)
+    forward = kernel("row_softmax", TYPES[x.dtype], vector, values // vector, sight)
+    forward.launch(grid, block, arguments, chained=_early(x, 2 * x.nbytes))
     return y
 
 
@@ -80,7 +93,8 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, queries: i
         pairs = _reduce_pairs(y, dy, kinds.WEIGHTED, queries=queries)
         return _spread(y, dy, *pairs, kinds.SOFTMAX_BACKWARD, scale, queries)
     dx = torch.empty((rows, width), dtype=y.dtype, device=y.device)
-    values, grid, block = _row_in_registers(rows, width)
+    values = _values_in_registers(rows, width)
+    grid, block = _row_in_registers(rows, width, values)
     arguments = (dy, y, dx, dy.stride(0), y.stride(0), rows, width, scale, queries)
     kernel("row_softmax_backward", TYPES[y.dtype], vector, values // vector).launch(grid, block, arguments)
     return dx
@@ -120,12 +134,24 @@ def _vector(*tensors: torch.Tensor) -> int:
     return count if whole else 1
 
 
-def _row_in_registers(rows: int, width: int) -> tuple[int, tuple[int], tuple[int, int]]:
-    """(values a thread, grid, block) of a softmax that reads its rows once."""
-    values = 8 if width <= 8 * WARP else 16 if width <= 16 * MOST_THREADS else 32
+def _values_in_registers(rows: int, width: int, sms: int = 0, vector: int = 1, sight: int = ALL) -> int:
+    """Columns a thread holds in a softmax that reads its rows once."""
+    if width <= 8 * WARP:
+        return 8
+    if width > 16 * MOST_THREADS:
+        return 32
+    if vector > 1 and sms <= rows < 16 * sms and width >= 4096:
+        return 32  # half the threads, so that all rows are resident at once
+    if vector > 1 and rows >= 16 * sms and width >= 1024 and sight != ALL:
+        return 32  # half the threads, which find out half as often what their row sees
+    return 16
+
+
+def _row_in_registers(rows: int, width: int, values: int) -> tuple[tuple[int], tuple[int, int]]:
+    """(grid, block) of a softmax that reads its rows once, so many columns a thread."""
     threads = max(WARP, power_of_2(-(-width // values)))
     together = 4 if threads == WARP else 1  # rows of a block
-    return values, (-(-rows // together) if width else 0,), (threads, together)
+    return (-(-rows // together) if width else 0,), (threads, together)
 
 
 def _reduce_pairs(
@@ -144,10 +170,13 @@ def _reduce_pairs(
     rows, width = x.shape
     sms, vector = device.facts(x.device).sms, 16 // x.element_size()
     # IN_FLIGHT loads a thread; many threads only for few rows that are too short to be split.
-    # Exponentials cost more to merge than to add up: on short rows half the threads, each with twice the columns.
-    many = 64 if kind in (kinds.LOGSUMEXP, kinds.SOFTMAX) and width <= 8192 else 128
+    # Maxima and exponentials cost more to merge than to add up: on short rows half the threads, each with twice the
+    # columns.
+    many = 64 if kind >= kinds.MAX and width <= 8192 else 128
     most = MOST_THREADS if rows < 4 * sms and width <= 65536 else many
-    threads = max(WARP, min(most, power_of_2(-(-width // (vector * IN_FLIGHT)))))
+    # A few short rows: what counts is how soon one is done, so two loads a thread.
+    loads = 2 if rows < sms and width <= 8192 else IN_FLIGHT
+    threads = max(WARP, min(most, power_of_2(-(-width // (vector * loads)))))
     together = 4 if threads == WARP else 1  # rows of a block
     spans = -(-width // (threads * vector * IN_FLIGHT))
     # Threads a multiprocessor holds at once, by the registers that each kind takes.
@@ -162,10 +191,10 @@ def _reduce_pairs(
         pair = a, b
     weight_type = TYPES[x.dtype if weight is None else weight.dtype]
     weight_stride = weight.stride(0) if weight is not None and weight.ndim == 2 else 0
-    kernel("row_reduce", TYPES[x.dtype], weight_type, kind, "false" if pair is whole else "true").launch(
+    kernel("row_reduce", TYPES[x.dtype], weight_type, kind, pair is not whole, mask.tensor is not None).launch(
         (-(-rows // together), splits), (threads, together),
         (x, weight, mask.tensor, *pair, x.stride(0), weight_stride, rows, width, span, scale, queries,
-         *mask.sizes, *mask.strides),
+         *mask.sizes, *mask.strides), chained=_early(x, x.nbytes),
     )  # fmt: skip
     return pair
 
@@ -184,12 +213,13 @@ def _spread(
     rows, width = x.shape
     result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     matrix = [dy] if dy is not None and dy.ndim == 2 else []
-    vector, threads = _vector(x, *matrix), 256
+    vector, threads = _vector(x, *matrix), 128
     items = 2 if vector > 1 and not matrix else 1  # loads under way per thread
     blocks = -(-width // (threads * vector * items))
-    kernel("spread_rows", TYPES[x.dtype], vector, kind, items).launch(
-        (rows * blocks,), (threads,),
-        (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, width, blocks,
+    kernel("spread_rows", TYPES[x.dtype], vector, kind, items, mask.tensor is not None).launch(
+        (blocks, min(rows, MOST_GRID_ROWS), -(-rows // MOST_GRID_ROWS)), (threads,),
+        (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, rows, width,
          first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.sizes, *mask.strides),
+        chained=_early(x, 2 * x.nbytes),
     )  # fmt: skip
     return result

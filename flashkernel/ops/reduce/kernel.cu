@@ -3,7 +3,7 @@
 // A row is reduced in three steps, each among those who share something (row.cuh has them):
 //   1. a thread merges the columns it loads, 16 bytes at a time, in registers;
 //   2. a warp merges its 32 threads by shuffles, which pass registers from lane to lane without touching memory;
-//   3. a block merges its warps through shared memory, in a tree that halves the number of partners every round.
+//   3. a block merges its warps, which meet in shared memory, in a tree that halves the number of partners every round.
 // Where several blocks share a row, a second kernel merges what they left. The order, and so every bit, is fixed.
 //
 // A block is (threads per row, rows): one row for wide rows, several rows of a warp each for narrow ones. Threads per
@@ -22,35 +22,35 @@ __device__ inline void finish(T* first, float* second, Index row, Pair pair, Ind
 }
 
 // What N columns of x become before they are merged: times their weights, or the softmax's scores.
-template <int KIND, typename W, int N>
-__device__ inline void prepare(float (&value)[N], Index column, const W* weight, bool wide, float scale,
-                               const unsigned char* bits, Index column_stride) {
+template <int KIND, bool MASKED, typename W, int N>
+__device__ inline void prepare(float (&value)[N], const W* weight, bool wide, float scale, const Shown<N>& shown) {
     if constexpr (KIND == WEIGHTED) {
         float factor[N];
-        load_beside(factor, weight + column, wide);
+        load_beside(factor, weight, wide);
 #pragma unroll
         for (int i = 0; i < N; ++i) value[i] *= factor[i];
     }
     if constexpr (KIND == SOFTMAX) {
 #pragma unroll
         for (int i = 0; i < N; ++i) value[i] *= scale;
-        hide(value, column, bits, column_stride);
+        if constexpr (MASKED) hide(value, shown);
     }
 }
 
 // Block (i, s) reduces columns [s * span, (s + 1) * span) of its rows: to results (first is T*), or, RAW, to the pairs
 // first = a and second = b, both float [rows, splits].
-template <typename T, typename W, int KIND, bool RAW>
+template <typename T, typename W, int KIND, bool RAW, bool MASKED>
 __global__ void __launch_bounds__(MOST_THREADS)
 row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, float* second, Index x_stride,
            Index weight_stride, Index rows, Index width, Index span, float scale, Index queries, Index middle,
            Index inner, Index outer_stride, Index middle_stride, Index inner_stride, Index column_stride) {
     constexpr int N = PER_LOAD<T>;
+    join_chain();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;  // a whole warp, alone with its row: nobody waits for it
-    const Index seen = visible_columns(row, width, queries);
+    const Index seen = KIND == SOFTMAX || KIND == WEIGHTED ? visible_columns(row, width, queries) : width;
     const Index start = min(seen, blockIdx.y * span), stop = min(seen, start + span);
-    bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
+    if constexpr (MASKED) bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
     x += row * x_stride;
     weight += row * weight_stride;
 
@@ -63,23 +63,26 @@ row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, 
     const Index tail = body + Index(vectors) * N;
 
     Pair pair = nothing<KIND>();
-    if (thread < head) {
-        float value[1] = {to_float(x[start + thread])};
-        prepare<KIND>(value, start + thread, weight, false, scale, bits, column_stride);
+    const auto absorb_one = [&](Index column) {
+        float value[1] = {to_float(x[column])};
+        Shown<1> shown;
+        if constexpr (MASKED) shown.load(bits + column * column_stride, column_stride, false);
+        prepare<KIND, MASKED>(value, weight + column, false, scale, shown);
         absorb<KIND>(pair, value);
-    }
-    if (tail + thread < stop) {
-        float value[1] = {to_float(x[tail + thread])};
-        prepare<KIND>(value, tail + thread, weight, false, scale, bits, column_stride);
-        absorb<KIND>(pair, value);
-    }
-    const bool wide = KIND == WEIGHTED && on_16_bytes(weight + body);
+    };
+    if (thread < head) absorb_one(start + thread);
+    if (tail + thread < stop) absorb_one(tail + thread);
+    const bool wide = MASKED ? loads_wide<N>(bits + body, column_stride)
+                             : KIND == WEIGHTED && on_16_bytes(weight + body);
     for (int vector = thread; vector < vectors; vector += IN_FLIGHT * threads) {
         Vector<T, N> loaded[IN_FLIGHT];
+        Shown<N> shown[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {  // all loads first: they wait for the memory together
             const int mine = vector + i * threads;
-            if (mine < vectors) loaded[i].load(x + body + Index(mine) * N);
+            const Index column = body + Index(mine) * N;
+            if (mine < vectors) loaded[i].load(x + column);
+            if (MASKED && mine < vectors) shown[i].load(bits + column * column_stride, column_stride, wide);
         }
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
@@ -87,12 +90,12 @@ row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, 
             if (mine >= vectors) break;
             float value[N];
             loaded[i].unpack(value);
-            prepare<KIND>(value, body + Index(mine) * N, weight, wide, scale, bits, column_stride);
+            prepare<KIND, MASKED>(value, weight + body + Index(mine) * N, wide, scale, shown[i]);
             absorb<KIND>(pair, value);
         }
     }
 
-    pair = row_merge<KIND>(pair);
+    pair = merge_threads<KIND, true>(pair);
     if (thread != 0) return;
     if constexpr (RAW) {
         static_cast<float*>(first)[row * gridDim.y + blockIdx.y] = pair.a;
@@ -106,83 +109,101 @@ row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, 
 template <typename T, int KIND>
 __global__ void finish_rows(const float* a, const float* b, T* first, float* second, Index rows, Index width,
                             int splits) {
+    join_chain();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     Pair pair = nothing<KIND>();
     for (Index place = row * splits + threadIdx.x; place < (row + 1) * splits; place += WARP) {
         pair = merge<KIND>(pair, {a[place], b[place]});
     }
-    pair = warp_merge<KIND>(pair);
+    pair = merge_threads<KIND, false>(pair);
     if (threadIdx.x == 0) finish<T, KIND>(first, second, row, pair, width);
 }
 
-// The softmax of rows that fit the registers of a block: one read, one write. N is PER_LOAD<T> where rows are made of
-// whole vectors, else 1; thread t holds the N columns from t * N on, from (t + threads) * N on, ... PLAIN: no mask, not
-// causal. The row is held as it was loaded, and unpacked for each of the three passes: largest value, sum, result.
-template <typename T, int N, int ITEMS, bool PLAIN>
+// What a row of the softmax sees: all of it, the columns up to its own, or (of those, if causal) what a mask shows.
+enum Sight { ALL, CAUSAL, MASKED };
+
+// The softmax of rows that fit the registers of a block: one read, one exponential a column, one write. N is
+// PER_LOAD<T> where rows are made of whole vectors, else 1; thread t holds the N columns from t * N on, from
+// (t + threads) * N on, ...
+template <typename T, int N, int ITEMS, int SIGHT>
 __global__ void __launch_bounds__(MOST_THREADS)
 row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index rows, int width, float scale,
             Index queries, Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
-    static_assert(N * ITEMS <= 32, "which columns are seen is one word a thread");
+    join_chain();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    const int seen = PLAIN ? width : visible_columns(row, width, queries);
-    bits = PLAIN ? nullptr : mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
+    const int seen = SIGHT == ALL ? width : visible_columns(row, width, queries);
+    const int first = threadIdx.x * N, step = blockDim.x * N;
     x += row * x_stride;
     y += row * width;
 
     Vector<T, N> loaded[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int column = (threadIdx.x + i * blockDim.x) * N;
-        if (column < seen) loaded[i].load(x + column);
+        if (first + i * step < seen) loaded[i].load(x + first + i * step);
     }
-    unsigned shown = 0;  // a bit for each column
-    float top = -infinity();
+    Shown<N> shown[ITEMS];
+    if constexpr (SIGHT == MASKED) {  // where the mask begins is worked out while x is under way
+        bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
+        const bool wide = loads_wide<N>(bits, column_stride);
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        const int column = (threadIdx.x + i * blockDim.x) * N;
-        if (column >= seen) break;
-        float value[N];
-        loaded[i].unpack(value);
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            if (!PLAIN && (column + j >= seen || (bits && !bits[(column + j) * column_stride]))) continue;
-            shown |= 1u << (i * N + j);
-            top = fmaxf(top, value[j] * scale);
+        for (int i = 0; i < ITEMS; ++i) {
+            const int column = first + i * step;
+            if (column < seen) shown[i].load(bits + column * column_stride, column_stride, wide);
         }
     }
-    const float base = finite<SOFTMAX>(top);
+    if constexpr (SIGHT != ALL) {  // what is not seen is known already
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const float zeros[N] = {};
+            if (first + i * step >= seen && first + i * step < width) store(y + first + i * step, zeros);
+        }
+    }
+
+    // A positive scale can wait until the largest value is subtracted, which is exact: no large number is ever rounded.
+    const bool rising = scale > 0.f;
+    const float unit = rising ? scale * LOG2E : LOG2E;
+    float value[ITEMS][N], top = -infinity();
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int left = seen - (first + i * step);  // columns seen from here on
+        if (left <= 0) break;
+        loaded[i].unpack(value[i]);
+        if (!rising) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) value[i][j] *= scale;
+        }
+        if constexpr (SIGHT == MASKED) hide(value[i], shown[i]);
+        if (SIGHT != ALL && left < N) {  // the diagonal passes through this vector
+#pragma unroll
+            for (int j = 1; j < N; ++j) value[i][j] = j < left ? value[i][j] : -infinity();
+        }
+        float highest = value[i][0];
+#pragma unroll
+        for (int j = 1; j < N; ++j) highest = fmaxf(highest, value[i][j]);
+        top = fmaxf(top, highest);
+    }
+    const float base = finite<SOFTMAX>(row_join<Larger<SOFTMAX>>(top));
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int column = (threadIdx.x + i * blockDim.x) * N;
-        if (column >= seen) break;
-        float value[N];
-        loaded[i].forget();
-        loaded[i].unpack(value);
+        if (first + i * step >= seen) break;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const float power = exponential(value[j] * scale - base);
-            total += PLAIN || shown >> (i * N + j) & 1u ? power : 0.f;
+            value[i][j] = power_of_2((value[i][j] - base) * unit);
+            total += value[i][j];
         }
     }
-    const Pair pair = row_merge<SOFTMAX>({top, total});
-    const float highest = finite<SOFTMAX>(pair.a), factor = pair.b == 0.f ? 0.f : 1.f / pair.b;
+    total = row_join<Plus>(total);
+    const float factor = inverse(total);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int column = (threadIdx.x + i * blockDim.x) * N;
-        if (column >= width) break;
-        float value[N];
-        loaded[i].forget();
-        loaded[i].unpack(value);
+        if (first + i * step >= seen) break;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            const float power = exponential(value[j] * scale - highest) * factor;
-            value[j] = PLAIN || shown >> (i * N + j) & 1u ? power : 0.f;
-        }
-        store(y + column, value);
+        for (int j = 0; j < N; ++j) value[i][j] *= factor;
+        store(y + first + i * step, value[i]);
     }
 }
 
@@ -212,7 +233,7 @@ row_softmax_backward(const T* dy, const T* y, T* dx, Index dy_stride, Index y_st
 #pragma unroll
         for (int j = 0; j < N; ++j) along += p[j] * g[j];
     }
-    along = row_merge<SUM>({along, 0.f}).a;
+    along = row_join<Plus>(along);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int column = (threadIdx.x + i * blockDim.x) * N;
@@ -230,57 +251,83 @@ row_softmax_backward(const T* dy, const T* y, T* dx, Index dy_stride, Index y_st
 //   logsumexp         dx = exp(x - second) * dy            second: the logsumexp in float
 //   softmax           y = exp(scale * x - a) / b           (a, b) merged from the pairs [rows, splits]
 //   softmax backward  dx = x * (dy - a) * scale            x: the softmax itself, a: sum(x * dy), merged likewise
-template <typename T, int N, int KIND, int ITEMS>
+// Block (b, i, j) has some of the columns of row j * gridDim.y + i: a grid of rows is two-dimensional because neither
+// dimension but the first may exceed 65535.
+template <typename T, int N, int KIND, int ITEMS, bool MASKED>
 __global__ void __launch_bounds__(MOST_THREADS)
 spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* first, const float* second, T* result,
-            Index x_stride, Index dy_stride, Index width, Index blocks, int splits, float scale, Index queries,
+            Index x_stride, Index dy_stride, Index rows, Index width, int splits, float scale, Index queries,
             Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
-    const Index row = blockIdx.x / blocks;
-    const Index start = (blockIdx.x % blocks * ITEMS * blockDim.x + threadIdx.x) * N, step = Index(blockDim.x) * N;
-    const Index seen = visible_columns(row, width, queries);
-    x += row * x_stride;
+    join_chain();
+    const Index row = Index(blockIdx.z) * gridDim.y + blockIdx.y;
+    if (row >= rows) return;
+    const int step = blockDim.x * N;
+    const Index start = Index(blockIdx.x) * ITEMS * step + threadIdx.x * N;  // this thread's first column
+    const Index seen = KIND >= SOFTMAX ? visible_columns(row, width, queries) : width;
+    const Index most = Index(ITEMS) * step;
+    const int inside = min(width - start, most), visible = max(-most, min(seen - start, most));  // from there on
+    x += row * x_stride + start;
+    dy += row * dy_stride;
+    result += row * width + start;
     Vector<T, N> loaded[ITEMS], gradient[ITEMS];
+    Shown<N> shown[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const Index column = start + i * step;
-        if (column < seen) loaded[i].load(x + column);
-        if (KIND == SOFTMAX_BACKWARD && column < seen) gradient[i].load(dy + row * dy_stride + column);
+        if (i * step >= visible) break;
+        loaded[i].load(x + i * step);
+        if constexpr (KIND == SOFTMAX_BACKWARD) gradient[i].load(dy + start + i * step);
+    }
+    if constexpr (MASKED) {
+        bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride) + start * column_stride;
+        const bool wide = loads_wide<N>(bits, column_stride);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (i * step < visible) shown[i].load(bits + i * step * column_stride, column_stride, wide);
+        }
     }
 
-    // Every block of a row merges its pairs anew: they are few, and in the cache.
+    // Every warp merges the pairs of its row anew: they are few, and in the cache.
     constexpr int MERGED = KIND == SOFTMAX_BACKWARD ? SUM : SOFTMAX;
     Pair pair = nothing<MERGED>();
     if constexpr (KIND >= SOFTMAX) {
-        for (int split = threadIdx.x; split < splits; split += blockDim.x) {
-            const Index place = row * splits + split;
-            pair = merge<MERGED>(pair, {static_cast<const float*>(first)[place], second[place]});
+        const float* a = static_cast<const float*>(first) + row * splits;
+        const float* b = second + row * splits;
+        if (splits == 1) {
+            pair = {a[0], b[0]};
+        } else {
+            for (int split = threadIdx.x % WARP; split < splits; split += WARP) {
+                pair = merge<MERGED>(pair, {a[split], b[split]});
+            }
+            pair = merge_threads<MERGED, false>(pair);
         }
-        pair = row_merge<MERGED>(pair);
     }
     const float top = KIND == MAX ? to_float(static_cast<const T*>(first)[row]) : finite<SOFTMAX>(pair.a);
-    const float inverse = pair.b == 0.f ? 0.f : 1.f / pair.b;
+    const float factor = inverse(pair.b);
     const float share = KIND == MAX ? to_float(dy[row]) / second[row] : KIND == LOGSUMEXP ? to_float(dy[row]) : 0.f;
     const float total = KIND == LOGSUMEXP ? finite<SOFTMAX>(second[row]) : 0.f;
-    if constexpr (KIND == SOFTMAX) bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const Index column = start + i * step;
-        if (column >= width) return;
-        float value[N], answer[N], g[N];
-        if (column < seen) {
+        if (i * step >= inside) return;
+        const int left = visible - i * step;  // columns seen from here on
+        float value[N], answer[N] = {}, g[N];
+        if (left > 0) {
             loaded[i].unpack(value);
             if constexpr (KIND == SOFTMAX_BACKWARD) gradient[i].unpack(g);
-        }
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            const bool hidden = column + j >= seen || (KIND == SOFTMAX && bits && !bits[(column + j) * column_stride]);
-            if (KIND == MAX) answer[j] = (value[j] == top ? 1.f : 0.f) * share;
-            if (KIND == LOGSUMEXP) answer[j] = exponential(value[j] - total) * share;
-            if (KIND == SOFTMAX) answer[j] = hidden ? 0.f : exponential(value[j] * scale - top) * inverse;
-            if (KIND == SOFTMAX_BACKWARD) answer[j] = hidden ? 0.f : value[j] * (g[j] - pair.a) * scale;
+            for (int j = 0; j < N; ++j) {
+                if (KIND == MAX) answer[j] = (value[j] == top ? 1.f : 0.f) * share;
+                if (KIND == LOGSUMEXP) answer[j] = exponential(value[j] - total) * share;
+                if (KIND == SOFTMAX) answer[j] = exponential(value[j] * scale - top) * factor;
+                if (KIND == SOFTMAX_BACKWARD) answer[j] = value[j] * (g[j] - pair.a) * scale;
+                if (MASKED && !shown[i][j]) answer[j] = 0.f;
+            }
+            if (KIND >= SOFTMAX && left < N) {  // the diagonal passes through this vector
+#pragma unroll
+                for (int j = 1; j < N; ++j) answer[j] = j < left ? answer[j] : 0.f;
+            }
         }
-        store(result + row * width + column, answer);
+        store(result + i * step, answer);
     }
 }
 

@@ -8,14 +8,24 @@
 using Index = long long;  // element offsets go beyond 2^31
 
 constexpr int WARP = 32;
-constexpr int MOST_WARPS = 32;
 constexpr int MOST_THREADS = 512;  // in a block: leaves up to 128 registers to a thread
+constexpr int MOST_WARPS = MOST_THREADS / WARP;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int IN_FLIGHT = 4;  // loads a thread issues before it uses the first: latency is hidden by what is under way
 
 // The order matters: up to WEIGHTED a reduction adds, starting from 0; from MAX on it starts from -inf; from LOGSUMEXP
 // on it adds exponentials. kinds.py has the same numbers.
 enum Kind { SUM, MEAN, WEIGHTED, MAX, LOGSUMEXP, SOFTMAX, SOFTMAX_BACKWARD };
+
+// A kernel may be launched before the one before it has ended, from sm_90 on, to save the time between them (cuda.py
+// says when). It must call this first: all that was launched before is done and seen, and the next kernel may take the
+// seats that become free. Launched without haste, it waits for nothing.
+__device__ inline void join_chain() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 // What is known of some columns:
 //   sum, mean, weighted sum   a = sum of the values
@@ -37,6 +47,13 @@ __device__ inline float power_of_2(float x) {
 }
 __device__ inline float exponential(float x) { return power_of_2(x * LOG2E); }
 
+// 1 / total of a sum of exponentials, which is 1 at least, or 0 where there was nothing to add.
+__device__ inline float inverse(float total) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(total));
+    return total == 0.f ? 0.f : result;
+}
+
 // Elements are float, half or bfloat16 in memory and float in registers.
 
 __device__ inline float to_float(float value) { return value; }
@@ -54,6 +71,17 @@ __device__ inline void open(float* value, unsigned word, __half) {
 }
 __device__ inline void open(float* value, unsigned word, __nv_bfloat16) {  // bfloat16 is the upper half of a float
     value[0] = __uint_as_float(word << 16), value[1] = __uint_as_float(word & 0xffff0000u);
+}
+
+// And back: one 32-bit word of elements.
+__device__ inline unsigned close(const float* value, float) { return __float_as_uint(value[0]); }
+__device__ inline unsigned close(const float* value, __half) {
+    const __half2 both = __floats2half2_rn(value[0], value[1]);
+    return reinterpret_cast<const unsigned&>(both);
+}
+__device__ inline unsigned close(const float* value, __nv_bfloat16) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(value[0], value[1]);
+    return reinterpret_cast<const unsigned&>(both);
 }
 
 template <typename T> constexpr int PER_LOAD = 16 / sizeof(T);  // elements in the widest load there is
@@ -81,14 +109,15 @@ template <typename T> struct Vector<T, 1> {
     __device__ void forget() {}
 };
 
+// A vector goes out in one store, in PTX: of an assignment the compiler may make four.
 template <typename T, int N> __device__ inline void store(T* target, const float (&value)[N]) {
-    alignas(16) T packed[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) assign(packed[i], value[i]);
     if constexpr (N == 1) {
-        *target = packed[0];
+        assign(*target, value[0]);
     } else {
-        *reinterpret_cast<uint4*>(target) = reinterpret_cast<const uint4&>(packed);
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)),
+                     "r"(close(value, T())), "r"(close(value + N / 4, T())), "r"(close(value + N / 2, T())),
+                     "r"(close(value + 3 * N / 4, T()))
+                     : "memory");
     }
 }
 
@@ -120,7 +149,22 @@ template <int KIND> __device__ inline float finite(float top) {
     return top == -infinity() || (KIND == LOGSUMEXP && top == infinity()) ? 0.f : top;
 }
 
-__device__ inline float larger(float x, float y) { return x > y || x != x ? x : y; }  // NaN wins; fmaxf drops it
+__device__ inline float larger(float x, float y) {  // NaN wins; fmaxf drops it
+#if __CUDA_ARCH__ >= 800
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+    return result;
+#else
+    return x > y || x != x ? x : y;
+#endif
+}
+
+struct Plus {
+    __device__ float operator()(float x, float y) const { return x + y; }
+};
+template <int KIND> struct Larger {
+    __device__ float operator()(float x, float y) const { return KIND == MAX ? larger(x, y) : fmaxf(x, y); }
+};
 
 template <int KIND> __device__ inline Pair merge(Pair x, Pair y) {
     if constexpr (KIND == MAX) {
@@ -138,9 +182,10 @@ template <int KIND> __device__ inline Pair merge(Pair x, Pair y) {
 // operations that wait for one another.
 template <int KIND, int N> __device__ inline void absorb(Pair& pair, const float (&value)[N]) {
     if constexpr (KIND >= MAX) {
-        float top = pair.a;
+        float top = value[0];
 #pragma unroll
-        for (int i = 0; i < N; ++i) top = KIND == MAX ? larger(top, value[i]) : fmaxf(top, value[i]);
+        for (int i = 1; i < N; ++i) top = Larger<KIND>()(top, value[i]);
+        top = Larger<KIND>()(top, pair.a);  // last: the largest of the next load need not wait for it
         const float base = finite<KIND>(top);
         float total = KIND == MAX ? (pair.a == top ? pair.b : 0.f) : pair.b * exponential(pair.a - base);
 #pragma unroll
@@ -162,57 +207,53 @@ template <int KIND, int N> __device__ inline void absorb(Pair& pair, const float
     }
 }
 
-// Merge the lanes of a warp: lane l takes from lane l + 16, then l + 8, ... ; after five rounds lane 0 has all 32.
-// Exponentials first agree on the largest value, so that each lane rescales its sum once and not in every round.
-template <int KIND> __device__ inline Pair warp_merge(Pair pair) {
-    if constexpr (KIND > MAX) {
-        float top = pair.a;
-#pragma unroll
-        for (int distance = WARP / 2; distance > 0; distance /= 2) {
-            top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, distance));
-        }
-        float total = pair.b * exponential(pair.a - finite<KIND>(top));
-#pragma unroll
-        for (int distance = WARP / 2; distance > 0; distance /= 2) {
-            total += __shfl_down_sync(ALL_LANES, total, distance);
-        }
-        return {top, total};
-    }
+// Join the values of a warp: lane l exchanges with lane l ^ 16, then l ^ 8, ... ; after five rounds each of the 32
+// lanes has all of them. Shuffles pass registers from lane to lane without touching memory.
+template <typename Join> __device__ inline float warp_join(float value) {
 #pragma unroll
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        const Pair other = {__shfl_down_sync(ALL_LANES, pair.a, distance),
-                            KIND >= MAX ? __shfl_down_sync(ALL_LANES, pair.b, distance) : 0.f};
-        pair = merge<KIND>(pair, other);
+        value = Join()(value, __shfl_xor_sync(ALL_LANES, value, distance));
     }
-    return pair;
+    return value;
 }
 
-// Merge the threads of a row, and give all of them the result.
-template <int KIND> __device__ inline Pair row_merge(Pair pair) {
-    __shared__ Pair partner[MOST_WARPS];
-    pair = warp_merge<KIND>(pair);
-    if (blockDim.x == WARP) {  // the row is this warp's own
-        return {__shfl_sync(ALL_LANES, pair.a, 0), __shfl_sync(ALL_LANES, pair.b, 0)};
-    }
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    if (lane == 0) partner[warp] = pair;
+// Join the values of all threads of a row, once in a kernel for each way to join. Every warp leaves its value in shared
+// memory; after the one barrier every warp climbs the same tree over them, which halves the number of partners every
+// round, so that nobody has to hand the result back.
+template <typename Join> __device__ inline float row_join(float value) {
+    __shared__ float partner[MOST_WARPS];
+    value = warp_join<Join>(value);
+    const int warps = blockDim.x / WARP;
+    if (warps == 1) return value;  // the row is this warp's own
+    if (threadIdx.x % WARP == 0) partner[threadIdx.x / WARP] = value;
     __syncthreads();
-    if (warp == 0) {  // at most 32 partners: one warp climbs the tree, so no block-wide barrier between rounds
-        for (int half = blockDim.x / WARP / 2; half > 0; half /= 2) {
-            if (lane < half) partner[lane] = merge<KIND>(partner[lane], partner[lane + half]);
-            __syncwarp();
-        }
+    value = partner[threadIdx.x & (warps - 1)];
+#pragma unroll
+    for (int distance = MOST_WARPS / 2; distance > 0; distance /= 2) {
+        if (distance < warps) value = Join()(value, __shfl_xor_sync(ALL_LANES, value, distance));
     }
-    __syncthreads();
-    return partner[0];
+    return value;
 }
 
-// Where a row's mask begins; null: there is none. A row number is (outer, middle, inner) in mixed radix.
+// Merge the pairs of the threads of a row, or of a warp, and give all of them the result: first they agree on the
+// largest value, so that each rescales its sum once and not in every round.
+template <int KIND, bool WHOLE_ROW> __device__ inline Pair merge_threads(Pair pair) {
+    const auto sum = [](float value) { return WHOLE_ROW ? row_join<Plus>(value) : warp_join<Plus>(value); };
+    if constexpr (KIND < MAX) {
+        return {sum(pair.a), 0.f};
+    } else {
+        const float top = WHOLE_ROW ? row_join<Larger<KIND>>(pair.a) : warp_join<Larger<KIND>>(pair.a);
+        if constexpr (KIND == MAX) return {top, sum(pair.a == top ? pair.b : 0.f)};
+        return {top, sum(pair.b * exponential(pair.a - finite<KIND>(top)))};
+    }
+}
+
+// Where a row's mask begins. A row number is (outer, middle, inner) in mixed radix.
 __device__ inline const unsigned char* mask_of(Index row, const unsigned char* bits, Index middle, Index inner,
                                                Index outer_stride, Index middle_stride, Index inner_stride) {
-    if (bits == nullptr) return nullptr;
-    return bits + row / (middle * inner) * outer_stride + row / inner % middle * middle_stride +
-           row % inner * inner_stride;
+    const Index beyond = row / inner, outer = beyond / middle;
+    bits += outer * outer_stride + (beyond - outer * middle) * middle_stride;
+    return bits + (row - beyond * inner) * inner_stride;
 }
 
 // Columns a row sees: query q of Q sees the first q + 1 + (width - Q). Q = 0: not causal.
@@ -221,10 +262,33 @@ __device__ inline Index visible_columns(Index row, Index width, Index queries) {
     return max(Index(0), min(width, row % queries + 1 + width - queries));
 }
 
-template <int N> __device__ inline void hide(float (&value)[N], Index column, const unsigned char* bits, Index stride) {
-    if (bits == nullptr) return;
+// The mask of N columns: its bytes as they lie in memory, four to a word.
+template <int N> struct Shown {
+    unsigned word[(N + 3) / 4];
+
+    // Neighbours that begin on a boundary (`wide`) come in one load beside the one of x, others one by one.
+    __device__ void load(const unsigned char* source, Index stride, bool wide) {
+        if (N == 8 && wide) {
+            const uint2 both = *reinterpret_cast<const uint2*>(source);
+            word[0] = both.x, word[N / 8] = both.y;
+        } else if (N == 4 && wide) {
+            word[0] = *reinterpret_cast<const unsigned*>(source);
+        } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (!bits[(column + i) * stride]) value[i] = -infinity();
+            for (int i = 0; i < N; ++i) {
+                const unsigned byte = unsigned(source[i * stride]) << 8 * (i % 4);
+                word[i / 4] = i % 4 ? word[i / 4] | byte : byte;
+            }
+        }
     }
+    __device__ bool operator[](int i) const { return word[i / 4] & 0xffu << 8 * (i % 4); }
+};
+
+template <int N> __device__ inline bool loads_wide(const unsigned char* source, Index stride) {
+    return stride == 1 && reinterpret_cast<unsigned long long>(source) % N == 0;
+}
+
+template <int N> __device__ inline void hide(float (&value)[N], const Shown<N>& shown) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = shown[i] ? value[i] : -infinity();
 }

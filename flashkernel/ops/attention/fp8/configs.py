@@ -17,8 +17,7 @@ _LOADER_REGISTERS = 24
 class Hopper:
     """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys.
 
-    `polynomial` of every eight exponentials are computed where multiplications are; with `turns` the warpgroups start
-    their products one after the other.
+    `polynomial` of every eight exponentials are computed where multiplications are.
     """
 
     groups: int
@@ -27,7 +26,6 @@ class Hopper:
     pack: int
     registers: int
     polynomial: int = 0
-    turns: bool = False
 
     @property
     def rows(self) -> int:
@@ -70,8 +68,7 @@ def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[Hopper]:
         for groups, registers in ((2, 240), (3, 160)):
             for columns in (64, 128, 256):
                 for polynomial in (0, 1, 2):
-                    for turns in (False, True):
-                        yield Hopper(groups, columns, 2 if columns > 128 else 4, pack, registers, polynomial, turns)
+                    yield Hopper(groups, columns, 2 if columns > 128 else 4, pack, registers, polynomial)
 
 
 def _hopper_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.mask import Mask
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import TensorDescriptor, gl
-from flashkernel.core.launch import launch
+from flashkernel.core.launch import chained, launch
 from flashkernel.ops.attention import triton as portable
-from flashkernel.ops.attention.hopper.backward import attention_backward, attention_finish, attention_prepare
+from flashkernel.ops.attention.hopper.around import attention_finish, attention_prepare
+from flashkernel.ops.attention.hopper.backward import attention_backward
 from flashkernel.ops.attention.hopper.configs import (
     BACKWARD,
     FORWARD,
@@ -46,8 +48,8 @@ def forward(
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     if batch == 0 or queries == 0:
         return o, lse
-    if sparse(keys, span(problem.mask, batch, heads, queries, keys)):  # a walk is over before its pipeline is full
-        return portable.forward(q, k, v, bias, sinks, slopes, problem)
+    if sparse(keys, span(problem.mask, batch, heads, queries, keys), max(width, values)):
+        return portable.forward(q, k, v, bias, sinks, slopes, problem)  # a walk is over before its pipeline is full
     if keys == 0:  # nothing is seen, and a descriptor of nothing is not allowed
         nothing = lse.new_full((heads,), float("-inf")) if sinks is None else sinks.float()
         return o.zero_(), lse.copy_(nothing.view(1, -1, 1))
@@ -70,9 +72,10 @@ def forward(
         _tiled(o, (config.rows, config.pack)), sinks, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts,
         items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], heads,
         heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
-        MASK=mask, CAP=problem.softcap > 0, EARLY=early, HAS_SINKS=sinks is not None, GROUPS=config.groups,
-        STAGES=config.stages, COLUMNS=config.columns, WIDTH=block(width), VALUES=block(values), PACK=config.pack,
-        SHARE=shares_output(config, width, values), OVERLAP=config.overlap, REGISTERS=config.registers, num_warps=4,
+        MASK=mask, TRAITS=_traits(problem.mask, config), CAP=problem.softcap > 0, EARLY=early,
+        HAS_SINKS=sinks is not None, GROUPS=config.groups, STAGES=config.stages, COLUMNS=config.columns,
+        WIDTH=block(width), VALUES=block(values), PACK=config.pack, SHARE=shares_output(config, width, values),
+        OVERLAP=config.overlap, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -109,7 +112,7 @@ def backward(
         attention_finish, (heads, query_tiles, batch),
         buffer, dq, problem.scale, heads, queries, query_tiles,
         WIDTH=width, BLOCK=block(width), ROWS=config.rows,
-        PART=block(width) if config.rows == 128 else block(width) // 2, num_warps=8,
+        PART=block(width) if config.rows == 128 else block(width) // 2, num_warps=8, **chained(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None
 
@@ -127,7 +130,7 @@ def _prepare(
         attention_prepare, (heads, blocks, batch),
         o, do, lse, dlse, sinks, stats, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
         HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
-        WIDTH=buffer.shape[3], num_warps=4,
+        WIDTH=buffer.shape[3], CHAINED=chained(device.facts(o.device))["CHAINED"], num_warps=4,
     )  # fmt: skip
     return None if sinks is None or dsinks is None else dsinks.sum((0, 2)).to(sinks.dtype)
 
@@ -145,16 +148,23 @@ def _backward(
     # Of each query head q, do and the buffer for dq, which is added to all the time; of each key head k, v, dk and dv.
     one = heads // pairs * queries * (q.element_size() * (width + values) + 4 * block(width))
     one += 2 * keys * (width + values) * k.element_size()
-    together = _evened(lines, _together(device.facts(q.device), one, 1, lines, problem))
+    facts = device.facts(q.device)
+    together = _evened(lines, _together(facts, one, 1, lines, problem))
+    # Where nothing is known of their lengths, every item gets a program, and the device hands them out.
+    known = problem.mask is None or not problem.mask.tables
+    programs = min(facts.sms, tiles * lines) if known else tiles * lines
+    turned = Lines(lines, tiles, pairs, 1, together, turned=True, group=heads // pairs)
+    items = order(problem.mask, walk, turned, programs, (queries, keys, config.rows), parted=True)
     launch(
-        attention_backward, (tiles * lines,),
+        attention_backward, (programs,),
         buffer, _tiled(q, (config.rows, 1)), _tiled(do, (config.rows, 1)), _tiled(k, (128, 1)), _tiled(v, (128, 1)),
         _line(stats, config.rows), _tiled(dk, (128, 1)), _tiled(dv, (128, 1)), mask_tables,
-        walk.runs, walk.plans, walk.loads, walk.counts, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
-        tiles, lines, together, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
+        walk.runs, walk.plans, walk.loads, walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
+        items.shape[1], lines, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
         problem.scale * _LOG2E, problem.scale, problem.softcap,
         MASK=mask, CAP=problem.softcap > 0, HALF=config.half, FOLD=config.fold, JOINT=config.joint,
-        ROWS=config.rows, STAGES=config.stages, WIDTH=block(width), VALUES=block(values), num_warps=4,
+        ROWS=config.rows, STAGES=config.stages, HELD=config.held, WIDTH=block(width), VALUES=block(values), num_warps=4,
+        **chained(facts),
     )  # fmt: skip
     return dk, dv
 
@@ -174,6 +184,12 @@ def _forward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Forwar
     if problem.mask is not None and "h" in problem.mask.depends:
         return replace(config, pack=1)
     return config
+
+
+def _traits(mask: Mask | None, config: Forward) -> int:
+    """1 for a mask that looks at differences of positions alone, and 2 for one that sees to the last key. The first
+    takes registers, which three warpgroups do not have."""
+    return 0 if mask is None else (mask.relative and config.groups == 2) + 2 * mask.bounded
 
 
 def _together(facts: device.Device, one: int, sharing: int, lines: int, problem: Problem) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 
-_SHORT_SPAN, _MEDIUM_SPAN = 384, 768  # keys that a tile of queries sees
+_SHORT_SPAN, _MEDIUM_SPAN = 384, 1024  # keys that a tile of queries sees
+_SHORT_BACKWARD = 768
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
 
@@ -69,33 +70,33 @@ def _packed(shape: Mapping[str, int]) -> int:
     return min(8, shape["group"] & -shape["group"])
 
 
-def sparse(keys: int, span: int) -> bool:
+def sparse(keys: int, span: int, width: int) -> bool:
     """Whether queries see so few of the keys that the portable forward kernel is faster."""
-    return span <= _SHORT_SPAN and keys >= 4 * _SHORT_SPAN
+    return span <= _SHORT_SPAN and keys >= 4 * _SHORT_SPAN and block(width) > 64
 
 
 def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
     width = max(block(shape["head_dim"]), block(shape["value_dim"]))
     pack = _packed(shape)
     if width == 64:
-        # A short window is mostly masked tiles: narrow ones waste less. Short walks want fewer warpgroups.
-        if shape["span"] <= _SHORT_SPAN:
-            return Forward(2, 64 if 2 * shape["span"] < shape["keys"] else 128, 5, pack, 240, overlap=True)
-        if shape["span"] <= _MEDIUM_SPAN:
-            return Forward(2, 128, 5, pack, 240, overlap=True)
+        if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:
+            # A window: what a tile sees beyond it is wasted, and with more queries of fewer heads it sees less of that.
+            return Forward(2, 64, 5, min(4, pack), 240, overlap=True)
+        if shape["span"] <= _MEDIUM_SPAN:  # short walks want many warpgroups, which hide one another's ends
+            return Forward(4, 64, 8 if shape["span"] <= _SHORT_SPAN else 5, pack, 112, overlap=True)
         return Forward(3, 128, 3, pack, 160, overlap=True)
     if width == 128:
         if shape["span"] <= _SHORT_SPAN:
             return Forward(2, 64, 4, pack, 240, overlap=True)
-        return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long enough to end in their own time
+        return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long
     return Forward(2, 64, 2, pack, 240)
 
 
 def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward]:
     for pack in sorted({1, _packed(shape)}):
-        for groups, registers in ((2, 240), (3, 160)):
+        for groups, registers in ((2, 240), (3, 160), (4, 112)):
             for columns in (64, 128):
-                for stages in (2, 3, 4):
+                for stages in (2, 3, 4, 6):
                     for overlap in (False, True):
                         yield Forward(groups, columns, stages, pack, registers, overlap)
 
@@ -112,7 +113,8 @@ FORWARD = Tunable("attention_hopper_forward", Forward, _forward_heuristic, _forw
 
 @dataclass(frozen=True)
 class Backward:
-    """Tiles of `rows` queries, `stages` of them in flight.
+    """Tiles of `rows` queries, `stages` of them in flight, against the keys and values of `held` items: with two, the
+    next item's are loaded while this one is worked on.
 
     With `half`, probabilities are kept in the inputs' dtype; with `fold`, products start from -lse and -delta. Both
     spare registers. With `joint`, a step's tiles come and go together: fewer barriers, later loads.
@@ -123,6 +125,7 @@ class Backward:
     half: bool
     fold: bool
     joint: bool = False
+    held: int = 2
 
 
 def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -132,7 +135,7 @@ def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) 
     if config.rows == 128 and max(width, values) > 64:
         return "the registers hold tiles of 128 queries for heads at most 64 wide only"
     streamed = config.stages * config.rows * (2 * (width + values) + 8)
-    needed = 2 * 128 * (width + values) + streamed + 2 * 2 * 128 * config.rows + _BARRIERS
+    needed = config.held * 2 * 128 * (width + values) + streamed + 2 * 2 * 128 * config.rows + _BARRIERS
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     return None
@@ -140,20 +143,24 @@ def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) 
 
 def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     width = max(block(shape["head_dim"]), block(shape["value_dim"]))
+    short = shape["span"] <= _SHORT_BACKWARD
     if width == 64:
-        if shape["span"] <= _MEDIUM_SPAN:
+        if short and shape["group"] > 1:
+            return Backward(128, 2, half=False, fold=True, joint=True, held=1)
+        if short:
             return Backward(64, 3, half=False, fold=False, joint=True)
-        return Backward(128, 2, half=False, fold=shape["group"] > 1, joint=True)  # several heads in turn: registers
-    return Backward(64, 2, half=False, fold=True, joint=shape["span"] < shape["keys"])
+        return Backward(128, 2, half=False, fold=True, joint=True)
+    # The second pair of buffers hides an item's beginning; long items have little of it, and steps that are shorter.
+    return Backward(64, 2, half=False, fold=True, joint=True, held=2 if shape["span"] <= _MEDIUM_SPAN else 1)
 
 
 def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backward]:
     for rows in (64, 128):
-        for stages in (2, 3):
+        for stages, held in ((2, 2), (3, 2), (2, 1), (3, 1)):
             for half in (False, True):
                 for fold in (False, True):
                     for joint in (False, True):
-                        yield Backward(rows, stages, half, fold, joint)
+                        yield Backward(rows, stages, half, fold, joint, held)
 
 
 BACKWARD = Tunable(

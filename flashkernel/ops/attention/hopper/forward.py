@@ -22,7 +22,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.schedule import ahead, hop_to, item_at, place_of, plan, skip
+from flashkernel.ops.attention.hopper.schedule import after, ahead, hop_to, item_at, place_of, plan, skip
 
 synchronize = getattr(gl, "thread_barrier", None) or gl.barrier  # its name after triton 3.6
 
@@ -79,7 +79,7 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
 
 
 @gluon.jit
-def _scores(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
+def _scores(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr,
             CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
             SCORES: gl.constexpr):  # fmt: skip
     """[64, COLUMNS] products as they go into the softmax; with EARLY they leave multiplied, in powers of two."""
@@ -89,12 +89,22 @@ def _scores(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MASK:
     elif EARLY:
         s = s * (scale * LOG2E)
     if masked != 0:
-        key = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SCORES))[None, :]  # [1, COLUMNS]
-        seen = key < keys
+        RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the tile's first key: fewer instructions
+        BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
+        first = index * COLUMNS
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, SCORES))[None, :]  # [1, COLUMNS]
+        seen = column < keys - first
         if MASK is not None:
             tile, b, h = item
             query = (tile * GROUPS + w) * (64 // PACK) + gl.arange(0, 64, gl.SliceLayout(1, SCORES)) // PACK  # [64]
-            seen = seen & MASK(b, h, query[:, None], key, queries, keys, mask_tables)
+            if RELATIVE:
+                visible = MASK(b, h, (query - first)[:, None], column, queries, keys, mask_tables)
+            else:
+                visible = MASK(b, h, query[:, None], first + column, queries, keys, mask_tables)
+            if BOUNDED:
+                seen = visible
+            else:
+                seen = seen & visible
         s = gl.where(seen, s, float("-inf"))
     return s
 
@@ -153,10 +163,10 @@ def _store(output, item, o, o_tiles, w: gl.constexpr, GROUPS: gl.constexpr, VALU
 
 @gluon.jit
 def _first(s, index, masked, item, numbers, factor, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
-           CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
-           SCORES: gl.constexpr):  # fmt: skip
+           TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
+           PACK: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
     """(weights, top, sums) of an item's first tile."""
-    s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, CAP, EARLY, GROUPS, COLUMNS, PACK,
+    s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
                 SCORES)  # fmt: skip
     lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     p, _, top = _softmax(s, lowest, factor, COLUMNS, SCORES)
@@ -164,15 +174,16 @@ def _first(s, index, masked, item, numbers, factor, mask_tables, w: gl.constexpr
 
 
 @gluon.jit
-def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, used, state, weight, top,
-          parts, w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr,
-          STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr,
-          SCORES: gl.constexpr, OUTPUT: gl.constexpr):  # fmt: skip
+def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, place, state, weight, top,
+          parts, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
+          GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+          VALUES: gl.constexpr, PACK: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr):  # fmt: skip
     """Walk over the key tiles of an item, from the weights of its first tile to those of its last, whose values are
     still to be added. The second tile's keys must have been awaited.
 
     A tile's S = Q K^T is issued before O += P V of the tile before it: the tensor cores work while the exponentials are
-    computed, and while the tables are asked what comes next. Gives (output, weights, top, sums, tiles used).
+    computed, and while the tables are asked what comes next. `place` is that of the first
+    tile in the pipeline. Gives (output, weights, top, sums, place of the last tile).
     """
     _, k_tiles, v_tiles, _ = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
@@ -182,11 +193,12 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     output = gl.zeros([64, VALUES], gl.float32, OUTPUT)
     more = state[0] >= 0
+    following = after(place, STAGES)
     while more:
-        v_stage = used % STAGES
-        v_phase = (used // STAGES) & 1
-        used += 1
-        stage = used % STAGES
+        v_stage, v_phase = place
+        place = following
+        stage = place[0]
+        following = after(place, STAGES)
         keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
         s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -196,25 +208,26 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
         state = ahead(state, tables)
         s = warpgroup_mma_wait(1, deps=[s_later])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, CAP, EARLY, GROUPS, COLUMNS, PACK,
+        s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
                     SCORES)  # fmt: skip
         p, rescale, top = _softmax(s, top, factor, COLUMNS, SCORES)
         parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + _sums(p, COLUMNS)
         more = state[0] >= 0
         # The next keys are awaited here and not when they are needed: ptxas moves the wait for the product up to the
         # last branch, and without this one the product would be over before the exponentials begin.
-        mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=more)
+        mbarrier.wait(k_full.index(following[0]), following[1], pred=more)
         output = warpgroup_mma_wait(0, deps=[output_later])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         weight = gl.convert_layout(p.to(dtype), OPERAND)
-    return output, weight, top, parts, used
+    return output, weight, top, parts, place
 
 
 @gluon.jit
 def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, w: gl.constexpr,
-             MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
-             STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
+             MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
+             HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+             WIDTH: gl.constexpr, VALUES: gl.constexpr,
              PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Warpgroup `w`: 64 rows of every item.
 
@@ -236,7 +249,7 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, _sums(nothing, COLUMNS)
-    used = 0  # tiles of this program so far: says the stage and the phase
+    place = (gl.to_tensor(0), gl.to_tensor(0))  # of a tile in the pipeline: stage and phase
     step = 0
     item = item_at(orders, 0)
     _, state = plan(place_of(item, tables, w, GROUPS), tables)
@@ -251,10 +264,10 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
         if not OVERLAP or not begun:
             lead, state = plan(place_of(item, tables, w, GROUPS), tables)
             own = state[0] + 1
-            used = skip(pipeline, used, lead, STAGES)
+            place = skip(pipeline, place, lead, STAGES)
             if own > 0:
-                stage = used % STAGES
-                mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+                stage, phase = place
+                mbarrier.wait(k_full.index(stage), phase)
                 keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
                 s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 if OVERLAP:
@@ -264,31 +277,31 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
                 state = ahead(state, tables)
                 s = warpgroup_mma_wait(0, deps=[s_later])
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                p, top, parts = _first(s, index, masked, item, numbers, factor, mask_tables, w, MASK, CAP,
+                p, top, parts = _first(s, index, masked, item, numbers, factor, mask_tables, w, MASK, TRAITS, CAP,
                                        EARLY, GROUPS, COLUMNS, PACK, SCORES)  # fmt: skip
                 weight = gl.convert_layout(p.to(dtype), OPERAND)
-                mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=state[0] >= 0)
+                second, second_phase = after(place, STAGES)
+                mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
             else:
                 weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, _sums(nothing, COLUMNS)
                 hop = gl.to_tensor(STAGES - 1)
                 if OVERLAP:
                     item_next = item_at(orders, step + 1)
-        output, weight, top, parts, used = _walk(
-            buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, used, state, weight, top,
-            parts, w, MASK, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SCORES, OUTPUT,
+        output, weight, top, parts, place = _walk(
+            buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, place, state, weight, top,
+            parts, w, MASK, TRAITS, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SCORES, OUTPUT,
         )  # fmt: skip
         if not SHARE:
             mbarrier.arrive(q_empty.index(held), count=1)
         begun = hop < STAGES - 1
-        v_stage = used % STAGES
-        v_phase = (used // STAGES) & 1
+        v_stage, v_phase = place
         values_tile = v_tiles.index(v_stage).reshape([COLUMNS, VALUES])
         if OVERLAP and begun:
-            used = skip(pipeline, used + 1, hop, STAGES)
-            stage = used % STAGES
+            place = skip(pipeline, after(place, STAGES), hop, STAGES)
+            stage, phase = place
             held = (step + 1) % HELD * GROUPS + w
             mbarrier.wait(q_full.index(held), ((step + 1) // HELD) & 1)
-            mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+            mbarrier.wait(k_full.index(stage), phase)
             query_tile = q_tiles.index(held).reshape([64, WIDTH])
             keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
             s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -302,10 +315,11 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
             mbarrier.arrive(k_empty.index(stage), count=1)
             following = item_at(orders, step + 2)
             hop = hop_to(item_next, following, tables, w, GROUPS, STAGES)
-            p, top, parts = _first(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, CAP,
+            p, top, parts = _first(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, TRAITS, CAP,
                                    EARLY, GROUPS, COLUMNS, PACK, SCORES)  # fmt: skip
             # As in `_walk`, a branch that keeps the wait for the product behind the exponentials.
-            mbarrier.wait(k_full.index((used + 1) % STAGES), ((used + 1) // STAGES) & 1, pred=state[0] >= 0)
+            second, second_phase = after(place, STAGES)
+            mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
             output = warpgroup_mma_wait(0, deps=[output_later])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
             weight = gl.convert_layout(p.to(dtype), OPERAND)
@@ -317,7 +331,7 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
                 trail = gl.load(plans + place_of(item, tables, w, GROUPS) * 3 + 2)
                 output = warpgroup_mma_wait(0, deps=[output_later])
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
-                used = skip(pipeline, used + 1, trail, STAGES)
+                place = skip(pipeline, after(place, STAGES), trail, STAGES)
             share = _share(top, parts, item, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
         output = output * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
         _store(output, item, o, o_tiles, w, GROUPS, VALUES, PACK, SHARE)
@@ -342,9 +356,9 @@ _SIZES = (
 def attention_forward(
     lse, q, k, v, o, sinks, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads, by_batch, by_head,
     most_items, heads, group, queries, keys, factor, scale, softcap,
-    MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr,
-    SHARE: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr,
+    MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
+    PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
     HELD: gl.constexpr = 2 * GROUPS if OVERLAP else GROUPS
@@ -380,18 +394,39 @@ def attention_forward(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize([
+            (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
+            (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
+            (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
-                        MASK, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, OVERLAP)),
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
+            (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 3,
+                        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
+                        OVERLAP)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip

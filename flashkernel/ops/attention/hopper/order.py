@@ -1,8 +1,9 @@
-"""Which items each program of the Hopper forward kernel takes, and in which order: decided once, on the host.
+"""Which items each program of the Hopper kernels takes, and in which order: decided once, on the host.
 
-An item is a tile of queries of one line (a head, or the heads packed together). Items go, longest first, to whichever
-program is free first. They are sorted over a block of lines at a time, as many as have their keys and values in L2;
-the last blocks may be sorted as one, so that what is left for the end is short.
+An item is a tile of queries of one line (a head, or the heads packed together); of the backward kernel, a tile of keys
+of one key head. Items go, longest first, to whichever program is free first. They are sorted over a block of lines at a
+time, as many as have what they read in L2; the last blocks may be sorted as one, so that what is left for the end is
+short.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ _orders: dict[tuple[object, ...], Tensor] = {}
 
 @dataclass(frozen=True)
 class Lines:
-    """`count` lines of `tiles` items each: `per_batch` lines of `pack` heads, `together` of them at a time."""
+    """`count` lines of `tiles` items each: `per_batch` lines of `pack` heads, `together` of them at a time.
+
+    `turned`, items are tiles of keys, each of which is taken through the walks of `group` heads.
+    """
 
     count: int
     tiles: int
     per_batch: int
     pack: int
     together: int
+    turned: bool = False
+    group: int = 1
 
 
 def order(
     mask: Mask | None, walk: Walks, lines: Lines, programs: int, shape: tuple[int, ...], parted: bool = False
 ) -> Tensor:  # fmt: skip
-    """Int32 [programs, most items + 1]: the items, as line * tiles + tile, and then -1; `parted`, [.., 3]: tile, batch
+    """Int32 [programs, most items + 2]: the items, as line * tiles + tile, and then -1; `parted`, [.., 3]: tile, batch
     and first head instead of such a number.
 
     Kept, since `shape` (whatever the walk follows from beside the mask) and the mask's text say it all; where tables
@@ -52,7 +58,7 @@ def order(
         if len(_orders) >= MOST_WALKS:
             _orders.clear()
         costs = lengths(walk, lines) if known and not walk.plans.is_meta else np.ones((lines.count, lines.tiles))
-        table = _table(assign(costs, lines.together, programs))
+        table = _table(assign(costs, lines.together, programs, lines.turned))
         found = _orders[key] = (_parted(table, lines) if parted else table).to(walk.plans.device)
     return found
 
@@ -60,26 +66,29 @@ def order(
 def lengths(walk: Walks, lines: Lines) -> np.ndarray:
     """[lines, tiles]: key tiles that the slowest warpgroup of an item walks over, and what an item costs besides."""
     own = walk.plans[..., 1].amax(-1).cpu().numpy()  # [batch or 1, heads or 1, tiles]
+    if lines.group > 1:  # one head after another, or one for all
+        own = own * lines.group if own.shape[1] == 1 else own.reshape(own.shape[0], -1, lines.group, lines.tiles).sum(2)
     own = own[:, :: lines.pack]
     shape = (lines.count // lines.per_batch, lines.per_batch, lines.tiles)
     return np.broadcast_to(own, shape).reshape(lines.count, lines.tiles) + _ITEM
 
 
-def assign(costs: np.ndarray, together: int, programs: int) -> list[list[int]]:
+def assign(costs: np.ndarray, together: int, programs: int, turned: bool = False) -> list[list[int]]:
     """The items of every program, in order; `costs` is [lines, tiles]."""
     blocks = -(-costs.shape[0] // together)
     tries = range(1, min(blocks, _MERGED if costs.size <= _MOST_TRIED else 1) + 1)
-    found = [_assigned(costs, _sorted(costs, together, merged), programs) for merged in tries]
+    found = [_assigned(costs, _sorted(costs, together, merged, turned), programs) for merged in tries]
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _sorted(costs: np.ndarray, together: int, merged: int) -> np.ndarray:
-    """Items longest first, the last tile first among equals, over `together` lines at a time and at last `merged`
-    times as many."""
+def _sorted(costs: np.ndarray, together: int, merged: int, turned: bool) -> np.ndarray:
+    """Items longest first, over `together` lines at a time and at last `merged` times as many. Among equals, of which
+    nothing may be known, that tile is first that would be longest under a causal mask: the last, or `turned` the
+    first."""
     lines, tiles = costs.shape
     line, tile = np.divmod(np.arange(lines * tiles), tiles)
     last = max(0, -(-lines // together) - merged)
-    return np.lexsort((line, -tile, -costs.reshape(-1), np.minimum(line // together, last)))
+    return np.lexsort((line, tile if turned else -tile, -costs.reshape(-1), np.minimum(line // together, last)))
 
 
 def _assigned(costs: np.ndarray, items: np.ndarray, programs: int) -> tuple[float, list[list[int]]]:
@@ -94,10 +103,10 @@ def _assigned(costs: np.ndarray, items: np.ndarray, programs: int) -> tuple[floa
 
 
 def _table(taken: list[list[int]]) -> Tensor:
-    table = torch.full((len(taken), 1 + max(len(items) for items in taken)), -1, dtype=torch.int32)
+    table = np.full((len(taken), 2 + max(len(items) for items in taken)), -1, dtype=np.int32)
     for row, items in zip(table, taken):
-        row[: len(items)] = torch.tensor(items, dtype=torch.int32)
-    return table
+        row[: len(items)] = items
+    return torch.from_numpy(table)
 
 
 def _parted(table: Tensor, lines: Lines) -> Tensor:

@@ -1,27 +1,35 @@
-"""Device functions of the Hopper forward kernels: which item comes when, which tiles it walks over or hands back.
+"""Device functions of the Hopper kernels: which item comes when, which tiles it walks over or hands back.
 
-An item is (tile of queries, batch, first head), with a tile of -1 after the last: in a table made on the host
-(order.py), or as a number, line * tiles + tile. The other tables are those of walks.py. A walk's state is (tiles left
-after this one, place of the run, tile, end of the run, whether it is masked).
+An item is (tile of queries, batch, first head), of the backward kernel (tile of keys, batch, key head), with a tile of
+-1 after the last: in a table made on the host (order.py), or as a number, line * tiles + tile. The other tables are
+those of walks.py. A walk's state is (tiles left after this one, place of the run, tile, end of the run, whether it is
+masked).
 """
 
 from flashkernel.core.gluon import gl, gluon, mbarrier
 
 
 @gluon.jit
-def skip(barriers, used, count, STAGES: gl.constexpr):
+def after(place, STAGES: gl.constexpr):
+    """The place in the pipeline behind another, (stage, phase): counted, since dividing takes more instructions."""
+    stage, phase = place
+    following = stage + 1
+    return gl.where(following == STAGES, 0, following), gl.where(following == STAGES, phase ^ 1, phase)
+
+
+@gluon.jit
+def skip(barriers, place, count, STAGES: gl.constexpr):
     """Hand back tiles that only the other warpgroups need."""
     k_full, k_empty, v_full, v_empty = barriers
     while count > 0:
-        stage = used % STAGES
-        phase = (used // STAGES) & 1
+        stage, phase = place
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        used += 1
+        place = after(place, STAGES)
         count -= 1
-    return used
+    return place
 
 
 @gluon.jit

@@ -19,6 +19,8 @@ from flashkernel.blocks.runs import runs_of
 
 _EVERYTHING = Mask(Variable("k") >= 0)
 _SPAN_TILE = 128
+_FEW_TILES = 8  # of which a walk is too short to begin anywhere but at the first
+_APART = 5  # tiles between the beginnings of neighbouring walks; coprime with what lengths of sequences divide into
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def walks(
         known = _computed(
             _EVERYTHING if mask is None else mask, batch, heads, queries, keys, rows, columns, groups, device, turned
         )
+        if mask is None and not turned:
+            known = _scattered(known, keys, columns)
         _walks[key] = known
     return known
 
@@ -88,6 +92,24 @@ def _computed(
     own = runs_of(status, most)
     loads = runs_of(needed.squeeze(3).to(torch.int8) * FULL, most)
     return Walks(_at_least_one(own.table), plans.contiguous(), _at_least_one(loads.table), loads.count)
+
+
+def _scattered(walk: Walks, keys: int, columns: int) -> Walks:
+    """Walks over all keys, each program's from a tile of its own on and round to the one before it: programs that work
+    on a head at the same time would otherwise ask L2 for the same tile at the same time."""
+    whole, tiles = keys // columns, -(-keys // columns)
+    programs, groups = walk.plans.shape[2:4]
+    if whole < _FEW_TILES:
+        return walk
+    start = torch.arange(programs, device=walk.runs.device) * _APART % whole
+    zero = torch.zeros_like(start)
+    runs = [torch.stack([start, zero + whole, zero], -1), torch.stack([zero, start, zero], -1)]  # [programs, 3]
+    if tiles > whole:  # the last one is masked
+        runs.insert(1, torch.stack([zero + whole, zero + tiles, zero + 1], -1))
+    table = torch.stack(runs, 1).to(torch.int32)[None, None]  # [1, 1, programs, runs, 3]
+    counts = (len(runs) - (start == 0).to(torch.int32)).to(torch.int32)[None, None]
+    own = table[:, :, :, None].expand(-1, -1, -1, groups, -1, -1) * (walk.plans[..., 1] > 0)[..., None, None]
+    return Walks(own.to(torch.int32), walk.plans, table.contiguous(), counts)
 
 
 def _at_least_one(table: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def forward(
         scale if softcap > 0 else scale * _LOG2E, softcap,
         MASK=visible, CAP=softcap > 0, EARLY=scale <= 0, HAS_SINKS=sinks is not None, Q_STEP=int(blocked[0]),
         K_STEP=int(blocked[1]), V_STEP=int(blocked[2]), GROUPS=config.groups, STAGES=config.stages,
-        COLUMNS=config.columns, WIDTH=width, PACK=config.pack, TURNS=config.turns,
+        COLUMNS=config.columns, WIDTH=width, PACK=config.pack,
         POLYNOMIAL=config.polynomial, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse

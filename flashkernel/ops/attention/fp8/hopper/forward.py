@@ -32,7 +32,7 @@ from flashkernel.ops.attention.fp8.hopper.assembly import (
     RESCALED,
     RESCALED_OPERANDS,
 )
-from flashkernel.ops.attention.hopper.schedule import item, skip
+from flashkernel.ops.attention.hopper.schedule import after, item, skip
 
 HEADROOM = gl.constexpr(8.0)  # P is at most 2^8; the largest e4m3 is 448
 SCALE_BLOCK = gl.constexpr(128)  # tokens that share a scale
@@ -44,7 +44,7 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
     """The loading warp."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     order, tiles, heads, group, _ = shape
     runs, counts, most_runs, by_batch, by_head = tables
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
@@ -144,43 +144,16 @@ def _rescaled(output, rescale, WIDTH: gl.constexpr, OUTPUT: gl.constexpr):
 
 
 @gluon.jit
-def _after(stage, phase, STAGES: gl.constexpr):
-    """The next stage of the pipeline and its phase."""
-    following = stage + 1
-    return gl.where(following == STAGES, 0, following), gl.where(following == STAGES, phase ^ 1, phase)
+def _pass_over(pipeline, used, count, STAGES: gl.constexpr):
+    """Hand back tiles that only the other warpgroups need."""
+    skip(pipeline, (used % STAGES, (used // STAGES) & 1), count, STAGES)
+    return used + count
 
 
 @gluon.jit
-def _await_turn(turn, used, w: gl.constexpr, TURNS: gl.constexpr):
-    """Before tile `used`'s products: the warpgroup before this one has the scores of its own."""
-    if TURNS:
-        mbarrier.wait(turn.index(w), (used & 1) ^ (1 if w == 0 else 0))  # the first of all waits for none
-
-
-@gluon.jit
-def _pass_turn(turn, w: gl.constexpr, TURNS: gl.constexpr, GROUPS: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turn.index((w + 1) % GROUPS), count=1)
-
-
-@gluon.jit
-def _pass_over(pipeline, turn, used, count, w: gl.constexpr, TURNS: gl.constexpr, GROUPS: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
-    """Hand back tiles that only the other warpgroups need, each with its turn: nobody may run ahead of either."""
-    if TURNS:
-        for _ in range(count):
-            _await_turn(turn, used, w, TURNS)
-            _pass_turn(turn, w, TURNS, GROUPS)
-            used = skip(pipeline, used, 1, STAGES)
-    else:
-        used = skip(pipeline, used, count, STAGES)
-    return used
-
-
-@gluon.jit
-def _walk(query_tile, k_tiles, v_tiles, barriers, turn, q_empty, used, own, state, b, h, query, factor, scales, numbers,
+def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, h, query, factor, scales, numbers,
           mask_tables, w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
-          BLOCKED: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
+          BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
           STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr,
           OUTPUT: gl.constexpr):  # fmt: skip
     """(output, top, total, scale of the output) of 64 rows over `own` > 0 key tiles; `factor` [64] lacks k's scale."""
@@ -196,19 +169,17 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, turn, q_empty, used, own, stat
     stage = used % STAGES
     phase = (used // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
-    _await_turn(turn, used, w, TURNS)
     keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
     s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s_later])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    _pass_turn(turn, w, TURNS, GROUPS)
     s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
     top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))  # in powers of two
     p, _, top = _softmax(s, top, whole, READY, POLYNOMIAL, COLUMNS, SCORES)
     parts = gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)  # [64, 8]: sums that need no other thread
     PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     output = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
-    ahead, ahead_phase = _after(stage, phase, STAGES)
+    ahead, ahead_phase = after((stage, phase), STAGES)
     mbarrier.wait(v_full.index(stage), phase)
     mbarrier.wait(k_full.index(ahead), ahead_phase, pred=own > 1)
     first = index + 1
@@ -224,20 +195,18 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, turn, q_empty, used, own, stat
             v_stage = stage
             stage = ahead
             phase = ahead_phase
-            ahead, ahead_phase = _after(stage, phase, STAGES)
+            ahead, ahead_phase = after((stage, phase), STAGES)
             used += 1
             if BLOCKED:
                 block = index * COLUMNS // SCALE_BLOCK
                 whole = factor * gl.load(k_scale + block * k_step)
                 unit_before = unit
                 unit = gl.load(v_scale + block * v_step)
-            _await_turn(turn, used, w, TURNS)
             keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
             s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
             values_tile = v_tiles.index(v_stage).reshape([WIDTH, COLUMNS]).permute((1, 0))
             output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_later])
-            _pass_turn(turn, w, TURNS, GROUPS)
             s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
             p, rescale, top = _softmax(s, top, whole, READY, POLYNOMIAL, COLUMNS, SCORES)
             parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
@@ -266,7 +235,7 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, turn, q_empty, used, own, stat
 @gluon.jit
 def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, w: gl.constexpr,
              MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
-             BLOCKED: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
+             BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
              STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
     """Warpgroup `w`: 64 rows of every item."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -274,7 +243,7 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
     PART: gl.constexpr = 64 // PACK
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     order, tiles, heads, group, queries = shape
     runs, plans, most_runs, by_batch, by_head = tables
     q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, q_step, k_step, v_step = scales
@@ -300,13 +269,13 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
         q_place = (b * heads + head) * q_blocks + gl.minimum(query, queries - 1) // SCALE_BLOCK * q_step
         factor = gl.load(q_scale + q_place) * scale  # [64]
         pair = b * (heads // group) + h // group
-        used = _pass_over(pipeline, turn, used, lead, w, TURNS, GROUPS, STAGES)
+        used = _pass_over(pipeline, used, lead, STAGES)
         mbarrier.wait(q_full.index(w), step & 1)
         if own > 0:
             output, top, total, unit = _walk(
-                query_tile, k_tiles, v_tiles, pipeline, turn, q_empty.index(w), used, own, (first, index, end, masked),
+                query_tile, k_tiles, v_tiles, pipeline, q_empty.index(w), used, own, (first, index, end, masked),
                 b, h, query, factor, (k_scale + pair * k_blocks, v_scale + pair * v_blocks, k_step, v_step), numbers,
-                mask_tables, w, MASK, CAP, EARLY, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, SCORES,
+                mask_tables, w, MASK, CAP, EARLY, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, SCORES,
                 OUTPUT,
             )  # fmt: skip
         else:
@@ -315,7 +284,7 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
             top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             unit = gl.load(v_scale)  # of nothing
-        used = _pass_over(pipeline, turn, used + own, trail, w, TURNS, GROUPS, STAGES)
+        used = _pass_over(pipeline, used + own, trail, STAGES)
         if HAS_SINKS:  # one more column, in the denominator only
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             higher = gl.maximum(top, sink)
@@ -351,7 +320,7 @@ def attention_forward_fp8(
     softcap,
     MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, Q_STEP: gl.constexpr,
     K_STEP: gl.constexpr, V_STEP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, PACK: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, REGISTERS: gl.constexpr,
+    WIDTH: gl.constexpr, PACK: gl.constexpr, POLYNOMIAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
     BLOCKED: gl.constexpr = K_STEP + V_STEP > 0
@@ -365,9 +334,7 @@ def attention_forward_fp8(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for w in gl.static_range(GROUPS):
-        mbarrier.init(turn.index(w), count=1)
         mbarrier.init(q_full.index(w), count=1)
         mbarrier.init(q_empty.index(w), count=1)
     for stage in gl.static_range(STAGES):
@@ -375,7 +342,7 @@ def attention_forward_fp8(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
     shape = (orders + gl.program_id(0) * most_items, tiles, heads, group, queries)
@@ -386,18 +353,18 @@ def attention_forward_fp8(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 2,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, TURNS, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -1,0 +1,77 @@
+"""What is done before and after the Hopper backward kernel: what it adds to its products, and dq from its buffer."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.softmax_triton import LOG2E
+
+
+@triton.jit
+def attention_prepare(
+    o, do, lse, dlse, sinks, stats, dq, dsinks, do_batch, do_seq, do_head, heads, queries, padded, unit,
+    HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
+    WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """What is added to S and dP: -lse in units of 1 / `unit`, and -delta = dlse - sum(o do); a dq of zeros.
+
+    `stats` has first the one and then the other, for rows up to a whole number of tiles. Those that are not there or
+    see nothing get an lse of +inf, which leaves no probability. Heads come first in the grid: what neighbouring
+    programs read lies side by side. The first batch comes last, and is in L2 when the next kernel begins with it.
+    """
+    if CHAINED:
+        gdc_launch_dependents()  # it waits for what is computed here
+    h = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    column = tl.arange(0, BLOCK_V)[None, :]
+    inside = (row < queries)[:, None] & (column < VALUES)
+    output = tl.load(o + ((b * queries + row[:, None]) * heads + h) * VALUES + column, mask=inside, other=0.0)
+    upstream = tl.load(
+        do + b * do_batch + h * do_head + row[:, None].to(tl.int64) * do_seq + column, mask=inside, other=0.0
+    )
+    shift = tl.sum(output.to(tl.float32) * upstream.to(tl.float32), 1)
+    stat = (b * heads + h) * queries + row
+    if HAS_DLSE:
+        shift -= tl.load(dlse + stat, mask=row < queries, other=0.0)
+    value = tl.load(lse + stat, mask=row < queries, other=float("-inf"))
+    value = tl.where(value == float("-inf"), float("inf"), value)
+    place = (b * heads + h) * padded + row
+    total = tl.num_programs(2).to(tl.int64) * heads * padded
+    tl.store(stats + place, -value * unit, mask=row < padded)
+    tl.store(stats + total + place, -shift, mask=row < padded)
+    if HAS_SINKS:  # a sink's probability is exp(sink - lse), and what it would add to the output is nothing
+        share = tl.exp2((tl.load(sinks + h).to(tl.float32) - value) * LOG2E)
+        tl.store(dsinks + (b * heads + h) * tl.num_programs(1) + tl.program_id(1), -tl.sum(share * shift, 0))
+    width = tl.arange(0, WIDTH)[None, :]
+    zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
+    tl.store(dq + place[:, None] * WIDTH + width, zeros, mask=(row < padded)[:, None])
+
+
+@triton.jit
+def attention_finish(
+    buffer, dq, scale, heads, queries, query_tiles,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """dq from its buffer, where each half of a tile has the order of registers (`_add` in backward.py).
+
+    The last batch, to which was added last, comes first: it is still in L2.
+    """
+    if CHAINED:
+        join_chain()
+    h = tl.program_id(0)
+    tile = tl.program_id(1)
+    b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
+    value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
+    value = value.to(dq.dtype.element_ty).reshape([2, PART // 8, 4, 8, 4, 2, 2])  # (half, j, w, r, c, i, e)
+    if ROWS == 128:
+        value = tl.permute(value, (0, 2, 5, 3, 1, 4, 6)).reshape([ROWS, BLOCK])
+    else:
+        value = tl.permute(value, (2, 5, 3, 0, 1, 4, 6)).reshape([ROWS, BLOCK])
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    place = (b * queries + row) * heads + h
+    tl.store(dq + place * WIDTH + column, value, mask=(row < queries) & (column < WIDTH))
