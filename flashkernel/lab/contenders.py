@@ -54,7 +54,7 @@ class Contender:
 def _start_engine(model: Transformer, batch: int, prompt: int, new: int) -> Generate:
     """The engine with a cache of just the size it takes. Prompts go in chunks, as they do in service."""
     page = 16 if model.device.type == "cuda" else 64
-    step_tokens = (8192 if model.device.type == "cuda" else 1024) + batch  # of prompts, and one of each that decodes
+    step_tokens = max(8192 if model.device.type == "cuda" else 1024, 2 * batch)
     early = -(-batch * prompt // (step_tokens - batch)) + 2  # tokens of the first sequences while the last ones start
     context = prompt + new + early
     if context > model.config.context:
