@@ -72,7 +72,7 @@ def forward(
         _tiled(o, (config.rows, config.pack)), sinks, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts,
         items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], heads,
         heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
-        MASK=mask, TRAITS=_traits(problem.mask, config), CAP=problem.softcap > 0, EARLY=early,
+        MASK=mask, TRAITS=_traits(problem.mask, config.groups == 2), CAP=problem.softcap > 0, EARLY=early,
         HAS_SINKS=sinks is not None, GROUPS=config.groups, STAGES=config.stages, COLUMNS=config.columns,
         WIDTH=block(width), VALUES=block(values), PACK=config.pack, SHARE=shares_output(config, width, values),
         OVERLAP=config.overlap, REGISTERS=config.registers, num_warps=4,
@@ -162,7 +162,8 @@ def _backward(
         walk.runs, walk.plans, walk.loads, walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
         items.shape[1], lines, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
         problem.scale * _LOG2E, problem.scale, problem.softcap,
-        MASK=mask, CAP=problem.softcap > 0, HALF=config.half, FOLD=config.fold, JOINT=config.joint,
+        MASK=mask, TRAITS=_traits(problem.mask, config.rows == block(width) == 64), CAP=problem.softcap > 0,
+        HALF=config.half, FOLD=config.fold, JOINT=config.joint,
         ROWS=config.rows, STAGES=config.stages, HELD=config.held, WIDTH=block(width), VALUES=block(values), num_warps=4,
         **chained(facts),
     )  # fmt: skip
@@ -186,10 +187,10 @@ def _forward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Forwar
     return config
 
 
-def _traits(mask: Mask | None, config: Forward) -> int:
+def _traits(mask: Mask | None, roomy: bool) -> int:
     """1 for a mask that looks at differences of positions alone, and 2 for one that sees to the last key. The first
-    takes registers, which three warpgroups do not have."""
-    return 0 if mask is None else (mask.relative and config.groups == 2) + 2 * mask.bounded
+    takes registers, where there is room for it."""
+    return 0 if mask is None else (mask.relative and roomy) + 2 * mask.bounded
 
 
 def _together(facts: device.Device, one: int, sharing: int, lines: int, problem: Problem) -> int:

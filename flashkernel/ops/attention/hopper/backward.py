@@ -158,9 +158,9 @@ def _walk(item, member, group, tables):
 
 @gluon.jit
 def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, numbers, mask_tables, side,
-          w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
-          JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr,
-          VALUES: gl.constexpr):  # fmt: skip
+          w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr,
+          FOLD: gl.constexpr, JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+          WIDTH: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
     """Warpgroup `w`: keys 64 w to 64 w + 63 of an item's 128. Gives (steps so far, the next item, its first walk).
 
     Buffers and phases go on from item to item with the steps. An item's last dQ is computed when it ends; its first
@@ -227,11 +227,21 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
                 else:
                     p = gl.exp2(s * factor + norm)
             if masked != 0:
-                query = index * ROWS + gl.arange(0, ROWS, ALONG)[None, :]  # [1, ROWS]
+                RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the tile's first query
+                BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
+                first = index * ROWS
+                query = gl.arange(0, ROWS, ALONG)[None, :]  # [1, ROWS]
                 key = tile * 128 + w * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))[:, None]  # [64, 1]
                 seen = key < keys
                 if MASK is not None:
-                    seen = seen & MASK(b, h, query, key, queries, keys, mask_tables)
+                    if RELATIVE:
+                        visible = MASK(b, h, query, key - first, queries, keys, mask_tables)
+                    else:
+                        visible = MASK(b, h, first + query, key, queries, keys, mask_tables)
+                    if BOUNDED:
+                        seen = visible
+                    else:
+                        seen = seen & visible
                 p = gl.where(seen, p, 0.0)
             p_half = p.to(dtype)
             dp = warpgroup_mma_wait(0, deps=[dp_later])
@@ -289,7 +299,7 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
 
 @gluon.jit
 def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, w: gl.constexpr,
-             MASK: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
+             MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
              JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr,
              VALUES: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
     """A warpgroup. Tiles of 64 queries have code for each buffer of keys and values, at addresses that the compiler
@@ -312,7 +322,7 @@ def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables,
                 else:
                     side = turn % HELD
                 step, item, walk = _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, numbers,
-                                         mask_tables, side, w, MASK, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD,
+                                         mask_tables, side, w, MASK, TRAITS, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD,
                                          WIDTH, VALUES)  # fmt: skip
                 turn += 1
 
@@ -327,9 +337,9 @@ _SIZES = (
 def attention_backward(
     dq, q, do, k, v, stats, dk, dv, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads,
     by_batch, by_head, most_items, lines, pairs, group, query_tiles, queries, keys, factor, scale, softcap,
-    MASK: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr, JOINT: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-    CHAINED: gl.constexpr,
+    MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
+    JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr,
+    VALUES: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     k_boxes = gl.allocate_shared_memory(k.dtype, [HELD, 1, 128, 1, WIDTH], k.layout)
     v_boxes = gl.allocate_shared_memory(v.dtype, [HELD, 1, 128, 1, VALUES], v.layout)
@@ -380,7 +390,7 @@ def attention_backward(
         (_load, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, ROWS, STAGES, JOINT, HELD,
                  CHAINED)),
         (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 0,
-                    MASK, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                    MASK, TRAITS, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
         (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 1,
-                    MASK, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                    MASK, TRAITS, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -145,6 +145,8 @@ def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     width = max(block(shape["head_dim"]), block(shape["value_dim"]))
     short = shape["span"] <= _SHORT_BACKWARD
     if width == 64:
+        if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:  # a window: large tiles waste more
+            return Backward(64, 4, half=False, fold=False, joint=True)
         if short and shape["group"] > 1:
             return Backward(128, 2, half=False, fold=True, joint=True, held=1)
         if short:
