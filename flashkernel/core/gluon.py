@@ -2,8 +2,15 @@
 
 Kernels take their names from here: versions after 3.6 renamed the copies between global and shared memory. Functions
 written for plain Triton, such as a mask's, can be called from a Gluon kernel as they are.
+
+Tensor descriptors are made at every call, and to make one anew takes as long as a launch: `fields_of` works out what
+those of one kind have in common, once, and `described` makes them from that.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,7 +24,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "described",
     "fence_async_shared",
+    "fields_of",
     "gl",
     "gluon",
     "load_tile",
@@ -30,3 +39,26 @@ __all__ = [
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+class _Layout(gl.NVMMASharedLayout):
+    """A layout that remembers its text, which Triton asks for at every launch."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def fields_of(like: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> dict[str, Any]:
+    """What descriptors of tensors like this one have in common; it needs no memory of its own."""
+    named = object.__new__(_Layout)
+    named.__dict__.update(vars(layout), text=repr(layout))
+    return vars(TensorDescriptor(like, list(like.shape), list(like.stride()), box, named))
+
+
+def described(fields: dict[str, Any], base: Tensor, shape: Sequence[int], strides: list[int]) -> Any:
+    """A descriptor with these fields, of a tensor."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(fields, base=base, shape=shape, strides=strides)
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
 from flashkernel.core import device, tune
-from flashkernel.core.gluon import TensorDescriptor, gl
+from flashkernel.core.gluon import described, fields_of, gl
 from flashkernel.core.launch import chained, launch
 from flashkernel.ops.attention import triton as portable
 from flashkernel.ops.attention.hopper.around import attention_finish, attention_prepare
@@ -213,34 +212,12 @@ def _tiled(x: Tensor, box: tuple[int, int]) -> Any:
     # A stride along one element is never taken, but must be a legal one.
     strides = [stride if size > 1 else shape[3] for size, stride in zip(shape, x.stride())]
     strides[3] = 1
-    return _described(_boxes(box, shape[3], x.dtype), x, shape, strides)
+    return described(_boxes(box, shape[3], x.dtype), x, shape, strides)
 
 
 def _line(x: Tensor, count: int) -> Any:
     """All numbers of a float32 tensor in a row, `count` at a time."""
-    return _described(_segment(count), x, [x.numel()], [1])
-
-
-def _described(fields: dict[str, Any], base: Tensor, shape: Sequence[int], strides: list[int]) -> Any:
-    """A descriptor like the one with these fields, of another tensor: to make one anew takes as long as a launch."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(fields, base=base, shape=shape, strides=strides)
-    return made
-
-
-class _Layout(gl.NVMMASharedLayout):
-    """A layout that remembers its text, which Triton asks for at every launch."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _remembered(layout: gl.NVMMASharedLayout) -> _Layout:
-    made = object.__new__(_Layout)
-    made.__dict__.update(vars(layout), text=repr(layout))
-    return made
+    return described(_segment(count), x, [x.numel()], [1])
 
 
 @lru_cache(maxsize=256)
@@ -248,14 +225,14 @@ def _boxes(box: tuple[int, int], width: int, dtype: torch.dtype) -> dict[str, An
     shape = [1, *box, block(width)]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
     whole = torch.empty((1, *box, shape[3]), dtype=dtype, device="meta")
-    return vars(TensorDescriptor(whole, list(whole.shape), list(whole.stride()), shape, _remembered(layout)))
+    return fields_of(whole, shape, layout)
 
 
 @lru_cache(maxsize=256)
 def _segment(count: int) -> dict[str, Any]:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     whole = torch.empty(count, dtype=torch.float32, device="meta")
-    return vars(TensorDescriptor(whole, [count], [1], [count], _remembered(layout)))
+    return fields_of(whole, [count], layout)
 
 
 def _aligned(x: Tensor) -> Tensor:

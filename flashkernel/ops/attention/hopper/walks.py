@@ -20,7 +20,7 @@ from flashkernel.blocks.runs import runs_of
 _EVERYTHING = Mask(Variable("k") >= 0)
 _SPAN_TILE = 128
 _FEW_TILES = 8  # of which a walk is too short to begin anywhere but at the first
-_APART = 5  # tiles between the beginnings of neighbouring walks; coprime with what lengths of sequences divide into
+_SHIFT = 5  # tiles between the beginnings of neighbouring walks; coprime with what lengths of sequences divide into
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _scattered(walk: Walks, keys: int, columns: int) -> Walks:
     programs, groups = walk.plans.shape[2:4]
     if whole < _FEW_TILES:
         return walk
-    start = torch.arange(programs, device=walk.runs.device) * _APART % whole
+    start = torch.arange(programs, device=walk.runs.device) * _SHIFT % whole
     zero = torch.zeros_like(start)
     runs = [torch.stack([start, zero + whole, zero], -1), torch.stack([zero, start, zero], -1)]  # [programs, 3]
     if tiles > whole:  # the last one is masked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core import device, tune
-from flashkernel.core.gluon import TensorDescriptor, gl
+from flashkernel.core.gluon import described, fields_of, gl
 from flashkernel.core.launch import chained, launch
 from flashkernel.ops.decode import triton as portable
 from flashkernel.ops.decode.configs import COMBINE, RING, Ring, block
@@ -79,18 +79,7 @@ def _boxes(x: Tensor, height: int) -> Any:
     # A stride along one element is never taken, but must be a legal one.
     strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride())]
     strides[3] = 1
-    made = object.__new__(TensorDescriptor)  # to make one anew takes as long as a launch
-    made.__dict__.update(_fields(height, x.dtype), base=x, shape=x.shape, strides=strides)
-    return made
-
-
-class _Layout(gl.NVMMASharedLayout):
-    """A layout that remembers its text, which Triton asks for at every launch."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
+    return described(_fields(height, x.dtype), x, x.shape, strides)
 
 
 @lru_cache(maxsize=64)
@@ -98,6 +87,4 @@ def _fields(height: int, dtype: torch.dtype) -> dict[str, Any]:
     """What descriptors of such boxes have in common."""
     box = [1, height, 1, 64]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    named = object.__new__(_Layout)
-    named.__dict__.update(vars(layout), text=repr(layout))
-    return vars(TensorDescriptor(torch.empty(box, dtype=dtype, device="meta"), box, [64] * 3 + [1], box, named))
+    return fields_of(torch.empty(box, dtype=dtype, device="meta"), box, layout)
