@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +46,17 @@ class Mask(Traced):
     def __repr__(self) -> str:
         return f"Mask({self.name})"
 
-    @property
+    @functools.cached_property
     def depends(self) -> set[str]:
         """Which of b, h, q and k the mask looks at."""
         return ex.variables(self.expression) & {"b", "h", "q", "k"}
 
-    @property
+    @functools.cached_property
     def relative(self) -> bool:
         """Whether positions matter by their differences alone: a tile may then count both from its own first key."""
         return _relative(self.expression)
 
-    @property
+    @functools.cached_property
     def bounded(self) -> bool:
         """Whether it keeps every query from seeing keys past the last, so that nobody else needs to."""
         return _bounded(self.expression)
@@ -133,6 +133,16 @@ class Mask(Traced):
         axes.set(title=self.name, xlabel="key", ylabel="query")
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
+
+
+def recalled(text: str, tables: Sequence[Tensor]) -> Mask:
+    """The mask that a text names, over these tensors; without any it is made once."""
+    return Mask(ex.recall(text, tables)) if tables else _recalled(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _recalled(text: str) -> Mask:
+    return Mask(ex.recall(text, []))
 
 
 def _tile_bounds(length: int, size: int, device: torch.device | str, view: tuple[int, ...]) -> Interval:

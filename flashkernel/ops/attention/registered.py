@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.mask import Mask, recalled
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 
@@ -40,7 +40,7 @@ def run(
 
 def _problem(kernels, drawn, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed):
     return resolve(kernels).Problem(
-        Mask(ex.recall(mask, mask_tables)) if mask else None,
+        recalled(mask, mask_tables) if mask else None,
         scale, softcap, ex.recall(score, score_tables) if score else None, dropout, seed if drawn is None else drawn,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.mask import Mask, recalled
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -141,7 +141,7 @@ def _forward(
     out_dtype: torch.dtype,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    known = Mask(ex.recall(mask, mask_tables)) if mask else None
+    known = recalled(mask, mask_tables) if mask else None
     q, k, v = q.view(FP8), k.view(FP8), v.view(FP8)
     return resolve(kernels).forward(q, k, v, q_scale, k_scale, v_scale, sinks, known, scale, softcap, out_dtype)
 

@@ -12,9 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flashkernel.blocks import expression as ex
 from flashkernel.blocks.expression import Variable
-from flashkernel.blocks.mask import EMPTY, FULL, PARTIAL, Mask
+from flashkernel.blocks.mask import EMPTY, FULL, PARTIAL, Mask, recalled
 from flashkernel.blocks.runs import runs_of
 
 _EVERYTHING = Mask(Variable("k") >= 0)
@@ -119,7 +118,7 @@ def _at_least_one(table: Tensor) -> Tensor:
 
 @lru_cache(maxsize=MOST_WALKS)
 def _span_of(text: str, batch: int, heads: int, queries: int, keys: int) -> int:
-    mask = Mask(ex.recall(text, []))
+    mask = recalled(text, [])
     status = mask.tiles(batch, heads, queries, keys, _SPAN_TILE, _SPAN_TILE)
     seen = (status != EMPTY).sum(-1).float().mean() if status.numel() else torch.zeros(())
     return min(keys, int(seen) * _SPAN_TILE)

@@ -42,8 +42,8 @@ class Problem:
         score_tables: list[Tensor] = []
         mask_tables: list[Tensor] = []
         if self.mask is not None:
-            mask_tables = ex.tables(self.mask.expression)
-            mask = jit_function("visible", _INDICES, ex.triton_source(self.mask.expression, mask_tables))
+            mask_tables = list(self.mask.tables)
+            mask = jit_function("visible", _INDICES, self.mask.text)
         if self.score is not None:
             derivative = ex.derivative(self.score, "score")
             score_tables = ex.tables(self.score)
