@@ -46,7 +46,7 @@ class Mask(Traced):
     def __repr__(self) -> str:
         return f"Mask({self.name})"
 
-    @functools.cached_property
+    @property
     def depends(self) -> set[str]:
         """Which of b, h, q and k the mask looks at."""
         return ex.variables(self.expression) & {"b", "h", "q", "k"}
