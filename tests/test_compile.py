@@ -22,7 +22,7 @@ from flashkernel.ops import registry
 pytestmark = pytest.mark.compile
 
 PARKED = 160  # bytes of stack for values that loops only read back
-FEW = 12  # stores in the loops of warpgroups that hold nearly all registers there are: what counts steps and tiles
+FEW = 6  # stores in the loops of warpgroups that hold nearly all registers there are: what counts steps and tiles
 GPUS = {75: "t4", 80: "a100", 90: "h200"}
 
 
@@ -76,7 +76,7 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
     try:
         launches = launches_of(op, case, dtype, arch, backend)
     except BackendError as refusal:
-        if "no shared prefix" in str(refusal):  # the Hopper kernel leaves it to the portable one
+        if backend == "hopper" and "no shared prefix" in str(refusal):  # left to the portable one
             pytest.skip(str(refusal).splitlines()[0])
         first = 89 if "sm_89" in str(refusal) else 80  # where Triton has tensor cores: those for FP8 came later
         if arch >= first:

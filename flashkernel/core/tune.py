@@ -38,6 +38,11 @@ def power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+def head_block(width: int) -> int:
+    """Elements of a head in shared memory, where a swizzle spans 64: the loads fill up with zeros."""
+    return max(64, power_of_2(width))
+
+
 def ceil_div(value: int, by: int) -> int:
     """`value / by` rounded up; Triton's own `cdiv` costs microseconds on the host."""
     return -(-value // by)

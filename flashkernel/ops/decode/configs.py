@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
+from flashkernel.core.tune import head_block as block
 
 _LONG_RING = 32  # tiles a multiprocessor has to read from which two programs on it beat one with twice the ring
 TILE_BYTES = 16384  # of keys, and as much of values: what keeps a multiprocessor's share of the bandwidth in flight
@@ -122,11 +123,6 @@ def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str |
     if device.shared_per_sm and programs * (needed + 4096) > device.shared_per_sm:
         return f"{programs} programs of {needed} bytes do not fit a multiprocessor's shared memory"
     return None
-
-
-def block(width: int) -> int:
-    """Columns of a head in the Hopper kernel's shared memory: what is missing is filled with zeros by the loads."""
-    return max(64, power_of_2(width))
 
 
 def _ring_bytes(config: Ring, shape: Mapping[str, int]) -> int:

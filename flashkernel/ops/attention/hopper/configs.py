@@ -7,16 +7,12 @@ from dataclasses import dataclass
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
+from flashkernel.core.tune import head_block as block
 
 _SHORT_SPAN, _MEDIUM_SPAN = 384, 1024  # keys that a tile of queries sees
 _SHORT_BACKWARD = 768
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
-
-
-def block(width: int) -> int:
-    """Elements of a head in shared memory: what is missing is filled with zeros by the loads."""
-    return max(64, power_of_2(width))
 
 
 @dataclass(frozen=True)
