@@ -11,7 +11,7 @@ import torch
 
 import flashkernel as fk
 from flashkernel.core import device as devices
-from flashkernel.core.check import verify
+from flashkernel.core.check import compare, verify
 from flashkernel.core.op import Case, Op
 from flashkernel.ops.reduce import kinds, spec
 from flashkernel.ops.reduce.configs import MAX_TILE, REDUCE, splits_of
@@ -374,14 +374,13 @@ def test_cuda_sees_what_it_should_at_every_width(width: int, dtype: torch.dtype)
         x = torch.randn(batches, queries, width, generator=generator, device="cuda").to(dtype)
         visible = torch.rand(queries, width + 3, generator=generator, device="cuda") < 0.6
         visible[2] = False
-        seen = torch.ones(queries, width, dtype=torch.bool, device="cuda").tril(width - queries)
         for mask in (None, visible[:, :width].contiguous(), visible[:, 3:], visible[:, :1]):
             for causal in (False, True):
-                shown = (seen if causal else torch.ones_like(seen)) & (mask if mask is not None else True)
-                expected = (x.double() * 0.5).masked_fill(~shown, -INF).softmax(-1).nan_to_num(0.0)
-                y = fk.softmax(x, mask, scale=0.5, causal=causal, backend="cuda")
-                rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
-                torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=1e-9)
+                exact = fk.softmax(x.double(), mask, scale=0.5, causal=causal, backend="reference")
+                own = fk.softmax(x, mask, scale=0.5, causal=causal, backend="torch")
+                found = fk.softmax(x, mask, scale=0.5, causal=causal, backend="cuda")
+                report = compare("softmax", found, exact, own, spec.SOFTMAX.tolerance, dtype)
+                assert report.ok, report.message
 
 
 @pytest.mark.gpu
@@ -400,8 +399,9 @@ def test_cuda_kernels_in_a_chain_see_what_came_before() -> None:
 def test_cuda_spreads_more_rows_than_a_grid_dimension_holds() -> None:
     x = torch.randn(65535 + 700, 24, device="cuda", requires_grad=True)
     dy = torch.randn(x.shape[0], device="cuda")
-    (dx,) = torch.autograd.grad(fk.logsumexp(x, backend="cuda"), x, dy)
-    torch.testing.assert_close(dx, x.softmax(-1) * dy[:, None], rtol=1e-4, atol=1e-6)
+    found, own = (torch.autograd.grad(fk.logsumexp(x, backend=name), x, dy)[0] for name in ("cuda", "torch"))
+    report = compare("dx", found, x.double().softmax(-1) * dy[:, None], own, spec.LOGSUMEXP.tolerance, x.dtype)
+    assert report.ok, report.message
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
