@@ -27,6 +27,7 @@ import torch
 
 from flashkernel.core import device as devices
 from flashkernel.core import env, nvrtc
+from flashkernel.core.launch import unrepeatable
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
 
 SCHEMA = 1
@@ -216,6 +217,7 @@ class Kernel:
         if stream is None:
             stream = _streams[index, handle] = core().Stream.from_handle(handle)
         core().launch(stream, config, kernel, *self.pack(args, index))
+        unrepeatable()
 
     def load(self, index: int) -> Any:
         """Compile (or take from the disk) and load for the GPU of this index; launches do it themselves."""

@@ -1,7 +1,8 @@
 """The one place that launches a Triton kernel, records a launch, or compiles one for a GPU that is not here.
 
-Rooms call `launch(kernel, grid, *args, **constants)`. Inside `recording()` nothing runs: the launches are kept, and
-`compile_for(launch, arch)` turns each into machine code with its registers, stack and shared memory, on any machine.
+Rooms call `launch(kernel, grid, *args, **constants)`. A `listener` hears of launches, and how to make them again.
+Inside `recording()` nothing runs: the launches are kept, and `compile_for(launch, arch)` turns each into machine code
+with its registers, stack and shared memory, on any machine.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from flashkernel.core import env
 from flashkernel.core.device import Device
 
 MOST_CHAINED = 8 << 20  # bytes that a row-by-row kernel moves at most to be launched early
+_REPEATABLE = ("3.6.",)  # versions of triton whose compiled kernels are launched without asking it anew
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
+_listener: ContextVar[Any] = ContextVar("flashkernel_listener", default=None)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,28 @@ def _reachable(starts: list[int], ways: list[list[int]], without: int = -1) -> s
     return found
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A launch that was made, with its arguments in order; `code` is what ran, None under Triton's interpreter."""
+
+    kernel: Any
+    code: Any
+    grid: tuple[int, ...]
+    bound: tuple[Any, ...]
+    settings: Any  # Triton's, where hooks are hung
+
+    def again(self, bound: list[Any], stream: int) -> None:
+        """Launch once more, with arguments that the same machine code fits; addresses may stand for tensors."""
+        code = self.code
+        if code is None:
+            self.kernel[self.grid](*bound)
+            return
+        if _anyone(self.settings.launch_enter_hook) or _anyone(self.settings.launch_exit_hook):  # a profiler listens
+            code[self.grid](*bound, stream=stream)
+        else:
+            code.run(*self.grid, stream, code.function, code.packed_metadata, None, None, None, *bound)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on the current stream of its first tensor's device; a grid of zero launches nothing."""
     recorder = _recorder.get()
@@ -120,13 +145,68 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return
     if 0 in grid:
         return
+    listener = _listener.get()
+    if listener is None:
+        _run(kernel, grid, args, constants)
+        return
+    with listener.aside():
+        code = _run(kernel, grid, args, constants)
+    listener.launched(_launched(kernel, code, grid, args, constants))
+
+
+def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """The compiled kernel, which was launched."""
     first = args[0]
     device = first.device if isinstance(first, torch.Tensor) else first.base.device  # or a tensor descriptor
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](*args, **constants)
-    else:
-        kernel[grid](*args, **constants)
+            return kernel[grid](*args, **constants)
+    return kernel[grid](*args, **constants)
+
+
+def _launched(
+    kernel: Any, code: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
+) -> Launched | None:
+    """None where it could not be launched again: by a triton whose ways are not known."""
+    import triton
+
+    values = {**dict(zip(kernel.arg_names, args)), **constants}
+    if any(name not in values for name in kernel.arg_names):
+        return None
+    bound = tuple([values[name] for name in kernel.arg_names])
+    if env.interpreting():
+        return Launched(kernel, None, grid, bound, None)
+    if not triton.__version__.startswith(_REPEATABLE):
+        return None
+    return Launched(kernel, code, (*grid, 1, 1)[:3], bound, triton.knobs.runtime)
+
+
+def _anyone(hook: Any) -> bool:
+    """Whether a launch hook of Triton's does something."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+@contextmanager
+def listener(listening: Any) -> Iterator[None]:
+    """Tell `listening.launched` of every launch inside; of one that cannot be made again it hears None. Kernels run
+    within its `aside()`: Triton's interpreter uses torch."""
+    token = _listener.set(listening)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def listening() -> bool:
+    """Whether launches are recorded or listened to."""
+    return _recorder.get() is not None or _listener.get() is not None
+
+
+def unrepeatable() -> None:
+    """Something is launched by other ways than these."""
+    heard = _listener.get()
+    if heard is not None:
+        heard.launched(None)
 
 
 def chained(facts: Device, moved: int = 0) -> dict[str, bool]:

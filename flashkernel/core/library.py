@@ -3,12 +3,15 @@
 A `KernelOp` wraps a pair of plain functions, forward and backward, that launch kernels. In eager mode it calls them
 directly, or through a thin autograd.Function, because the dispatcher's route through Python costs tens of
 microseconds. Under torch.compile, FakeTensor, functorch or any dispatch mode it calls the operator registered
-with torch.library, which the tracers understand. Both routes run the same functions.
+with torch.library, which the tracers understand. Both routes run the same functions; the eager one remembers the
+launches of calls that come again (core/replay.py).
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from flashkernel.core.replay import Remembered
 
 NAMESPACE = "flashkernel"
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -34,13 +37,13 @@ class KernelOp:
 
     def __init__(self, name, forward, fake, *, setup_context=None, backward=None, mutates=()):
         self.name = name
-        self.forward = forward
+        self.forward = Remembered(forward)
         self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=mutates)
         self.registered.register_fake(fake)
         self.function = None
         if backward is not None:
             self.registered.register_autograd(backward, setup_context=setup_context)
-            self.function = _autograd_function(name, forward, setup_context, backward)
+            self.function = _autograd_function(name, self.forward, setup_context, backward)
 
     def __call__(self, *args):
         if traced(args[0]):

@@ -71,6 +71,7 @@ _watchers: list[dict[tuple[Tunable, tuple[Any, ...]], Shape]] = []
 _recent: dict[tuple[Any, ...], Any] = {}  # by exact shape, in front of the buckets, which take longer to work out
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[Path] = set()
+_generation = 0
 
 
 def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
@@ -91,6 +92,16 @@ def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
             _recent.clear()
         _recent[exact] = config
     return config
+
+
+def unsettled() -> bool:
+    """Whether what `pick` answers holds for a while only, or someone wants to hear every question."""
+    return bool(_overrides or _watchers)
+
+
+def generation() -> int:
+    """A number that changes where the answers may have."""
+    return _generation
 
 
 @contextmanager
@@ -156,16 +167,22 @@ def search(
     bucket = tunable.bucket(shape)
     _save(tunable, device, _key(bucket), entry)
     _picked[tunable, device, bucket] = best
-    _recent.clear()
+    _changed()
     return best
 
 
 def forget() -> None:
     """Drop what was picked and read, so that the files are read again."""
     _picked.clear()
-    _recent.clear()
     _loaded.clear()
     _warned.clear()
+    _changed()
+
+
+def _changed() -> None:
+    global _generation
+    _recent.clear()
+    _generation += 1
 
 
 def cache_path(tunable: Tunable, device: Device) -> Path:

@@ -1,0 +1,249 @@
+"""Calls that come again: what they launch is recorded the second time and repeated from the third on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashkernel as fk
+from flashkernel.core import replay, tune
+from flashkernel.core.check import verify
+from flashkernel.core.op import Case, Op, grid_of_cases
+from flashkernel.core.replay import Remembered
+from flashkernel.ops import registry
+from flashkernel.ops.activation import api as activation
+from flashkernel.ops.attention import registered as attention
+from flashkernel.ops.norm import api as norm
+from flashkernel.ops.norm.configs import FORWARD
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The plan of these changes from call to call, or is made of torch's own products.
+NEVER = {"linear", "linear_cross_entropy", "attention_fp8"}
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The recordings that were run, in order."""
+    runs: list[Any] = []
+    run = replay._Call.__call__
+
+    def counting(self: Any, args: Any, stream: int) -> Any:
+        runs.append(self)
+        return run(self, args, stream)
+
+    monkeypatch.setattr(replay._Call, "__call__", counting)
+    return runs
+
+
+def _operators() -> Iterator[object]:
+    for device in ("cpu", "cuda"):
+        for op in registry().values():
+            if any(backend.name == "triton" for backend in op.backends) and op.name not in NEVER:
+                cases = {case.name: case for case, dtype in grid_of_cases(op) if dtype == torch.float16}
+                for case in list(cases.values())[:6]:
+                    marks = [pytest.mark.gpu] if device == "cuda" else []
+                    yield pytest.param(op, case, device, id=f"{op.name}-{case.name}-{device}", marks=marks)
+
+
+@pytest.mark.parametrize("op, case, device", list(_operators()))
+def test_every_operator_is_right_when_repeated(op: Op, case: Case, device: str, repeated: list[Any]) -> None:
+    from flashkernel.core.dispatch import BackendError
+
+    try:
+        for seed in range(3):
+            failures = [
+                one.message for one in verify(op, case, torch.float16, "triton", device, seed=seed) if not one.ok
+            ]
+            assert not failures, f"call {seed + 1}: " + "\n".join(failures)
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_training_step_is_repeated(device: str, repeated: list[Any]) -> None:
+    """Norm, attention and activation, forward and backward: six recordings from the third step on."""
+
+    def step(backend: str, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        x = torch.randn(2, 33, 64, device=device, requires_grad=True)
+        weight = torch.randn(64, device=device, requires_grad=True)
+        q, k, v = (fk.rms_norm(x, weight, backend=backend).view(2, 33, 4, 16) * (1 + n / 4) for n in range(3))
+        o = fk.attention(q, k, v, mask=fk.causal(), backend=backend)
+        y = fk.swiglu(o, q, backend=backend)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, weight))]
+
+    for seed in range(4):
+        del repeated[:]
+        for found, wanted in zip(step("triton", seed), step("torch", seed)):
+            torch.testing.assert_close(found, wanted, atol=2e-2, rtol=1e-3)
+    assert len(set(repeated)) == 6
+
+
+def _rms(x: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+    with torch.no_grad():
+        found = fk.rms_norm(x, weight, backend="triton", **options)
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found, fk.rms_norm(x, weight, backend="torch", **options))
+    return found
+
+
+def test_shapes_strides_settings_and_dtypes_are_told_apart(repeated: list[Any]) -> None:
+    wide = torch.randn(40, 96)
+    for x, eps in ((wide, 1e-6), (wide, 1e-2), (wide[:, :48], 1e-6), (wide[::2], 1e-6), (wide.half(), 1e-6)):
+        for _ in range(3):
+            _rms(x, eps=eps)
+    assert len(repeated) == len(set(repeated)) == 5
+
+
+def test_unaligned_arguments_are_not_recorded(repeated: list[Any]) -> None:
+    memory = torch.randn(1 + 8 * 64)
+    for _ in range(4):
+        _rms(memory[1:].view(8, 64))
+    assert not repeated
+    for _ in range(4):
+        _rms(memory[:-1].view(8, 64))
+    assert len(repeated) == 2
+
+
+def test_arguments_in_the_same_memory_are_told_apart_or_not_recorded(repeated: list[Any]) -> None:
+    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+        found = fk.attention(q, k, v, backend="triton")
+        torch.testing.assert_close(found, fk.attention(q, k, v, backend="torch"))
+
+    for _ in range(4):
+        q, k, v = torch.randn(1, 20, 3, 2, 16).unbind(2)  # views of one tensor
+        check(q, k, v)
+    assert len(repeated) == 2
+    for _ in range(3):
+        check(q, k, k)  # the recording is there: k and v are found by place, not by memory
+    assert len(repeated) == 5
+    for _ in range(4):
+        q, k = torch.randn(2, 1, 24, 2, 16).unbind(0)
+        check(q, k, k)  # but they cannot be told apart while recording
+    assert len(repeated) == 5
+
+
+def test_masks_with_tables_are_not_recorded(repeated: list[Any]) -> None:
+    x = torch.randn(1, 32, 2, 16)
+    for split in (5, 9, 20, 31):
+        ids = (torch.arange(32) >= split).int()[None]
+        found = fk.attention(x, x.clone(), x + 1, mask=fk.documents(ids), backend="triton")
+        torch.testing.assert_close(found, fk.attention(x, x, x + 1, mask=fk.documents(ids), backend="torch"))
+    assert not repeated
+
+
+def test_overridden_and_searched_configs_are_used(repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(12, 64)
+    for _ in range(3):
+        _rms(x)
+    assert len(repeated) == 1
+    asked: list[Any] = []
+    pick = tune.pick
+    monkeypatch.setattr(tune, "pick", lambda *args: asked.append(args) or pick(*args))
+    config = FORWARD.heuristic(fk.core.device.facts(x.device), {"rows": 12, "width": 64, "bytes": 4, "sums": 1})
+    with tune.override(FORWARD, config):
+        _rms(x)
+    assert len(asked) == 1
+    assert len(repeated) == 1
+    tune.forget()
+    _rms(x)
+    assert len(asked) == 2
+    assert len(repeated) == 1
+
+
+def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) -> None:
+    inner = norm._norm.forward.function
+
+    def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
+        """A clone, a sum into zeros, and a kernel on a view of what came of it."""
+        held = torch.zeros(2, *x.shape)
+        held[1].copy_(x)
+        y = inner(held[1], None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+        return y.view(-1), held[0]
+
+    def product(x: Tensor) -> Tensor:
+        return inner(x @ x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+
+    kept, lost = Remembered(zeroed), Remembered(product)
+    for _ in range(4):
+        x = torch.randn(16, 16)
+        y, zeros = kept(x)
+        wanted = fk.rms_norm(x, backend="torch")
+        torch.testing.assert_close(y, wanted.view(-1))
+        assert not zeros.any()
+        assert zeros.shape == x.shape
+        torch.testing.assert_close(lost(x), fk.rms_norm(x @ x, backend="torch"))
+    assert len(repeated) == 2
+
+
+def test_memory_is_given_back_when_it_is_not_needed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of kernels, each with an output of its own: two are alive at a time, as when not repeated."""
+    inner = norm._norm.forward.function
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = inner(x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+        return x
+
+    known = Remembered(chain)
+    x = torch.randn(4, 32)
+    wanted = [known(x) for _ in range(2)][-1]
+    torch.testing.assert_close(known(x), wanted)
+    call = next(iter(known.calls.values()))
+    alive: set[int] = set()
+    most = 0
+    for step, dead in call.steps:
+        alive.update(step.uses())
+        most = max(most, len([slot for slot in alive if slot > 0]))
+        alive -= set(dead)
+    assert most <= 2 * 4  # a call of norm has four outputs
+
+
+@pytest.mark.gpu  # Triton's interpreter is for one thread
+def test_threads_share_recordings() -> None:
+    given = [torch.randn(8, 64, device="cuda") for _ in range(4)]
+    wanted = [fk.swiglu(x, x + 1, backend="torch") for x in given]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            found = fk.swiglu(given[number], given[number] + 1, backend="triton")
+            if not torch.allclose(found, wanted[number], atol=1e-5):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_CALLS", 3)
+    forward = activation._activation.forward
+    forward.calls.clear()
+    for rows in range(1, 9):
+        fk.silu(torch.randn(rows, 16), backend="triton")
+        assert len(forward.calls) <= 3
+
+
+def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
+    """Outputs are new tensors with a graph of their own, and checkpointing and hooks work on them."""
+    weight = torch.randn(32, requires_grad=True)
+    for _ in range(4):
+        x = torch.randn(4, 32, requires_grad=True)
+        seen: list[Tensor] = []
+        y = fk.rms_norm(x, weight, backend="triton")
+        y.register_hook(seen.append)
+        torch.utils.checkpoint.checkpoint(lambda y: y * 2, y, use_reentrant=False).sum().backward()
+        assert len(seen) == 1
+        assert x.grad is not None
+        assert y.grad_fn is not None
+    assert repeated
+    assert attention._attention.function is not None
