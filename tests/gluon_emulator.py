@@ -223,7 +223,7 @@ class Descriptor:
 
     def __init__(self, given: Any) -> None:
         self.view = torch.as_strided(given.base.detach(), given.shape, given.strides, given.base.storage_offset())
-        self.block = [int(size) for size in given.block_shape]
+        self.block = self.block_shape = [int(size) for size in given.block_shape]
         self.dtype = given.base.dtype
         self.layout = None
         size = torch.empty(self.block, device="meta").numel() * given.base.element_size()

@@ -28,7 +28,7 @@ from flashkernel.core.gluon import (
 from flashkernel.core.launch import Launch, launch, recording
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
-from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, Backward, Forward
+from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, WIDE, Backward, Forward, Wide
 from flashkernel.ops.attention.hopper.order import Lines, lengths, order
 from flashkernel.ops.attention.hopper.walks import walks
 from flashkernel.ops.attention.spec import ATTENTION, _axes
@@ -66,8 +66,7 @@ def _served() -> list[Case]:
         for case in ATTENTION.cases:
             inputs = ATTENTION.make_inputs(case, torch.float16, "cpu")
             verdicts = explain(ATTENTION.call, **inputs, **case.options).verdicts
-            wide = max(case.axes["head_dim"], case.axes["value_dim"]) > 128  # their backward is the portable one
-            if not wide and next(v.reason for v in verdicts if v.backend == hopper_backend.name) is None:
+            if next(v.reason for v in verdicts if v.backend == hopper_backend.name) is None:
                 found.append(case)
         return found
 
@@ -127,10 +126,60 @@ def test_several_items_a_program_on_a_gpu(masked: bool, heads: Any, head_dim: in
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
-@pytest.mark.parametrize("head_dim, value_dim", [(192, 128), (256, 256)])
-def test_forward_of_wide_heads(head_dim: int, value_dim: int) -> None:
-    case = Case("wide", _axes(1, 150, 1, (head_dim, value_dim)), {"mask": causal()}, gradients=False)
-    _check(case)
+WIDER = {
+    "causal": Case("causal", _axes(1, 150, 1, 256), {"mask": causal(), "return_lse": True}),
+    "full": Case("full", _axes(2, (130, 200), (2, 1), 256)),
+    "window": Case("window", _axes(1, 330, 2, 256), {"mask": causal() & window(70)}),
+    "sinks": Case("sinks", _axes(1, 140, (4, 1), 256), {"mask": causal() & window(64)}, present=("sinks",)),
+    "softcap": Case("softcap", _axes(1, 130, 2, 256), {"mask": causal(), "softcap": 2.0}),
+    "negative-scale": Case("negative-scale", _axes(1, 70, 2, 256), {"scale": -0.1}),
+    "late-queries": Case("late-queries", _axes(1, (300, 150), 2, 256), {"mask": causal()}),
+    "documents": Case("documents", _axes(2, 256, 1, 256), {"mask": _documents()}),
+    "heads-differ": Case(
+        "heads-differ",
+        _axes(2, 200, (4, 2), 256),
+        {"mask": custom(lambda b, h, q, k: (k <= q + 2 * h) & ((q + k) % 3 > 0))},
+    ),
+    "narrow-values": Case("narrow-values", _axes(1, 150, (4, 2), (192, 128)), {"mask": causal()}),
+    "narrow-keys": Case("narrow-keys", _axes(1, (100, 140), 2, (64, 256)), {"mask": causal()}),
+    "odd": Case("odd", _axes(1, (1, 77), 2, (136, 200)), {"softcap": 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_wide_heads(name: str) -> None:
+    _check(WIDER[name])
+
+
+@pytest.mark.parametrize("mask", ["few", "window", "full"])
+@pytest.mark.parametrize(
+    "dims, config",
+    [(256, Wide(2)), ((192, 128), Wide(3)), ((192, 128), Wide(2))],
+    ids=str,
+)
+def test_many_items_of_wide_heads_in_a_program(dims: Any, config: Wide, mask: str) -> None:
+    """Items one after another, of many steps, of one, and of none."""
+    masks = {"few": _few_see(), "window": causal() & window(64), "full": None}
+    options = {} if masks[mask] is None else {"mask": masks[mask]}
+    with tune.override(WIDE, config):
+        _check(Case("items", _axes(2, (200, 530), (4, 2), dims), options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDER)
+def test_wide_heads_on_a_gpu(name: str) -> None:
+    reports = verify(ATTENTION, WIDER[name], torch.bfloat16, "hopper", "cuda")
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [4, (8, 4)], ids=["each", "shared"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
+def test_several_items_of_wide_heads_a_program_on_a_gpu(masked: bool, heads: Any) -> None:
+    """With 320 tiles of keys, every program takes two or three, one after another."""
+    case = Case("items", _axes(8, 600, heads, 256), {"mask": causal()} if masked else {})
+    reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
 CONFIGS = [

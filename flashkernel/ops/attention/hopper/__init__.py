@@ -16,11 +16,14 @@ from flashkernel.core.launch import chained, launch
 from flashkernel.ops.attention import triton as portable
 from flashkernel.ops.attention.hopper.around import attention_finish, attention_prepare
 from flashkernel.ops.attention.hopper.backward import attention_backward
+from flashkernel.ops.attention.hopper.backward_wide import attention_backward_wide
 from flashkernel.ops.attention.hopper.configs import (
     BACKWARD,
     FORWARD,
+    WIDE,
     Backward,
     Forward,
+    Wide,
     block,
     shares_output,
     sparse,
@@ -93,13 +96,11 @@ def backward(
     problem: Problem,
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv, None, dsinks, None); heads too wide for one pass get the two passes of the portable kernels."""
-    if max(q.shape[3], v.shape[3]) > 128 or k.shape[1] == 0 or q.numel() == 0:
+    """(dq, dk, dv, None, dsinks, None)."""
+    config = _backward_config(q, k, v, problem)
+    if config is None:
         return portable.backward(do, dlse, q, k, v, bias, sinks, slopes, o, lse, problem, want_bias)
-    config: Backward = tune.pick(BACKWARD, device.facts(q.device), _shape(q, k, v, problem))
     batch, queries, heads, width = q.shape
-    if config.fold and (problem.softcap != 0 or problem.scale == 0):
-        config = replace(config, fold=False)
     query_tiles = tune.ceil_div(queries, config.rows)
     padded = query_tiles * config.rows
     stats = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
@@ -135,15 +136,16 @@ def _prepare(
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, buffer: Tensor, problem: Problem, config: Backward
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, buffer: Tensor, problem: Problem,
+    config: Backward | Wide,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, queries, heads, width = q.shape
     keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    walk = walks(problem.mask, batch, heads, queries, keys, 128, config.rows, 1, q.device, turned=True)
+    walk = walks(problem.mask, batch, heads, queries, keys, config.keys, config.rows, 1, q.device, turned=True)
     mask, _, _, _, mask_tables = problem.functions()
-    tiles, lines = tune.ceil_div(keys, 128), batch * pairs
+    tiles, lines = tune.ceil_div(keys, config.keys), batch * pairs
     # Of each query head q, do and the buffer for dq, which is added to all the time; of each key head k, v, dk and dv.
     one = heads // pairs * queries * (q.element_size() * (width + values) + 4 * block(width))
     one += 2 * keys * (width + values) * k.element_size()
@@ -153,18 +155,25 @@ def _backward(
     known = problem.mask is None or not problem.mask.tables
     programs = min(facts.sms, tiles * lines) if known else tiles * lines
     turned = Lines(lines, tiles, pairs, 1, together, turned=True, group=heads // pairs)
-    items = order(problem.mask, walk, turned, programs, (queries, keys, config.rows), parted=True)
+    items = order(problem.mask, walk, turned, programs, (queries, keys, config.rows, config.keys), parted=True)
+    box, held = (config.rows, 1), (config.keys, 1)
+    variant: dict[str, Any] = {}
+    if isinstance(config, Wide):
+        kernel, roomy = attention_backward_wide, False
+    else:
+        kernel, roomy = attention_backward, config.rows == block(width) == 64
+        variant = {
+            "HALF": config.half, "FOLD": config.fold, "JOINT": config.joint, "ROWS": config.rows, "HELD": config.held,
+        }  # fmt: skip
     launch(
-        attention_backward, (programs,),
-        buffer, _tiled(q, (config.rows, 1)), _tiled(do, (config.rows, 1)), _tiled(k, (128, 1)), _tiled(v, (128, 1)),
-        _line(stats, config.rows), _tiled(dk, (128, 1)), _tiled(dv, (128, 1)), mask_tables,
+        kernel, (programs,),
+        buffer, _tiled(q, box), _tiled(do, box), _tiled(k, held), _tiled(v, held), _line(stats, config.rows),
+        _tiled(dk, held), _tiled(dv, held), mask_tables,
         walk.runs, walk.plans, walk.loads, walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
         items.shape[1], lines, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
         problem.scale * _LOG2E, problem.scale, problem.softcap,
-        MASK=mask, TRAITS=_traits(problem.mask, config.rows == block(width) == 64), CAP=problem.softcap > 0,
-        HALF=config.half, FOLD=config.fold, JOINT=config.joint,
-        ROWS=config.rows, STAGES=config.stages, HELD=config.held, WIDTH=block(width), VALUES=block(values), num_warps=4,
-        **chained(facts),
+        MASK=mask, TRAITS=_traits(problem.mask, roomy), CAP=problem.softcap > 0, STAGES=config.stages,
+        WIDTH=block(width), VALUES=block(values), **variant, num_warps=4, **chained(facts),
     )  # fmt: skip
     return dk, dv
 
@@ -184,6 +193,19 @@ def _forward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Forwar
     if problem.mask is not None and "h" in problem.mask.depends:
         return replace(config, pack=1)
     return config
+
+
+def _backward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Backward | Wide | None:
+    """The config for a call; None where there is nothing to do."""
+    if k.shape[1] == 0 or q.numel() == 0:
+        return None
+    facts, shape = device.facts(q.device), _shape(q, k, v, problem)
+    if max(q.shape[3], v.shape[3]) > 128:
+        wide: Wide = tune.pick(WIDE, facts, shape)
+        return wide
+    config: Backward = tune.pick(BACKWARD, facts, shape)
+    unfolded = problem.softcap != 0 or problem.scale == 0
+    return replace(config, fold=config.fold and not unfolded)
 
 
 def _traits(mask: Mask | None, roomy: bool) -> int:

@@ -44,8 +44,8 @@ def _fetch(inputs, buffers, kv_full, orders, turn, HELD: gl.constexpr):
         held = turn % HELD
         bar = kv_full.index(held)
         mbarrier.expect(bar, k.block_type.nbytes + v.block_type.nbytes)
-        load_tile(k, [b, tile * 128, pair, 0], bar, k_boxes.index(held))
-        load_tile(v, [b, tile * 128, pair, 0], bar, v_boxes.index(held))
+        load_tile(k, [b, tile * k.block_shape[1], pair, 0], bar, k_boxes.index(held))
+        load_tile(v, [b, tile * v.block_shape[1], pair, 0], bar, v_boxes.index(held))
 
 
 @gluon.jit
@@ -56,8 +56,8 @@ def _hand_over(inputs, outputs, buffers, kv_full, kv_done, orders, turn, HELD: g
     tile, b, pair = item_at(orders, turn)
     held = turn % HELD
     mbarrier.wait(kv_done.index(held), (turn // HELD) & 1)
-    store_tile(dv, [b, tile * 128, pair, 0], v_boxes.index(held))
-    store_tile(dk, [b, tile * 128, pair, 0], k_boxes.index(held))
+    store_tile(dv, [b, tile * dv.block_shape[1], pair, 0], v_boxes.index(held))
+    store_tile(dk, [b, tile * dk.block_shape[1], pair, 0], k_boxes.index(held))
     tma.store_wait(0)
     _fetch(inputs, buffers, kv_full, orders, turn + HELD, HELD)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
@@ -122,6 +123,7 @@ class Backward:
     fold: bool
     joint: bool = False
     held: int = 2
+    keys: ClassVar[int] = 128  # of an item
 
 
 def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -164,3 +166,38 @@ def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backwa
 BACKWARD = Tunable(
     "attention_hopper_backward", Backward, _backward_heuristic, _backward_space, _backward_valid, _bucket
 )
+
+
+@dataclass(frozen=True)
+class Wide:
+    """The backward pass of heads wider than 128: `stages` tiles of 64 queries in flight."""
+
+    stages: int
+    keys: ClassVar[int] = 64  # of an item
+    rows: ClassVar[int] = 64
+    fold: ClassVar[bool] = False
+
+
+def _wide_valid(config: Wide, device: Device, shape: Mapping[str, int]) -> str | None:
+    width, values = block(shape["head_dim"]), block(shape["value_dim"])
+    if max(width, values) > 256:
+        return f"heads must be at most 256 wide, not {shape['head_dim']} and {shape['value_dim']}"
+    streamed = config.stages * (2 * 64 * (width + values) + 8 * 64)
+    handed_on = 4 * 64 * 64 + 2 * 2 * 64 * 64  # P in float32, dS twice
+    needed = 2 * 64 * (width + values) + streamed + handed_on + _BARRIERS
+    if needed > device.shared_per_block:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    return None
+
+
+def _wide_heuristic(device: Device, shape: Mapping[str, int]) -> Wide:
+    narrow = block(shape["head_dim"]) + block(shape["value_dim"]) <= 384
+    return Wide(3 if narrow else 2)
+
+
+def _wide_space(device: Device, shape: Mapping[str, int]) -> Iterator[Wide]:
+    for stages in (2, 3, 4):
+        yield Wide(stages)
+
+
+WIDE = Tunable("attention_hopper_backward_wide", Wide, _wide_heuristic, _wide_space, _wide_valid, _bucket)
