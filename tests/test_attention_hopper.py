@@ -166,7 +166,7 @@ def test_many_items_of_wide_heads_in_a_program(dims: Any, config: Wide, mask: st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("name", [name for name in WIDER if name != "documents"])  # whose table is on the CPU
 def test_wide_heads_on_a_gpu(name: str) -> None:
     reports = verify(ATTENTION, WIDER[name], torch.bfloat16, "hopper", "cuda")
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
