@@ -65,6 +65,11 @@ def bound(op: Op, case: Case) -> Callable[..., Any]:
     return lambda x, weight: op.plain(x, weight, **case.options)
 
 
+def forward(op: Op, case: Case) -> Callable[..., Any]:
+    """Right, but without gradients."""
+    return lambda x, weight: op.plain(x.detach(), weight.detach())
+
+
 def norm(*baselines: str, benches: tuple[Case, ...] = (SMALL, OTHER)) -> Op:
     made = tuple(Baseline(name, f"{__name__}:{name}") for name in baselines)
     return replace(RMS_NORM, baselines=made, benches=benches)
@@ -162,6 +167,14 @@ class TestBench:
         records, _ = measure(norm("bound"), replace(SMALL, options={"eps": 1e-2}), implementations=["bound"])
         assert all(one.counts for one in records)
         assert len(records) == 2
+
+    def test_a_peer_without_a_backward_pass_is_timed_forward(self) -> None:
+        op = replace(norm(), baselines=(Baseline("forward", f"{__name__}:forward", forward_only=True),))
+        records, _ = measure(op, implementations=["forward"])
+        assert [(one.direction, one.counts) for one in records] == [("fwd", True)]
+        records, notes = measure(op, implementations=["forward"], directions=["bwd"])
+        assert records == []
+        assert any("forward left out: it has no backward pass" in note for note in notes)
 
     def test_whole_step_stands_for_the_backward(self) -> None:
         def cost(case: Case, dtype: torch.dtype) -> Any:

@@ -154,6 +154,7 @@ class Baseline:
 
     name: str
     target: str
+    forward_only: bool = False  # it has no backward pass to be checked or timed
 
 
 @cache

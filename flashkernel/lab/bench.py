@@ -61,13 +61,19 @@ class Candidate:
     function: Function
     options: Mapping[str, Any]  # those to be passed: a baseline is made for its case, and may have bound them
     checked: str | Function  # as check.verify wants it
+    forward_only: bool = False
 
 
 def bench(op: Op, case: Case, dtype: torch.dtype, settings: Settings) -> Iterator[Record]:
     """Time every implementation of one case; records come as they are measured."""
     directions = [name for name in directions_of(op, case, dtype) if name in (settings.directions or DIRECTIONS)]
     candidates = list(_candidates(op, case, dtype, settings)) if directions else []
+    possible = directions
     for candidate in candidates:
+        directions = [name for name in possible if name == "fwd" or not candidate.forward_only]
+        if not directions:
+            settings.note(f"{op.name}: {candidate.name} left out: it has no backward pass")
+            continue
         _tidy(settings.device)
         blank = _blank(op, case, dtype, candidate)
         failure, reports = _attempt(partial(_verify, op, case, dtype, candidate, directions, settings))
@@ -134,7 +140,8 @@ def _candidates(op: Op, case: Case, dtype: torch.dtype, settings: Settings) -> I
         else:
             taken = _options_taken(function, case.options)
             dropped = set(case.options) - set(taken)
-            yield Candidate(baseline.name, "baseline", function, taken, partial(_without, function, dropped))
+            checked = partial(_without, function, dropped)
+            yield Candidate(baseline.name, "baseline", function, taken, checked, baseline.forward_only)
 
 
 def _options_taken(function: Function, options: Mapping[str, Any]) -> Mapping[str, Any]:
