@@ -11,7 +11,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 import test_hf  # noqa: E402
-from test_hf_patch import _as_on_a_gpu, _one_thread, by_family, model, pair  # noqa: E402, F401
+from patched_models import _as_on_a_gpu, _one_thread, by_family, model, pair  # noqa: E402, F401
 
 import flashkernel.hf as hf  # noqa: E402
 from flashkernel.hf import attention as adapter  # noqa: E402

@@ -224,6 +224,37 @@ def test_threads_share_recordings() -> None:
     assert not wrong
 
 
+def test_recording_can_be_switched_off(repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 48)
+    monkeypatch.setenv("FLASHKERNEL_REPLAY", "0")
+    for _ in range(4):
+        _rms(x)
+    assert not repeated
+    monkeypatch.delenv("FLASHKERNEL_REPLAY")
+    for _ in range(2):
+        _rms(x)
+    assert len(repeated) == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_a_repeated_call(repeated: list[Any]) -> None:
+    """A recording belongs to its stream; captured there, it reads what its inputs hold when the graph is replayed."""
+    x, stream = torch.randn(64, 256, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fk.rms_norm(x, backend="triton")
+    torch.cuda.synchronize()
+    assert len(repeated) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = fk.rms_norm(x, backend="triton")
+    assert len(repeated) == 2
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(y, fk.rms_norm(x, backend="torch"))
+
+
 def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_CALLS", 3)
     forward = activation._activation.forward

@@ -3,6 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | FLASHKERNEL_CACHE_DIR | keeps compiled kernels and tuned launch configs; default: in the user's cache folder |
+| FLASHKERNEL_REPLAY | 0: calls are not recorded, and each works out anew what it launches (core/replay.py) |
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
 | XDG_CACHE_HOME | the user's cache folder; default: `~/.cache` |
 | CUDA_HOME | a CUDA toolkit, for the headers that CUDA C++ kernels include; default: `/usr/local/cuda` |
@@ -20,6 +21,11 @@ def cache_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashkernel"
+
+
+def replaying() -> bool:
+    """Whether calls that come again may be recorded."""
+    return os.environ.get("FLASHKERNEL_REPLAY") != "0"
 
 
 def interpreting() -> bool:

@@ -8,7 +8,8 @@ only that is done.
 
 A function qualifies if it never looks at what tensors hold, as none that a CUDA graph can capture does. Calls stay as
 they are where a recording would not tell the whole story: with tables of a mask, which come as lists; where arguments
-lie in the same memory and cannot be told apart; where torch is asked for more than the few operations below.
+lie in the same memory and cannot be told apart; where torch is asked for more than the few operations below; and all
+of them with FLASHKERNEL_REPLAY=0.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _key(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """The result of a call, and what it takes to have it again: a _Call, or a mark."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if not env.replaying() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return function(*args), _MET
     tape = _Tape(args)
     with tape, launch.listener(tape):

@@ -1,0 +1,272 @@
+"""What the engine says: seeds, streams, stops, text, chat, refusals, and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from tiny_engine import (  # noqa: F401
+    LENGTHS,
+    _drained,
+    _greedy,
+    _other,
+    _set_ahead,
+    _tokens,
+    ahead_fixture,
+    base_fixture,
+    folder_fixture,
+)
+from typer.testing import CliRunner
+
+from flashkernel.cli import app
+from flashkernel.engine import LLM, RequestError, SamplingParams, Transformer
+from flashkernel.engine.tokenizer import TextStream, Tokenizer
+
+
+def test_seeds_repeat_in_any_company(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    prompts = tiny_models.prompts(LENGTHS)
+    warm = {"temperature": 1.2, "top_p": 0.95}
+    params = [_greedy(12, seed=seed, **warm) for seed in range(len(prompts))]
+    together = _tokens(llm, prompts, params)
+    assert together == [base.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+    assert together == _tokens(llm, prompts, params)
+    other = _tokens(llm, prompts, [_greedy(12, seed=seed + 100, **warm) for seed in range(len(prompts))])
+    assert together != other
+    unseeded = [_tokens(llm, prompts[:1], _greedy(12, **warm))[0] for _ in range(3)]
+    assert len(set(unseeded)) > 1, "without a seed every draw is new"
+
+
+def test_streams_say_what_generate_says(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    done = base.generate("the sea and", _greedy(30, logprobs=2))[0]
+    events = list(llm.stream("the sea and", _greedy(30, logprobs=2)))
+    assert [event.token for event in events] == list(done.tokens)
+    assert "".join(event.text for event in events) == done.text
+    assert events[-1].completion is not None
+    assert events[-1].completion.text == done.text
+    assert [event.logprob.token for event in events if event.logprob] == list(done.tokens)
+    assert all(event.completion is None for event in events[:-1])
+    timing = events[-1].completion.timing
+    assert timing.first_token is not None
+    assert timing.arrived <= timing.first_token <= timing.finished
+
+
+def test_streams_interleave_and_may_be_left(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    expected = base.generate("the wind", _greedy(20))[0].tokens
+    left, kept = llm.stream("the sea", _greedy(100)), llm.stream("the wind", _greedy(20))
+    found = []
+    for _ in range(5):
+        next(left)
+        found.append(next(kept).token)
+    assert llm.engine.stats().running == 2
+    left.close()
+    found += [event.token for event in kept]
+    assert tuple(found) == expected
+    list(llm.stream("x", _greedy(1)))
+    assert _drained(llm)
+
+
+def test_several_streams(base: LLM) -> None:
+    llm = _other(base, cache_tokens=2048)
+    params = [_greedy(6), _greedy(4)]
+    events = list(llm.stream_many(["the sea", "the wind"], params))
+    expected = base.generate(["the sea", "the wind"], params)
+    for number, done in enumerate(expected):
+        assert tuple(event.token for place, event in events if place == number) == done.tokens
+    assert [place for place, _ in events[:4]] == [0, 1, 0, 1], "they take turns"
+
+
+def test_texts_end_at_stop_strings(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    whole = base.generate("the sea", _greedy(60))[0].text
+    stop = whole[12:16]
+    cut = whole[: whole.index(stop)]
+    params = _greedy(60, stop=("never to be found", stop))
+    done = llm.generate("the sea", params)[0]
+    assert (done.text, done.reason) == (cut, "stop")
+    pieces = [event.text for event in llm.stream("the sea", params)]
+    assert "".join(pieces) == cut
+    assert len(done.tokens) < 60
+    assert _drained(llm)
+
+
+def test_texts_end_at_stop_tokens(base: LLM) -> None:
+    (prompt,) = tiny_models.prompts((10,))
+    tokens = base.generate([prompt], _greedy(20))[0].tokens
+    done = base.generate([prompt], _greedy(20, stop_tokens=(tokens[7],)))[0]
+    assert done.tokens == tokens[: tokens.index(tokens[7]) + 1]
+    assert done.reason == "stop"
+    config = base.config
+    assert config.stop_tokens == (0,)
+
+
+def test_the_models_own_end(folder: Path, base: LLM) -> None:
+    from dataclasses import replace
+
+    (prompt,) = tiny_models.prompts((10,))
+    tokens = base.generate([prompt], _greedy(20))[0].tokens
+    model = Transformer(replace(base.config, stop_tokens=(tokens[4],)), base.model.outer, base.model.layers)
+    llm = LLM(model, base.tokenizer, cache_tokens=256)
+    place = tokens.index(tokens[4])
+    done = llm.generate([prompt], SamplingParams(max_tokens=20))[0]
+    assert (done.tokens, done.reason) == (tokens[: place + 1], "stop")
+    assert base.tokenizer is not None
+    assert done.text == base.tokenizer.decode(tokens[:place]), "the end itself is no text"
+    assert llm.generate([prompt], _greedy(20))[0].tokens == tokens
+
+
+def test_held_back_text_is_given_in_the_end() -> None:
+    made = Tokenizer(tiny_models.tokenizer())
+    for text, stops, expected in (
+        ("abc STO", ("STOP",), "abc STO"),
+        ("abc STOP def", ("STOP",), "abc "),
+        ("aab", ("ab",), "a"),
+        ("naïve ☃ snow", ("zzz",), "naïve ☃ snow"),
+        ("one two", ("two", "one t"), ""),
+    ):
+        stream, shown = TextStream(made, stops, True), ""
+        for token in made.encode(text):
+            if not stream.stopped:
+                stream.push(token)
+                shown += stream.take()
+                assert expected.startswith(shown)
+        stream.close()
+        assert shown + stream.take(final=True) == expected == stream.text
+
+
+def test_half_a_character_at_the_end_becomes_a_mark() -> None:
+    made = Tokenizer(tiny_models.tokenizer())
+    stream = TextStream(made, (), True)
+    for token in made.encode("a☃")[:-1]:
+        stream.push(token)
+    assert stream.take() == "a"
+    stream.close()
+    assert stream.take(final=True).startswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_chat_uses_the_models_template(base: LLM) -> None:
+    messages = [{"role": "user", "content": "the sea"}]
+    done = base.chat(messages, _greedy(5))
+    assert base.tokenizer is not None
+    prompt = base.tokenizer.encode("user: the sea<|end|>\nassistant:")
+    assert list(done.prompt_tokens) == prompt
+    assert "".join(event.text for event in base.stream_chat(messages, _greedy(5))) == done.text
+    for wrong in ([], "hello", [{"content": "no role"}], [3]):
+        with pytest.raises(ValueError, match="chat:"):
+            base.chat(wrong)  # type: ignore[arg-type]
+    bare = Tokenizer(base.tokenizer.backend, template="{{ raise_exception('alternate') }}")
+    with pytest.raises(ValueError, match="does not take this conversation: alternate"):
+        bare.render(messages)
+    sly = Tokenizer(base.tokenizer.backend, template="{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ValueError, match="template"):
+        sly.render(messages)
+    with pytest.raises(ValueError, match="without a chat template"):
+        Tokenizer(base.tokenizer.backend).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([1] * 256, "the prompt has 256 tokens; the context holds 256"),
+        ([1, 999], "token 999 is not in the vocabulary, which has 0 to 319"),
+        ([-1], "token -1 is not in the vocabulary"),
+    ],
+)
+def test_prompts_that_cannot_be_served(prompt: Any, message: str, base: LLM) -> None:
+    llm = _other(base, cache_tokens=512)
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1, 2], prompt])
+    assert llm.generate([[1, 2]], _greedy(2))[0].reason == "length"
+    assert _drained(llm), "a refused prompt leaves no trace of its neighbours"
+
+
+def test_other_refusals(base: LLM) -> None:
+    with pytest.raises(ValueError, match="2 settings were given for 1 prompts"):
+        base.generate([[1]], [_greedy(1)] * 2)
+    silent = LLM(base.model, None, cache_tokens=256)
+    with pytest.raises(RequestError, match="without a tokenizer; give prompts as lists of tokens"):
+        silent.generate("the sea")
+    with pytest.raises(RequestError, match="stop strings need text"):
+        silent.generate([[1]], SamplingParams(stop="x"))
+    assert silent.generate([[1]], _greedy(3))[0].text == ""
+    engine = base.engine
+    engine.add_request([1], _greedy(1), request_id="twice")
+    with pytest.raises(RequestError, match="'twice' is being served already"):
+        engine.add_request([1], _greedy(1), request_id="twice")
+    engine.abort("twice")
+    engine.step()
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"context": 0}, "context is 0"),
+        ({"dtype": "float64"}, "dtype is 'float64'; it must be one of float32"),
+        ({"cache_dtype": "int4"}, "cache_dtype is 'int4'"),
+        ({"memory": 1.5}, "memory is 1.5"),
+        ({"page_size": 24}, "page_size is 24"),
+        ({"device": "tpu"}, "is no device"),
+        ({"device": "meta"}, "not on 'meta'"),
+    ],
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, **wrong)
+
+
+@pytest.fixture
+def command(folder: Path) -> Any:
+    runner = CliRunner()
+    return lambda *words, text=None: runner.invoke(app, [*words, "--model", str(folder), "--device", "cpu"], input=text)
+
+
+def test_generate_on_the_command_line(command: Any, base: LLM) -> None:
+    done = command("generate", "the sea", "-n", "8", "--plain")
+    assert done.exit_code == 0
+    expected = base.generate("the sea", SamplingParams(max_tokens=8))[0]
+    assert done.stdout == expected.text + "\n"
+    assert f"{len(expected.prompt_tokens)} tokens in, {len(expected.tokens)} out" in done.stderr
+    piped = command("generate", "-", "-n", "8", "--plain", text="the sea")
+    assert piped.stdout == done.stdout
+    asked = command("generate", "the sea", "-n", "8")
+    assert asked.stdout == base.chat([{"role": "user", "content": "the sea"}], SamplingParams(max_tokens=8)).text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", " "), "the prompt is empty"),
+        (("generate", "x", "--top-p", "3"), "top_p is 3.0"),
+        (("generate", "x", "-n", "0"), "max_tokens is 0"),
+        (("generate", "the sea " * 200, "--plain"), "the context holds 256"),
+        (("generate", "x", "--dtype", "int3"), "dtype is 'int3'"),
+    ],
+)
+def test_wrong_values_on_the_command_line(words: tuple[str, ...], message: str, command: Any) -> None:
+    done = command(*words)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_on_the_command_line(command: Any, base: LLM) -> None:
+    first = base.chat([{"role": "user", "content": "the sea"}], SamplingParams(max_tokens=8)).text
+    done = command("chat", "-n", "8", "--temperature", "0", text="the sea\n\n/new\nthe sea\n/exit\nnever read\n")
+    assert done.exit_code == 0
+    assert done.stdout == f"{first}\n{first}\n"
+
+
+def test_a_long_conversation_drops_its_oldest_messages(command: Any) -> None:
+    done = command(
+        "chat", "-n", "40", "--temperature", "0", text="the sea and the wind and the sand on the shore\n" * 8
+    )
+    assert done.exit_code == 0
+    assert "outgrown the context" in done.stderr
+    assert done.stdout.count("\n") >= 8

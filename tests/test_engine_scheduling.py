@@ -1,0 +1,274 @@
+"""The engine's steps: batching, chunks, preemption, prefix reuse, threads, aborts, failures, padding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from tiny_engine import (  # noqa: F401
+    LENGTHS,
+    _drained,
+    _greedy,
+    _other,
+    _set_ahead,
+    _tokens,
+    ahead_fixture,
+    base_fixture,
+    folder_fixture,
+)
+
+from flashkernel.engine import LLM, EngineOptions, Event, Transformer, build_engine
+from flashkernel.engine.core import Engine
+from flashkernel.engine.runner import Runner, ladder, prompt_ladder
+
+
+def test_a_batch_of_mixed_lengths_is_each_alone(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048, prefix_caching=False), ahead)
+    prompts = tiny_models.prompts(LENGTHS)
+    params = [_greedy(count) for count in (5, 12, 1, 7, 20, 3)]
+    alone = [base.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+    assert _tokens(llm, prompts, params) == alone
+    assert [len(tokens) for tokens in alone] == [5, 12, 1, 7, 20, 3]
+    assert _drained(llm)
+
+
+def test_prompts_in_chunks(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048, step_tokens=16, most_sequences=4), ahead)
+    prompts = tiny_models.prompts(LENGTHS)
+    assert _tokens(llm, prompts, _greedy(6)) == _tokens(base, prompts, _greedy(6))
+    assert llm.engine.stats().steps >= sum(LENGTHS) // 16
+
+
+def test_preemption_loses_nothing(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=160, step_tokens=32, most_sequences=8), ahead)
+    prompts = tiny_models.prompts((30, 25, 40, 10, 33, 18))
+    params = [_greedy(count, temperature=1.0 * (count % 2), seed=count) for count in (60, 41, 50, 71, 30, 80)]
+    done = llm.generate(prompts, params)
+    assert [one.tokens for one in done] == _tokens(base, prompts, params)
+    assert llm.engine.stats().preemptions > 0
+    assert sum(one.preemptions for one in done) == llm.engine.stats().preemptions
+    assert {one.reason for one in done} == {"length"}
+    assert _drained(llm)
+
+
+def test_preemption_keeps_what_penalties_count(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=96, most_sequences=4), ahead)
+    prompts = tiny_models.prompts((20, 20, 20))
+    params = _greedy(60, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
+    assert _tokens(llm, prompts, params) == _tokens(base, prompts, params)
+    assert llm.engine.stats().preemptions > 0
+
+
+def test_one_sequence_may_fill_the_pool(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=48), ahead)
+    assert llm.engine.context == 48
+    prompts = tiny_models.prompts((20, 40))
+    done = llm.generate(prompts, _greedy(100))
+    assert [len(one.tokens) for one in done] == [28, 8]
+    assert [one.reason for one in done] == ["length", "length"]
+    assert _drained(llm)
+
+
+def test_a_thousand_requests_on_a_small_pool(base: LLM) -> None:
+    llm = _other(base, cache_tokens=256, most_sequences=16)
+    engine = llm.engine
+    names = [engine.add_request([1 + number % 300, 2, 3], _greedy(2), streaming=False) for number in range(1000)]
+    assert engine.stats().waiting == 1000
+    order = []
+    while engine.busy:
+        order += [event.request_id for event in engine.step() if event.completion is not None]
+    assert order == names, "first come, first served"
+    assert engine.stats().finished == 1000
+    assert _drained(llm)
+
+
+def test_prefixes_are_computed_once(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    (shared,) = tiny_models.prompts((64,))
+    prompts = [[*shared, number + 1] for number in range(8)]
+    done = llm.generate(prompts, _greedy(4))
+    assert [one.cached_tokens for one in done] == [0] + [64] * 7
+    pages = llm.engine.scheduler.cache.pool
+    assert pages.index.idle <= 4 + 8  # the shared ones, and at most one more for each
+    assert [one.tokens for one in done] == _tokens(
+        _other(base, cache_tokens=2048, prefix_caching=False), prompts, _greedy(4)
+    )
+    again = llm.generate(prompts[:1], _greedy(4))[0]
+    assert again.cached_tokens == 64
+    assert again.tokens == done[0].tokens
+
+
+def test_a_conversation_finds_its_earlier_turns(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    (prompt,) = tiny_models.prompts((30,))
+    first = llm.generate([prompt], _greedy(40))[0]
+    second = llm.generate([[*prompt, *first.tokens, 5, 6, 7]], _greedy(4))[0]
+    assert second.cached_tokens == 64  # 70 tokens, of which full pages are found
+    assert second.tokens == base.generate([[*prompt, *first.tokens, 5, 6, 7]], _greedy(4))[0].tokens
+
+
+def test_threads_share_a_model(base: LLM) -> None:
+    llm = _other(base, cache_tokens=2048)
+    prompts = tiny_models.prompts(LENGTHS)
+    expected, found = _tokens(base, prompts, _greedy(8)), {}
+
+    def ask(number: int) -> None:
+        found[number] = llm.generate([prompts[number]], _greedy(8))[0].tokens
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[number] for number in range(len(prompts))] == expected
+    assert _drained(llm)
+
+
+def test_a_server_drives_the_engine_in_a_thread(base: LLM) -> None:
+    llm = _other(base, cache_tokens=512)
+    engine, events, leave = llm.engine, [], threading.Event()
+
+    def serve() -> None:
+        while not leave.is_set():
+            if engine.wait(0.01):
+                events.extend(engine.step())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        names = [engine.add_request("the sea", _greedy(5), request_id=f"mine-{number}") for number in range(3)]
+        long = engine.add_request("the wind", _greedy(200))
+        engine.abort(long)
+        engine.abort("nobody")
+        assert _waits_for(lambda: sum(event.completion is not None for event in events) == 4)
+    finally:
+        leave.set()
+        thread.join(10)
+    ends = {event.request_id: event.completion for event in events if event.completion}
+    assert [ends[name].reason for name in names] == ["length"] * 3
+    assert ends[long].reason == "abort"
+    assert _drained(llm)
+
+
+def _waits_for(condition: Any, seconds: float = 30) -> bool:
+    waiter = threading.Event()
+    for _ in range(int(seconds / 0.02)):
+        if condition():
+            return True
+        waiter.wait(0.02)
+    return False
+
+
+def test_aborts_at_every_stage(base: LLM, ahead: bool) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=256, most_sequences=2, step_tokens=16), ahead)
+    engine = llm.engine
+    names = [engine.add_request(prompt, _greedy(50)) for prompt in tiny_models.prompts((40, 40, 5))]
+    events = engine.step()  # the first is in the middle of its prompt, the others wait
+    for name in (names[2], names[0]):
+        engine.abort(name)
+    while engine.busy:
+        events += engine.step()
+    ends = {event.request_id: event.completion for event in events if event.completion}
+    assert [ends[name].reason for name in names] == ["abort", "length", "abort"]
+    assert ends[names[1]].tokens == base.generate([tiny_models.prompts((40, 40, 5))[1]], _greedy(50))[0].tokens
+    assert ends[names[0]].tokens == ()
+    assert _drained(llm)
+
+
+def test_a_failed_step_ends_its_requests_and_nothing_else(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    llm = _set_ahead(_other(base, cache_tokens=512), ahead)
+    (prompt,) = tiny_models.prompts((40,))
+    forward, calls = Transformer.forward, []
+
+    def fail(self: Transformer, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the device is on fire")
+        return forward(self, *args)
+
+    monkeypatch.setattr(Transformer, "forward", fail)
+    with pytest.raises(RuntimeError, match="the device is on fire"):
+        llm.generate([prompt, prompt], _greedy(10))
+    assert _drained(llm)
+    assert llm.engine.scheduler.cache.pool.index.idle == 0, "what a failed step wrote cannot be found"
+    assert llm.generate([prompt], _greedy(10))[0].tokens == base.generate([prompt], _greedy(10))[0].tokens
+
+
+class _EagerGraph:
+    """Stands in for a CUDA graph: runs what would be replayed, into the same tensors."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self.compute, self.result = compute, compute()
+
+    def replay(self) -> None:
+        for old, fresh in zip(self.result, self.compute()):
+            if old is not None:
+                old.copy_(fresh)
+
+
+def test_padded_steps_at_fixed_addresses(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
+    llm = _other(base, cache_tokens=1024, most_sequences=6, prefix_caching=False)
+    llm.engine.runner.graphs = True
+
+    def capture(runner: Runner, compute: Callable[[], Any], plan: Any) -> tuple[_EagerGraph, Any]:
+        made = _EagerGraph(compute)
+        return made, made.result
+
+    monkeypatch.setattr(Runner, "_capture", capture)
+    prompts = tiny_models.prompts((5, 40, 17, 9, 30))
+    params = [_greedy(count, temperature=0.9 * (count % 2), seed=count) for count in (9, 14, 3, 11, 20)]
+    expected = _tokens(base, prompts, params)
+    for _ in range(3):  # a size of prompts is captured when it comes again
+        assert _tokens(llm, prompts, params) == expected
+    graphs = llm.engine.runner._captured
+    assert {graph.sequences for graph in graphs if not graph.prompts} == {1, 2, 4, 6}
+    assert {(graph.sequences, graph.tokens) for graph in graphs if graph.prompts} == {(6, 128)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_a_gpu_says_what_transformers_says(name: str, graphs: bool, tmp_path: Path) -> None:
+    """In float32, with preemption, penalties and draws among the requests."""
+    model = tiny_models.save(name, tmp_path)
+    llm = LLM(tmp_path, device="cuda", dtype="float32", cache_tokens=256, most_sequences=8, graphs=graphs)
+    prompts = tiny_models.prompts((3, 17, 41, 30, 60))
+    greedy = [done.tokens for done in llm.generate(prompts, _greedy(24))]
+    assert greedy == [tuple(tiny_models.hf_greedy(model, prompt, 24)) for prompt in prompts]
+    params = [_greedy(60, temperature=1.0, top_k=20, repetition_penalty=1.1, logprobs=1, seed=one) for one in range(5)]
+    drawn = [done.tokens for done in llm.generate(prompts, params)]
+    assert drawn == [llm.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+    assert llm.engine.stats().preemptions > 0
+    assert bool(llm.engine.runner._captured) == graphs
+    assert _drained(llm)
+
+
+PROMPTS = prompt_ladder(4096)
+
+
+def test_the_ladder() -> None:
+    assert ladder(1) == [1]
+    assert ladder(6) == [1, 2, 4, 6]
+    assert ladder(256)[-3:] == [192, 224, 256]
+    assert prompt_ladder(300) == [64, 128, 192, 256]
+    assert all(after <= max(before + 64, 1.25 * before) for before, after in pairwise(PROMPTS))
+    assert all(after <= max(2 * before, before + 64) for before, after in zip(ladder(1000), ladder(1000)[1:]))
+
+
+def test_the_engine_can_be_built_alone(base: LLM) -> None:
+    engine: Engine = build_engine(base.model, None, EngineOptions(cache_tokens=64))
+    name = engine.add_request([1, 2, 3], _greedy(2))
+    events: list[Event] = []
+    while engine.busy:
+        events += engine.step()
+    assert [event.request_id for event in events] == [name, name]
+    assert engine.step() == []
+    assert not engine.wait(0.0)

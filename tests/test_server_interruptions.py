@@ -1,0 +1,234 @@
+"""Requests that end early: clients that leave or do not read, time limits, failed steps, and a server that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+
+from running_server import NAME, comes, other, serve, slow  # noqa: E402
+from served_model import GREEDY, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
+
+from flashkernel.engine import LLM  # noqa: E402
+from flashkernel.engine.server import ServerOptions  # noqa: E402
+from flashkernel.engine.server.app import Api  # noqa: E402
+
+
+def _long() -> dict[str, Any]:
+    return {**_plain(), "max_tokens": 200}
+
+
+def test_a_client_that_leaves_frees_its_pages(base: LLM) -> None:
+    with serve(slow(base)) as running:
+        client = running.client()
+        stream = client.completions.create(model=NAME, prompt="the sea", max_tokens=200, stream=True, **GREEDY)
+        next(iter(stream))
+        assert running.llm.engine.stats().pages_in_use > 0
+        stream.close()
+        assert comes(running.idle, 5)
+        assert running.metric('flashkernel_requests_total{reason="abort"}') == 1
+
+        connection = running.connection()  # one that waits for the whole answer, and one in the queue behind it
+        body = json.dumps({"model": NAME, "prompt": "the sea", "max_tokens": 200, "ignore_eos": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        assert comes(lambda: running.llm.engine.stats().running == 1)
+        connection.close()
+        assert comes(running.idle, 5)
+        assert running.llm.engine.stats().generated_tokens < 200
+        assert running.metric('flashkernel_requests_total{reason="abort"}') == 2
+        text = client.completions.create(model=NAME, prompt="the sea", max_tokens=3, **GREEDY).choices[0].text
+        assert text == _expected(base, "the sea", 3).text
+
+
+def test_a_client_that_does_not_read(base: LLM) -> None:
+    llm = other(base)
+    api = Api(llm, ServerOptions(name=NAME, client_timeout=0.2))
+    app = api.application()
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if not sent:
+            sent.append(None)
+            return {"type": "http.request", "body": json.dumps({**_long(), "stream": True}).encode()}
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+
+    async def call() -> None:
+        api.driver.start()
+        await asyncio.wait_for(app(scope, receive, send), 20)
+        await api.driver.stop()
+
+    asyncio.run(call())
+    assert [message["type"] for message in sent[1:]] == ["http.response.start", "http.response.body"]
+    assert not llm.engine.busy
+    assert llm.engine.stats().pages_in_use == 0
+
+
+def test_requests_that_take_too_long(base: LLM) -> None:
+    with serve(slow(base), timeout=1.0) as running:
+        client = running.client()
+        settings = {"model": NAME, "prompt": "the sea", "max_tokens": 200, **GREEDY}
+        with pytest.raises(openai.InternalServerError, match=r"not done within 1 s") as late:
+            client.completions.create(**settings)
+        assert late.value.status_code == 504
+        assert comes(running.idle, 5)
+        pieces = []
+        with pytest.raises(openai.APIError, match=r"not done within 1 s"):
+            pieces.extend(client.completions.create(**settings, stream=True))
+        assert pieces, "what there was came first"
+        assert comes(running.idle, 5)
+        assert client.completions.create(model=NAME, prompt="the sea", max_tokens=2, **GREEDY).choices[0].text
+
+
+def test_a_failed_step_is_told_and_gone(base: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    llm = other(base)
+    launch = llm.engine.runner.launch
+
+    def broken(batch: Any) -> Any:
+        raise RuntimeError("the device is on fire")
+
+    with serve(llm) as running:
+        client = running.client()
+        llm.engine.runner.launch = broken  # type: ignore[method-assign]
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="the model failed") as failed:
+                client.completions.create(model=NAME, prompt="the sea", stream=stream)
+            assert "fire" not in str(failed.value), "what went wrong inside is for the log"
+        assert "the device is on fire" in caplog.text
+        assert running.call("GET", "/health")[0] == 503
+        llm.engine.runner.launch = launch  # type: ignore[method-assign]
+        found = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY)
+        assert found.choices[0].text == _expected(base, "the sea", 5).text
+        assert running.call("GET", "/health")[0] == 200
+        assert running.metric('flashkernel_requests_total{reason="error"}') == 2
+
+
+def test_a_step_that_fails_in_a_stream(base: LLM) -> None:
+    llm = other(base)
+    launch, steps = llm.engine.runner.launch, []
+
+    def breaking(batch: Any) -> Any:
+        steps.append(batch)
+        if len(steps) > 6:
+            raise RuntimeError("the device is on fire")
+        time.sleep(0.02)
+        return launch(batch)
+
+    llm.engine.runner.launch = breaking  # type: ignore[method-assign]
+    with serve(llm) as running:
+        pieces: list[Any] = []
+        stream = running.client().completions.create(model=NAME, prompt="the sea", max_tokens=50, stream=True, **GREEDY)
+        with pytest.raises(openai.APIError, match="the model failed"):
+            pieces.extend(stream)
+        assert pieces
+
+
+def test_an_engine_that_died(base: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    llm = other(base)
+    with serve(llm) as running:
+        step = llm.engine.step
+        llm.engine.step = lambda: [][0]  # type: ignore[method-assign, misc]
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="out of service") as gone:
+                running.client().completions.create(model=NAME, prompt="the sea")
+            assert gone.value.status_code == 503
+        assert "the engine's thread has ended" in caplog.text
+        assert running.call("GET", "/health")[0] == 503
+        llm.engine.step = step  # type: ignore[method-assign]
+        while llm.engine.busy:
+            llm.engine.step()
+
+
+def test_stopping_lets_requests_finish(base: LLM) -> None:
+    with serve(slow(base, 0.01)) as running:
+        stream = iter(
+            running.client().completions.create(model=NAME, prompt="the sea", max_tokens=60, stream=True, **GREEDY)
+        )
+        text = next(stream).choices[0].text
+        running.server.should_exit = True
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == _expected(base, "the sea", 60).text
+        running.thread.join(30)
+        with pytest.raises(openai.APIConnectionError):
+            running.client().models.list()
+
+
+def test_stopping_ends_requests_after_the_grace(base: LLM) -> None:
+    with serve(slow(base, 0.05), grace=0.2) as running:
+        client, whole = running.client(), []
+        settings = {"model": NAME, "prompt": "the sea", "max_tokens": 200, **GREEDY}
+        stream = iter(client.completions.create(**settings, stream=True))
+        next(stream)
+        waiter = threading.Thread(target=lambda: whole.append(running.call("POST", "/v1/completions", _long())))
+        waiter.start()
+        assert comes(lambda: running.llm.engine.stats().running == 2)
+        running.server.should_exit = True
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        waiter.join(30)
+        assert (whole[0][0], whole[0][1]["error"]["code"]) == (503, "shutting_down")
+        running.thread.join(30)
+        assert running.idle(), "the pages were given back"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT") or sys.platform == "win32", reason="needs POSIX signals")
+def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("open-sesame\n")
+    command = [
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--api-key-file",
+        str(key),
+        "--device",
+        "cpu",
+        "--max-requests",
+        "2",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flashkernel", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A shell that starts tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C stops\)\n", line)
+        assert found, line
+        with openai.OpenAI(base_url=found[1], api_key="open-sesame", max_retries=0) as client:
+            text = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY).choices[0].text
+        assert text == _expected(base, "the sea", 5).text
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert out == ""
+        assert '"POST /v1/completions HTTP/1.1" 200' in err
+        assert "Traceback" not in err
+    finally:
+        process.kill()
+        process.wait(10)
