@@ -12,7 +12,16 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
 from running_server import NAME, Running, comes, other, serve  # noqa: E402
-from served_model import GREEDY, USER, _expected, _one_thread, base_fixture, client_fixture, folder_fixture, running_fixture  # noqa: E402, F401
+from served_model import (  # noqa: E402, F401
+    GREEDY,
+    USER,
+    _expected,
+    _one_thread,
+    base_fixture,
+    client_fixture,
+    folder_fixture,
+    running_fixture,
+)
 
 from flashkernel.engine import LLM, SamplingParams  # noqa: E402
 

@@ -15,7 +15,16 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
 from running_server import NAME, Running, comes, other, serve, slow  # noqa: E402
-from served_model import GREEDY, USER, _one_thread, _plain, base_fixture, client_fixture, folder_fixture, running_fixture  # noqa: E402, F401
+from served_model import (  # noqa: E402, F401
+    GREEDY,
+    USER,
+    _one_thread,
+    _plain,
+    base_fixture,
+    client_fixture,
+    folder_fixture,
+    running_fixture,
+)
 
 from flashkernel.cli import app as cli  # noqa: E402
 from flashkernel.engine import LLM  # noqa: E402
