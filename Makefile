@@ -35,11 +35,13 @@ format: $(READY)  ## fix what can be fixed
 gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is there
 	$(PYTHON) -m pytest -m gpu
 
+SANITIZED := rms_norm cross_entropy softmax sum weighted_sum rope swiglu attention linear append_kv decode_attention \
+  --dtype float16 --case everything --case odd --case plain --case mask-causal --case interleaved --case gpt-oss
+SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 9 --kernel-name-exclude kernel_substring=cudnn
+
 sanitize:  ## compute-sanitizer over a few cases of every kernel family; cuDNN, run for comparison, has hazards of its own
-	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
-	  --kernel-name-exclude kernel_substring=cudnn $(PYTHON) -m flashkernel check \
-	  rms_norm cross_entropy softmax sum weighted_sum rope swiglu attention linear append_kv decode_attention \
-	  --dtype float16 --case everything --case odd --case plain --case mask-causal --case interleaved --case gpt-oss || exit 1; done
+	$(SANITIZER) --tool memcheck $(PYTHON) -m flashkernel check $(SANITIZED)
+	$(SANITIZER) --tool racecheck $(PYTHON) -m flashkernel check $(SANITIZED) --backend triton --backend cuda
 
 bench:  ## measure every operator on this machine's GPU and keep the figures
 	$(PYTHON) -m flashkernel bench --save results/$(GPU)

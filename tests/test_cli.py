@@ -371,6 +371,23 @@ class TestEndToEnd:
         (earlier,) = again["earlier"]
         assert len(earlier["cases"]) == len(found) - 1
 
+    def test_rounds_take_contenders_in_turn(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from flashkernel.lab import contenders
+
+        order: list[str] = []
+
+        def heard(name: str, start: Any) -> Any:
+            return lambda *args: order.append(name) or start(*args)
+
+        for name in ("engine", "hf_sdpa"):
+            known = contenders.CONTENDERS[name]
+            monkeypatch.setitem(contenders.CONTENDERS, name, replace(known, start=heard(name, known.start)))
+        chosen = ("--model", "gpt2-124m", "--contender", "engine", "--contender", "hf_sdpa", "--batch", "1")
+        self.measure(*chosen, "--rounds", "2", "--save", str(tmp_path))
+        assert order == ["engine", "hf_sdpa"] * 2
+        found = results.load(tmp_path / "e2e.json")["records"]
+        assert [record.implementation for record in found if record.counts] == ["engine", "hf_sdpa"]
+
     def test_wrong_tokens_claim_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from flashkernel.engine import sampler
 

@@ -177,6 +177,9 @@ def e2e(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences; repeatable, by default 1, 16, 64.")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate after each.")] = 128,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Take all contenders so often, in turn: a host that is busy slows them alike.")
+    ] = 1,
     dtype: ModelDtype = None,
     device: OnDevice = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Merge the records into DIR/e2e.json.")] = None,
@@ -195,14 +198,14 @@ def e2e(
         names = selection.known("contender", contender, endtoend.CONTENDERS)
         models = selection.known("model", model, endtoend.NAMES) if model else endtoend.DEFAULTS
         kind = (selection.dtypes([dtype] if dtype else None) or [endtoend.default_dtype(place)])[0]
-        work = endtoend.Work([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new)
+        work = endtoend.Work([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new, rounds)
         ceilings = roofline.ceilings(place, [])
         header = describe_run(ceilings.device, ceilings.as_dict(), commit)
         file = None if save is None else ResultsFile(save / "e2e.json", header)
     records: list[Generation] = []
     absent = []
     with screen.progress() as progress, screen.keeping_results() as stopped:
-        bar = progress.add_task("", total=len(models) * len(names) * len(work.batches))
+        bar = progress.add_task("", total=len(models) * len(names) * len(work.batches) * rounds)
         for name in models:
             progress.update(bar, description=f"making {name}")
             try:
@@ -212,7 +215,7 @@ def e2e(
                 screen.tell(f"{name}: {error}")
                 continue
             for record in endtoend.measure(subject, names, work, ceilings.copy_tbs, partial(_describe, progress, bar)):
-                records.append(record)
+                records = [one for one in records if one.key != record.key] + [record]
                 progress.advance(bar)
                 if file is not None:
                     file.add([record])

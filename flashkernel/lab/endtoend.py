@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,7 @@ class Work:
     batches: Sequence[int]
     prompt: int
     new: int
+    rounds: int = 1  # all contenders one after another, so often: what a busy host slows for a while, it slows for all
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -101,6 +102,16 @@ def _build(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
     return LLM("smollm2", device=str(device), dtype=precision, cache_tokens=256, context=256).model
 
 
+@dataclass
+class Taken:
+    """What was seen of one contender on one batch, over all rounds."""
+
+    runs: list[Run] = field(default_factory=list)
+    peak: int | None = None
+    joules: float | None = 0.0  # None once a round had no meter
+    gap: float = 0.0
+
+
 def measure(
     subject: Subject,
     names: Sequence[str],
@@ -108,37 +119,35 @@ def measure(
     copy_tbs: float,
     step: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generation]:
-    """A record for each contender and batch; one that cannot run says why in its `error`."""
-    for name in names:
-        contender, loaded, reason = CONTENDERS[name], None, None
-        step(f"{subject.name} {name}")
-        try:
-            loaded = contender.load(subject.model)
-        except Exception as error:  # whatever a contender lacks must not end the others
-            reason = _gist(error)
-        for batch in work.batches:
-            step(f"{subject.name} {name} batch {batch}")
-            common: dict[str, Any] = {
-                "model": subject.name, "implementation": name, "kind": contender.kind,
-                "dtype": str(subject.dtype).removeprefix("torch."), "batch": batch, "prompt": work.prompt,
-                "new": work.new,
-            }  # fmt: skip
+    """A record for each contender and batch, anew in every round; one that cannot run says why in its `error`."""
+    taken: dict[tuple[str, int], Taken | str] = {}  # or the reason why there is nothing
+    for turn in range(work.rounds):
+        which = f" (round {turn + 1} of {work.rounds})" if work.rounds > 1 else ""
+        for name in names:
+            contender, loaded, reason = CONTENDERS[name], None, None
+            step(f"{subject.name} {name}{which}")
             try:
+                loaded = contender.load(subject.model)
+            except Exception as error:  # whatever a contender lacks must not end the others
+                reason = _gist(error)
+            for batch in work.batches:
+                step(f"{subject.name} {name} batch {batch}{which}")
+                so_far = taken.setdefault((name, batch), Taken())
                 if reason is not None:
-                    raise RuntimeError(reason)
-                found = _one(subject, contender.start, loaded, batch, work, copy_tbs)
-                yield Generation(**common, **found)
-            except Exception as error:
-                yield Generation(**common, correct=False, error=_gist(error) if reason is None else reason)
+                    taken[name, batch] = reason
+                elif isinstance(so_far, Taken):
+                    try:
+                        _take(so_far, subject, contender.start, loaded, batch, work)
+                    except Exception as error:
+                        taken[name, batch] = _gist(error)
+                yield _record(subject, name, batch, work, taken[name, batch], copy_tbs)
+                _clear(subject.device)
+            del loaded
             _clear(subject.device)
-        del loaded
-        _clear(subject.device)
 
 
-def _one(
-    subject: Subject, start: Callable[..., Generate], loaded: Any, batch: int, work: Work, copy_tbs: float
-) -> dict[str, Any]:
-    """The measurements of one contender on one batch."""
+def _take(taken: Taken, subject: Subject, start: Callable[..., Generate], loaded: Any, batch: int, work: Work) -> None:
+    """One contender's runs on one batch, added to those that were taken before."""
     prompts, on_gpu = subject.prompts(batch, work.prompt), subject.device.type == "cuda"
     before = torch.cuda.memory_allocated(subject.device) if on_gpu else 0
     generate = start(loaded, batch, work.prompt, work.new)
@@ -152,23 +161,38 @@ def _one(
     with Meter(subject.device) as meter:
         while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() - began < RUN_S):
             runs.append(generate(prompts, work.new))
-    peak = torch.cuda.max_memory_allocated(subject.device) - before + subject.model.nbytes if on_gpu else None
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(subject.device) - before + subject.model.nbytes
+        taken.peak = max(taken.peak or 0, peak)
     del generate
-    gap = max(subject.gap(prompts, run.tokens) for run in runs[:LEAST_RUNS])
-    correct = gap <= SLACK[subject.dtype]  # NaN is not
+    taken.runs += runs
+    taken.joules = None if taken.joules is None or meter.joules is None else taken.joules + meter.joules
+    gaps = [subject.gap(prompts, run.tokens) for run in runs[:LEAST_RUNS]]
+    taken.gap = float("nan") if any(gap != gap for gap in gaps) else max(taken.gap, *gaps)
+
+
+def _record(subject: Subject, name: str, batch: int, work: Work, taken: Taken | str, copy_tbs: float) -> Generation:
+    common: dict[str, Any] = {
+        "model": subject.name, "implementation": name, "kind": CONTENDERS[name].kind,
+        "dtype": str(subject.dtype).removeprefix("torch."), "batch": batch, "prompt": work.prompt, "new": work.new,
+    }  # fmt: skip
+    if isinstance(taken, str):
+        return Generation(**common, correct=False, error=taken)
+    runs = taken.runs
+    correct = taken.gap <= SLACK[subject.dtype]  # NaN is not
     step_s = statistics.median(statistics.mean(run.steps_s) for run in runs)
     floor_s = subject.step_bytes(batch, work.prompt + work.new // 2) / (copy_tbs * 1e12)
-    made = batch * work.new * len(runs)
-    return {
-        "correct": correct,
-        "ttft_ms": statistics.median(run.first_s for run in runs) * 1e3,
-        "ms_per_token": step_s * 1e3,
-        "tokens_per_s": batch / step_s,
-        "floor": floor_s / step_s,
-        "peak_bytes": peak,
-        "joules_per_token": None if meter.joules is None else meter.joules / made,
-        "note": None if correct else f"a token is {gap:.2f} standard deviations below the likeliest one",
-    }
+    return Generation(
+        **common,
+        correct=correct,
+        ttft_ms=statistics.median(run.first_s for run in runs) * 1e3,
+        ms_per_token=step_s * 1e3,
+        tokens_per_s=batch / step_s,
+        floor=floor_s / step_s,
+        peak_bytes=taken.peak,
+        joules_per_token=None if taken.joules is None else taken.joules / (batch * work.new * len(runs)),
+        note=None if correct else f"a token is {taken.gap:.2f} standard deviations below the likeliest one",
+    )
 
 
 def _gist(error: Exception) -> str:
