@@ -22,8 +22,6 @@ from flashkernel.ops.norm import api as norm
 from flashkernel.ops.norm.configs import FORWARD
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# The plan of these changes from call to call, or is made of torch's own products.
-NEVER = {"linear", "linear_cross_entropy", "attention_fp8"}
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def _operators() -> Iterator[object]:
     for device in ("cpu", "cuda"):
         for op in registry().values():
-            if any(backend.name == "triton" for backend in op.backends) and op.name not in NEVER:
+            if any(backend.name == "triton" for backend in op.backends):
                 cases = {case.name: case for case, dtype in grid_of_cases(op) if dtype == torch.float16}
                 for case in list(cases.values())[:6]:
                     marks = [pytest.mark.gpu] if device == "cuda" else []
@@ -154,6 +152,19 @@ def test_overridden_and_searched_configs_are_used(repeated: list[Any], monkeypat
     _rms(x)
     assert len(asked) == 2
     assert len(repeated) == 1
+
+
+def test_the_precision_of_products_is_what_it_is_now(repeated: list[Any]) -> None:
+    q, k, v = (torch.randn(1, 21, 2, 16) for _ in range(3))
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            for _ in range(3):
+                fk.attention(q, k, v, backend="triton")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert len(set(repeated)) == 2
 
 
 def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) -> None:
