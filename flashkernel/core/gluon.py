@@ -31,7 +31,9 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "new_barriers",
     "store_tile",
+    "synchronize",
     "tma",
     "warpgroup_mma",
     "warpgroup_mma_wait",
@@ -39,6 +41,16 @@ __all__ = [
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+synchronize = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """So many barriers in shared memory, each of so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(NUMBER):
+        mbarrier.init(made.index(place), count=COUNT)
+    return made
 
 
 class _Layout(gl.NVMMASharedLayout):

@@ -24,14 +24,14 @@ from flashkernel.core.gluon import (
     gluon,
     load_tile,
     mbarrier,
+    new_barriers,
     store_tile,
+    synchronize,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.schedule import item_at
-
-synchronize = getattr(gl, "thread_barrier", None) or gl.barrier  # its name after triton 3.6
+from flashkernel.ops.attention.hopper.schedule import further, item_at
 
 
 @gluon.jit
@@ -157,6 +157,27 @@ def _walk(item, member, group, tables):
 
 
 @gluon.jit
+def _seen(b, h, first_query, first_key, queries, keys, mask_tables, MASK: gl.constexpr, TRAITS: gl.constexpr,
+          ROWS: gl.constexpr, TURNED: gl.constexpr):  # fmt: skip
+    """[64, ROWS]: which of 64 keys are seen by which queries."""
+    RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the first query
+    BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
+    query = gl.arange(0, ROWS, gl.SliceLayout(0, TURNED))[None, :]  # [1, ROWS]
+    key = first_key + gl.arange(0, 64, gl.SliceLayout(1, TURNED))[:, None]  # [64, 1]
+    seen = key < keys
+    if MASK is not None:
+        if RELATIVE:
+            visible = MASK(b, h, query, key - first_query, queries, keys, mask_tables)
+        else:
+            visible = MASK(b, h, first_query + query, key, queries, keys, mask_tables)
+        if BOUNDED:
+            seen = visible
+        else:
+            seen = seen & visible
+    return seen
+
+
+@gluon.jit
 def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, numbers, mask_tables, side,
           w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr,
           FOLD: gl.constexpr, JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
@@ -199,12 +220,7 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
             stage = step % STAGES
             phase = (step // STAGES) & 1
             before = step & 1  # buffer of dS of the step before; this one's is the other
-            index += 1
-            if index == end:  # the next run
-                run += 3
-                index = gl.load(runs + run)
-                end = gl.load(runs + run + 1)
-                masked = gl.load(runs + run + 2)
+            run, index, end, masked = further(run, index, end, masked, runs)
             mbarrier.wait(q_full.index(stage), phase)
             if not JOINT:
                 mbarrier.wait(do_full.index(stage), phase)
@@ -227,21 +243,9 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
                 else:
                     p = gl.exp2(s * factor + norm)
             if masked != 0:
-                RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the tile's first query
-                BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
-                first = index * ROWS
-                query = gl.arange(0, ROWS, ALONG)[None, :]  # [1, ROWS]
-                key = tile * 128 + w * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))[:, None]  # [64, 1]
-                seen = key < keys
-                if MASK is not None:
-                    if RELATIVE:
-                        visible = MASK(b, h, query, key - first, queries, keys, mask_tables)
-                    else:
-                        visible = MASK(b, h, first + query, key, queries, keys, mask_tables)
-                    if BOUNDED:
-                        seen = visible
-                    else:
-                        seen = seen & visible
+                seen = _seen(
+                    b, h, index * ROWS, tile * 128 + w * 64, queries, keys, mask_tables, MASK, TRAITS, ROWS, TURNED
+                )
                 p = gl.where(seen, p, 0.0)
             p_half = p.to(dtype)
             dp = warpgroup_mma_wait(0, deps=[dp_later])
@@ -349,27 +353,15 @@ def attention_backward(
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], stats.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, ROWS], q.dtype)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2, 128, ROWS], DS)
-    kv_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    kv_done = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_read = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_read.index(0), count=2)
-    for held in gl.static_range(HELD):
-        mbarrier.init(kv_full.index(held), count=1)
-        mbarrier.init(kv_done.index(held), count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=2)
-        mbarrier.init(do_empty.index(stage), count=2)
-    for side in gl.static_range(2):
-        mbarrier.init(ds_full.index(side), count=2)
-        mbarrier.init(ds_empty.index(side), count=2)
+    kv_full = new_barriers(HELD, 1)
+    kv_done = new_barriers(HELD, 2)
+    q_full = new_barriers(STAGES, 1)
+    q_empty = new_barriers(STAGES, 2)
+    do_full = new_barriers(STAGES, 1)
+    do_empty = new_barriers(STAGES, 2)
+    ds_full = new_barriers(2, 2)
+    ds_empty = new_barriers(2, 2)
+    k_read = new_barriers(1, 2)
     if CHAINED:
         join_chain()
     synchronize()  # else the compiler does so in the loading warp's loops, since these are what it waits for

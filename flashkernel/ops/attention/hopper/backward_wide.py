@@ -22,13 +22,13 @@ from flashkernel.core.gluon import (
     gl,
     gluon,
     mbarrier,
+    new_barriers,
+    synchronize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.backward import _add, _load, _queries, _walk
-from flashkernel.ops.attention.hopper.schedule import item_at
-
-synchronize = getattr(gl, "thread_barrier", None) or gl.barrier  # its name after triton 3.6
+from flashkernel.ops.attention.hopper.backward import _add, _load, _queries, _seen, _walk
+from flashkernel.ops.attention.hopper.schedule import further, item_at
 
 
 @gluon.jit
@@ -42,41 +42,6 @@ def _flat(p):
 def _unflat(flat, TURNED: gl.constexpr):
     """[64, 64] from what `_flat` gave: every thread has what the one in its place had."""
     return gl.convert_layout(flat.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, 64]), TURNED)
-
-
-@gluon.jit
-def _further(state, runs):
-    """The state of a walk one tile further: (place of the run, tile, its end, whether it is masked)."""
-    run, index, end, masked = state
-    index += 1
-    if index == end:  # the next run
-        run += 3
-        index = gl.load(runs + run)
-        end = gl.load(runs + run + 1)
-        masked = gl.load(runs + run + 2)
-    return run, index, end, masked
-
-
-@gluon.jit
-def _seen(tile, b, h, index, queries, keys, mask_tables, MASK: gl.constexpr, TRAITS: gl.constexpr,
-          TURNED: gl.constexpr):  # fmt: skip
-    """[64, 64]: which keys of a tile are seen by which queries of another."""
-    RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the tile's first query
-    BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
-    first = index * 64
-    query = gl.arange(0, 64, gl.SliceLayout(0, TURNED))[None, :]  # [1, 64]
-    key = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))[:, None]  # [64, 1]
-    seen = key < keys
-    if MASK is not None:
-        if RELATIVE:
-            visible = MASK(b, h, query, key - first, queries, keys, mask_tables)
-        else:
-            visible = MASK(b, h, first + query, key, queries, keys, mask_tables)
-        if BOUNDED:
-            seen = visible
-        else:
-            seen = seen & visible
-    return seen
 
 
 @gluon.jit
@@ -118,7 +83,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 before = (step + 1) & 1  # buffer of dS of the step before
-                run, index, end, masked = _further((run, index, end, masked), runs)
+                run, index, end, masked = further(run, index, end, masked, runs)
                 mbarrier.wait(q_full.index(stage), phase)
                 q_tile = q_tiles.index(stage).reshape([64, WIDTH])
                 do_tile = do_tiles.index(stage).reshape([64, VALUES])
@@ -131,9 +96,8 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                 else:
                     p = gl.exp2(s * factor + norm)
                 if masked != 0:
-                    seen = _seen(
-                        tile, b, pair * group + member, index, queries, keys, mask_tables, MASK, TRAITS, TURNED
-                    )
+                    h = pair * group + member
+                    seen = _seen(b, h, index * 64, tile * 64, queries, keys, mask_tables, MASK, TRAITS, 64, TURNED)
                     p = gl.where(seen, p, 0.0)
                 operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALS, 2))
                 mbarrier.wait(ds_full.index(before), ((step - 1) >> 1) & 1)  # the other has read P of the step before
@@ -201,7 +165,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 side = step & 1
-                run, index, end, masked = _further((run, index, end, masked), runs)
+                run, index, end, masked = further(run, index, end, masked, runs)
                 mbarrier.wait(do_full.index(stage), phase)
                 q_tile = q_tiles.index(stage).reshape([64, WIDTH])
                 do_tile = do_tiles.index(stage).reshape([64, VALUES])
@@ -257,26 +221,15 @@ def attention_backward_wide(
     p_tiles = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], stats.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    kv_done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_read = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full.index(0), count=1)
-    mbarrier.init(kv_done.index(0), count=2)
-    mbarrier.init(p_full.index(0), count=1)
-    mbarrier.init(k_read.index(0), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(q_empty.index(stage), count=1)
-        mbarrier.init(do_empty.index(stage), count=2)
-    for side in gl.static_range(2):
-        mbarrier.init(ds_full.index(side), count=1)
+    kv_full = new_barriers(1, 1)
+    kv_done = new_barriers(1, 2)
+    q_full = new_barriers(STAGES, 1)
+    q_empty = new_barriers(STAGES, 1)
+    do_full = new_barriers(STAGES, 1)
+    do_empty = new_barriers(STAGES, 2)
+    p_full = new_barriers(1, 1)
+    ds_full = new_barriers(2, 1)
+    k_read = new_barriers(1, 1)
     if CHAINED:
         join_chain()
     synchronize()  # else the compiler does so in the loading warp's loops, since these are what it waits for

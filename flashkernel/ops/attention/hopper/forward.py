@@ -17,14 +17,14 @@ from flashkernel.core.gluon import (
     gluon,
     load_tile,
     mbarrier,
+    new_barriers,
     store_tile,
+    synchronize,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.schedule import after, ahead, hop_to, item_at, place_of, plan, skip
-
-synchronize = getattr(gl, "thread_barrier", None) or gl.barrier  # its name after triton 3.6
 
 
 @gluon.jit
@@ -369,20 +369,12 @@ def attention_forward(
         o_tiles = q_tiles
     else:
         o_tiles = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, PART, PACK, VALUES], o.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for held in gl.static_range(HELD):
-        mbarrier.init(q_full.index(held), count=1)
-        mbarrier.init(q_empty.index(held), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=GROUPS)
-        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    q_full = new_barriers(HELD, 1)
+    q_empty = new_barriers(HELD, 1)
+    k_full = new_barriers(STAGES, 1)
+    k_empty = new_barriers(STAGES, GROUPS)
+    v_full = new_barriers(STAGES, 1)
+    v_empty = new_barriers(STAGES, GROUPS)
     synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     inputs, outputs = (q, k, v), (o, lse)

@@ -67,17 +67,24 @@ def plan(place, tables):
 
 
 @gluon.jit
+def further(run, index, end, masked, runs):
+    """One tile further: (place of the run, tile, end of the run, whether it is masked)."""
+    index += 1
+    if index == end:  # the next run
+        run += 3
+        index = gl.load(runs + run)
+        end = gl.load(runs + run + 1)
+        masked = gl.load(runs + run + 2)
+    return run, index, end, masked
+
+
+@gluon.jit
 def ahead(state, tables):
     """The state of a walk one tile further."""
     left, run, index, end, masked = state
     runs, _, _, _, _ = tables
     if left > 0:
-        index += 1
-        if index == end:  # the next run
-            run += 3
-            index = gl.load(runs + run)
-            end = gl.load(runs + run + 1)
-            masked = gl.load(runs + run + 2)
+        run, index, end, masked = further(run, index, end, masked, runs)
     return left - 1, run, index, end, masked
 
 

@@ -18,6 +18,7 @@ from flashkernel.core.gluon import (
     gluon,
     load_tile,
     mbarrier,
+    new_barriers,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -323,15 +324,10 @@ def decode_stream(
     v_boxes = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * PAGES, 1, HEIGHT, 1, 64], v.layout)
     SIZE: gl.constexpr = 64 if KEYS > 64 else KEYS
     v_panels = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * (KEYS // SIZE), SIZE, 64], TILE)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=1)
+    k_full = new_barriers(STAGES, 1)
+    k_empty = new_barriers(STAGES, 1)
+    v_full = new_barriers(STAGES, 1)
+    v_empty = new_barriers(STAGES, 1)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()  # the combining kernel may take its seats now; it waits for our results

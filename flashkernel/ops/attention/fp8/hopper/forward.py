@@ -20,6 +20,7 @@ from flashkernel.core.gluon import (
     gluon,
     load_tile,
     mbarrier,
+    new_barriers,
     store_tile,
     tma,
     warpgroup_mma,
@@ -328,20 +329,12 @@ def attention_forward_fp8(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 2, COLUMNS // 4, 2, WIDTH], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, WIDTH, COLUMNS], v.layout)
     o_tiles = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, PART, PACK, WIDTH], o.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for w in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(w), count=1)
-        mbarrier.init(q_empty.index(w), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=GROUPS)
-        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    q_full = new_barriers(GROUPS, 1)
+    q_empty = new_barriers(GROUPS, 1)
+    k_full = new_barriers(STAGES, 1)
+    k_empty = new_barriers(STAGES, GROUPS)
+    v_full = new_barriers(STAGES, 1)
+    v_empty = new_barriers(STAGES, GROUPS)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
