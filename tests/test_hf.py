@@ -80,19 +80,36 @@ def loss_and_gradients(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def compare(name: str, kind: str, device: str, tolerance: float) -> None:
-    eager, ours = (model.to(device) for model in pair(name))
-    inputs = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in batch(kind).items()}
-    expected, expected_gradients = loss_and_gradients(eager, inputs)
-    loss, gradients = loss_and_gradients(ours, inputs)
-    torch.testing.assert_close(loss, expected, atol=tolerance, rtol=tolerance)
-    for label, gradient in expected_gradients.items():
+def gradients_agree(gradients: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    for label, gradient in expected.items():
         assert (gradient is None) == (gradients[label] is None), label
         if gradient is not None:
             within = tolerance * (1 + 10 * gradient.abs().max().item())
             torch.testing.assert_close(
                 gradients[label], gradient, atol=within, rtol=0, msg=lambda text, label=label: f"{label}: {text}"
             )
+
+
+def compiled_agrees(model: Any, inputs: dict[str, Any], fullgraph: bool) -> None:
+    """Compiled, a model has the loss and the gradients that it has without."""
+    expected, expected_gradients = loss_and_gradients(model, inputs)
+    torch._dynamo.reset()
+    model.zero_grad()
+    loss = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected, atol=1e-5, rtol=1e-5)
+    for label, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected_gradients[label], atol=1e-4, rtol=1e-3)
+    torch._dynamo.reset()
+
+
+def compare(name: str, kind: str, device: str, tolerance: float) -> None:
+    eager, ours = (model.to(device) for model in pair(name))
+    inputs = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in batch(kind).items()}
+    expected, expected_gradients = loss_and_gradients(eager, inputs)
+    loss, gradients = loss_and_gradients(ours, inputs)
+    torch.testing.assert_close(loss, expected, atol=tolerance, rtol=tolerance)
+    gradients_agree(gradients, expected_gradients, tolerance)
     assert gradients[next(label for label in gradients if "attn" in label)].abs().max() > 1e-3
 
 
@@ -113,15 +130,7 @@ def test_loss_and_every_gradient_match_eager_on_a_gpu(name: str, inputs: str) ->
 def test_a_compiled_model_is_one_graph(name: str, inputs: str) -> None:
     _, ours = pair(name)
     given = {**batch(inputs), "use_cache": False}
-    expected, expected_gradients = loss_and_gradients(ours, given)
-    torch._dynamo.reset()
-    ours.zero_grad()
-    loss = torch.compile(ours, backend="aot_eager", fullgraph=True)(**given).loss
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), expected, atol=1e-5, rtol=1e-5)
-    for label, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected_gradients[label], atol=1e-4, rtol=1e-3)
-    torch._dynamo.reset()
+    compiled_agrees(ours, given, fullgraph=True)
 
 
 @pytest.mark.parametrize("name, option", [

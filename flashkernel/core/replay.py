@@ -130,18 +130,20 @@ class _View:
     """A tensor somewhere in the memory of a slot's."""
 
     def __init__(self, slot: int, offset: int, like: Tensor, base: Tensor) -> None:
-        if like.dtype != base.dtype or offset % like.element_size():
+        if like.element_size() != base.element_size() or offset % like.element_size():
             raise _Unfit
-        self.slot = slot
+        self.slot, self.dtype = slot, like.dtype
         self.size, self.stride = tuple(like.shape), like.stride()
         self.offset = offset // like.element_size()
-        self.whole = self.offset == 0 and like.shape == base.shape and self.stride == base.stride()
+        alike = like.dtype == base.dtype and like.shape == base.shape and self.stride == base.stride()
+        self.whole = alike and self.offset == 0
 
     def take(self, slots: list[Any]) -> Tensor:
         base = slots[self.slot]
         if self.whole:
             return base
-        return torch.as_strided(base, self.size, self.stride, base.storage_offset() + self.offset)
+        view = torch.as_strided(base, self.size, self.stride, base.storage_offset() + self.offset)
+        return view if view.dtype == self.dtype else view.view(self.dtype)
 
 
 class _Empty:
@@ -191,15 +193,26 @@ class _Pointer:
         return self.address
 
 
+def _described(like: tuple[dict[str, Any], type], base: Any) -> Any:
+    """A tensor descriptor with these fields and of this kind, of other memory."""
+    fields, kind = like
+    made: Any = object.__new__(kind)
+    made.__dict__.update(fields, base=base)
+    return made
+
+
 class _Launch:
     """A launch of machine code that is known to fit. `bound` has all arguments in order, with gaps for addresses."""
 
-    def __init__(self, launched: launch.Launched, tape: _Tape) -> None:
+    def __init__(self, launched: launch.Launched | None, tape: _Tape) -> None:
+        if launched is None:
+            raise _Unfit
         self.launched = launched
         self.bound = list(launched.bound)
         self.addresses: list[tuple[int, int, int]] = []  # place, slot, bytes from the slot's tensor
-        self.boxes: list[tuple[int, int, int]] = []
+        self.boxes: list[tuple[int, int, int]] = []  # the same for tensor descriptors
         self.views: list[tuple[int, _View]] = []  # under the interpreter, which wants tensors
+        self.boxed: list[tuple[int, _View]] = []
         self.kept: list[Tensor] = []  # tables that outlive calls
         for place, value in enumerate(self.bound):
             if isinstance(value, Tensor):
@@ -213,27 +226,30 @@ class _Launch:
                     self.addresses.append((place, *source))
             elif isinstance(getattr(value, "base", None), Tensor):  # a tensor descriptor
                 source = tape.source(value.base)
-                if source is None or launched.code is None:
+                if source is None:
                     raise _Unfit
-                self.boxes.append((place, *source))
+                if launched.code is None:
+                    self.boxed.append((place, _View(*source, value.base, tape.tensors[source[0]])))
+                else:
+                    self.boxes.append((place, *source))
                 self.bound[place] = {**vars(value), "base": None}, type(value)
             elif isinstance(value, tuple) and any(isinstance(element, Tensor) for element in value):
                 raise _Unfit
 
     def uses(self) -> list[int]:
         addressed = [slot for _, slot, _ in self.addresses + self.boxes]
-        return addressed + [view.slot for _, view in self.views]
+        return addressed + [view.slot for _, view in self.views + self.boxed]
 
     def __call__(self, slots: list[Any], stream: int) -> None:
         bound = self.bound.copy()
         for place, slot, offset in self.addresses:
             bound[place] = slots[slot].data_ptr() + offset
         for place, slot, offset in self.boxes:
-            fields, kind = bound[place]
-            bound[place] = made = object.__new__(kind)
-            made.__dict__.update(fields, base=_Pointer(slots[slot].data_ptr() + offset))
+            bound[place] = _described(bound[place], _Pointer(slots[slot].data_ptr() + offset))
         for place, view in self.views:
             bound[place] = view.take(slots)
+        for place, view in self.boxed:
+            bound[place] = _described(bound[place], view.take(slots))
         self.launched.again(bound, stream)
 
 
@@ -270,7 +286,7 @@ class _Tape(TorchDispatchMode):
     def launched(self, step: launch.Launched | None) -> None:
         """A kernel was launched; without its particulars there is nothing to repeat."""
         if self.fit:
-            self._try(lambda: self._add(_Launch(_known(step), self)))
+            self._try(lambda: self.steps.append(_Launch(step, self)))
 
     def call(self, result: Any) -> Any:
         """The recording, or the mark of a call that has none."""
@@ -278,8 +294,7 @@ class _Tape(TorchDispatchMode):
             whole = result if isinstance(result, tuple) else (result,)
             try:
                 views = tuple([self._view(one) for one in whole])
-                slots = max(self.tensors, default=-1) + 1 - self.given
-                return _Call(self.steps, self.given, max(0, slots), views if isinstance(result, tuple) else views[0])
+                return _Call(self.steps, self.given, len(self.made), views if isinstance(result, tuple) else views[0])
             except _Unfit:
                 pass
         return _UNFIT
@@ -308,18 +323,18 @@ class _Tape(TorchDispatchMode):
 
     def _torch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         if func in _ALLOCATIONS:
-            self._add(_Empty(self._keep(result), result))
+            self.steps.append(_Empty(self._keep(result), result))
             return
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not isinstance(result, Tensor):
             raise _Unfit
         if not func._schema.is_mutable and _memory(result) in map(_memory, tensors):
             return  # a view, which whatever uses it is traced through
-        if func not in _OPERATIONS:
-            raise _Unfit
+        if func not in _OPERATIONS and not (func is _aten.sum.dim_IntList and args[0].dtype is torch.float32):
+            raise _Unfit  # a sum of other dtypes has the one that autocast wants
         places = [self._argument(value) for value in args]
         named = {name: self._argument(value) for name, value in kwargs.items()}
-        self._add(_Operation(func, places, named, None if func._schema.is_mutable else self._keep(result)))
+        self.steps.append(_Operation(func, places, named, None if func._schema.is_mutable else self._keep(result)))
 
     def _argument(self, value: Any) -> Any:
         return self._view(value) if isinstance(value, Tensor) else value
@@ -331,19 +346,9 @@ class _Tape(TorchDispatchMode):
         return _View(*source, x, self.tensors[source[0]])
 
     def _keep(self, x: Tensor) -> int:
-        slot = max(self.given, max(self.tensors, default=-1) + 1)
+        slot = self.made[_memory(x)] = self.given + len(self.made)
         self.tensors[slot] = x
-        self.made[_memory(x)] = slot
         return slot
-
-    def _add(self, step: Any) -> None:
-        self.steps.append(step)
-
-
-def _known(step: launch.Launched | None) -> launch.Launched:
-    if step is None:
-        raise _Unfit
-    return step
 
 
 def _memory(x: Tensor) -> int:
