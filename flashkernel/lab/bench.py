@@ -66,9 +66,8 @@ class Candidate:
 
 def bench(op: Op, case: Case, dtype: torch.dtype, settings: Settings) -> Iterator[Record]:
     """Time every implementation of one case; records come as they are measured."""
-    directions = [name for name in directions_of(op, case, dtype) if name in (settings.directions or DIRECTIONS)]
-    candidates = list(_candidates(op, case, dtype, settings)) if directions else []
-    possible = directions
+    possible = [name for name in directions_of(op, case, dtype) if name in (settings.directions or DIRECTIONS)]
+    candidates = list(_candidates(op, case, dtype, settings)) if possible else []
     for candidate in candidates:
         directions = [name for name in possible if name == "fwd" or not candidate.forward_only]
         if not directions:

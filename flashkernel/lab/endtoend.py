@@ -9,6 +9,7 @@ can explain. A contender that fails this claims no speed.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,7 +169,7 @@ def _take(taken: Taken, subject: Subject, start: Callable[..., Generate], loaded
     taken.runs += runs
     taken.joules = None if taken.joules is None or meter.joules is None else taken.joules + meter.joules
     gaps = [subject.gap(prompts, run.tokens) for run in runs[:LEAST_RUNS]]
-    taken.gap = float("nan") if any(gap != gap for gap in gaps) else max(taken.gap, *gaps)
+    taken.gap = math.nan if any(map(math.isnan, gaps)) else max(taken.gap, *gaps)
 
 
 def _record(subject: Subject, name: str, batch: int, work: Work, taken: Taken | str, copy_tbs: float) -> Generation:
