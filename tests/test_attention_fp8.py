@@ -19,7 +19,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.launch import Launch, compile_for, recording
+from flashkernel.core.launch import compile_for, recording
 from flashkernel.core.op import Case
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.attention.fp8 import hopper
@@ -87,11 +87,7 @@ def _ptx(text: str, constraints: str, args: Any, dtype: torch.dtype, is_pure: bo
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200 with 3 multiprocessors, in the emulator."""
-
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        gluon_emulator.run(Launch(kernel, grid, args, constants))
-
-    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
     monkeypatch.setattr(gluon_emulator._NAMES, "inline_asm_elementwise", _ptx)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield

@@ -41,15 +41,7 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield
         return
 
-    def emulate(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if 0 in grid:
-            return
-        if hasattr(kernel, "is_gluon") and kernel.is_gluon():
-            gluon_emulator.run(Launch(kernel, grid, args, constants))
-        else:
-            kernel[grid](*args, **constants)
-
-    monkeypatch.setattr(hopper, "launch", emulate)
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield
 

@@ -17,7 +17,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import compare, verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.launch import Launch, compile_for, recording
+from flashkernel.core.launch import compile_for, recording
 from flashkernel.core.op import Case
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.decode import hopper
@@ -35,13 +35,7 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield
         return
 
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if hasattr(kernel, "is_gluon") and kernel.is_gluon():
-            gluon_emulator.run(Launch(kernel, grid, args, constants))
-        else:
-            kernel[grid](*args, **constants)
-
-    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
     with devices.pretend(replace(H200, sms=3)):
         yield
 

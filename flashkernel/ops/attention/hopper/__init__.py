@@ -67,17 +67,19 @@ def forward(
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
     facing = (queries, keys, config.rows, config.columns, config.groups)
     items = order(problem.mask, walk, lines, programs, facing, parted=True)
+    trust = _trusts(q, k, problem)
+    doubts = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if trust else None
     early = problem.softcap > 0 or problem.scale <= 0  # elsewhere the largest product belongs to the largest score
     launch(
         attention_forward, (programs,),
         lse, _tiled(q, (config.rows, config.pack)), _tiled(k, (config.columns, 1)), _tiled(v, (config.columns, 1)),
-        _tiled(o, (config.rows, config.pack)), sinks, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts,
-        items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], heads,
+        _tiled(o, (config.rows, config.pack)), sinks, doubts, mask_tables, walk.runs, walk.plans, walk.loads,
+        walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], heads,
         heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
         MASK=mask, TRAITS=_traits(problem.mask, config.groups == 2), CAP=problem.softcap > 0, EARLY=early,
         HAS_SINKS=sinks is not None, GROUPS=config.groups, STAGES=config.stages, COLUMNS=config.columns,
         WIDTH=block(width), VALUES=block(values), PACK=config.pack, SHARE=shares_output(config, width, values),
-        OVERLAP=config.overlap, REGISTERS=config.registers, num_warps=4,
+        OVERLAP=config.overlap, TRUST=trust, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -183,7 +185,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, int]:
     batch, queries, heads, width = q.shape
     return {
         "queries": queries, "keys": k.shape[1], "span": span(problem.mask, batch, heads, queries, k.shape[1]),
-        "head_dim": width, "value_dim": v.shape[3], "group": heads // k.shape[2],
+        "head_dim": width, "value_dim": v.shape[3], "group": heads // k.shape[2], "trust": int(_trusts(q, k, problem)),
     }  # fmt: skip
 
 
@@ -212,6 +214,14 @@ def _traits(mask: Mask | None, roomy: bool) -> int:
     """1 for a mask that looks at differences of positions alone, and 2 for one that sees to the last key. The first
     takes registers, where there is room for it."""
     return 0 if mask is None else (mask.relative and roomy) + 2 * mask.bounded
+
+
+def _trusts(q: Tensor, k: Tensor, problem: Problem) -> bool:
+    """Whether the forward kernel subtracts the largest score of an item's first tile from all of its scores (doubts).
+    float16 has no room for that; and rows that see nothing cannot be told from what has vanished, so that with masks
+    that leave such rows all would be done twice."""
+    all_see = problem.mask is None or (problem.mask.relative and q.shape[1] <= k.shape[1])
+    return q.dtype == torch.bfloat16 and all_see
 
 
 def _together(facts: device.Device, one: int, sharing: int, lines: int, problem: Problem) -> int:

@@ -10,7 +10,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.core.tune import head_block as block
 
-_SHORT_SPAN, _MEDIUM_SPAN = 384, 1024  # keys that a tile of queries sees
+_SHORT_SPAN, _MIDDLING_SPAN, _MEDIUM_SPAN = 384, 768, 1024  # keys that a tile of queries sees
 _SHORT_BACKWARD = 768
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
@@ -77,13 +77,15 @@ def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
     pack = _packed(shape)
     if width == 64:
         if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:
-            # A window: what a tile sees beyond it is wasted, and with more queries of fewer heads it sees less of that.
-            return Forward(2, 64, 5, min(4, pack), 240, overlap=True)
-        if shape["span"] <= _MEDIUM_SPAN:  # short walks want many warpgroups, which hide one another's ends
-            return Forward(4, 64, 8 if shape["span"] <= _SHORT_SPAN else 5, pack, 112, overlap=True)
-        return Forward(3, 128, 3, pack, 160, overlap=True)
+            # A window. With care, what a tile sees beyond it costs more than loading keys for fewer heads.
+            return Forward(2, 64, 5, pack if shape["trust"] else min(4, pack), 240, overlap=True)
+        if shape["trust"] or shape["span"] <= _MEDIUM_SPAN:  # many warpgroups hide one another's ends
+            return Forward(4, 64, 8, pack, 112, overlap=True)
+        return Forward(3, 128, 3, pack, 160, overlap=True)  # narrow tiles would find their largest scores more often
     if width == 128:
-        if shape["span"] <= _SHORT_SPAN:
+        if shape["span"] <= (_MIDDLING_SPAN if shape["trust"] else _SHORT_SPAN):
+            if shape["trust"] and pack > 1:
+                return Forward(3, 64, 4, pack, 160)
             return Forward(2, 64, 4, pack, 240, overlap=True)
         return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long
     return Forward(2, 64, 2, pack, 240)
@@ -93,7 +95,7 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
     for pack in sorted({1, _packed(shape)}):
         for groups, registers in ((2, 240), (3, 160), (4, 112)):
             for columns in (64, 128):
-                for stages in (2, 3, 4, 6):
+                for stages in (2, 3, 4, 6, 8):
                     for overlap in (False, True):
                         yield Forward(groups, columns, stages, pack, registers, overlap)
 
@@ -101,7 +103,7 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
         power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), block(shape["head_dim"]),
-        block(shape["value_dim"]), shape["group"],
+        block(shape["value_dim"]), shape["group"], shape["trust"],
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ Rows are queries of one head, or, with PACK > 1, of PACK heads that share their 
 r % PACK. What a row sees must then not depend on its head.
 """
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -24,7 +23,18 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashkernel.ops.attention.hopper.doubts import clear, look, seek, settle
 from flashkernel.ops.attention.hopper.schedule import after, ahead, hop_to, item_at, place_of, plan, skip
+from flashkernel.ops.attention.hopper.softmax import (
+    first_weights,
+    halves,
+    joined,
+    scores_of,
+    share_of,
+    softmax,
+    sums_of,
+    weights_of,
+)
 
 
 @gluon.jit
@@ -37,26 +47,25 @@ def _loads(item, tables):
 
 
 @gluon.jit
-def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-          PACK: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """The loading warp. What it reads of an item is asked for one item ahead."""
+def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+          COLUMNS: gl.constexpr, PACK: gl.constexpr, OVERLAP: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
+    """Load what the items need, all of them or (AGAIN) the doubted ones; the tables are asked one item ahead. Gives
+    (tiles loaded so far, items loaded so far)."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    orders, _, group, _ = shape
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    orders, doubts, _, group, _ = shape
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
     HELD: gl.constexpr = 2 if OVERLAP else 1  # queries of so many items
-    loaded = 0
-    step = 0
-    item = item_at(orders, 0)
+    step, item = seek(orders, doubts, 0, AGAIN)
     count, place, begin, end = _loads(item, tables)
     while item[0] >= 0:
         tile, b, h = item
-        item = item_at(orders, step + 1)
+        step, item = seek(orders, doubts, step + 1, AGAIN)
         count_later, place_later, begin_later, end_later = _loads(item, tables)
         for w in gl.static_range(GROUPS):
-            held = step % HELD * GROUPS + w
-            mbarrier.wait(q_empty.index(held), ((step // HELD) & 1) ^ 1)
+            held = turn % HELD * GROUPS + w
+            mbarrier.wait(q_empty.index(held), ((turn // HELD) & 1) ^ 1)
             mbarrier.expect(q_full.index(held), q.block_type.nbytes)
             load_tile(q, [b, (tile * GROUPS + w) * PART, h, 0], q_full.index(held), q_tiles.index(held))
         pair = h // group
@@ -75,78 +84,21 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
                 load_tile(v, [b, index * COLUMNS, pair, 0], v_full.index(stage), v_tiles.index(stage))
                 loaded += 1
         count, place, begin, end = count_later, place_later, begin_later, end_later
-        step += 1
+        turn += 1
+    return loaded, turn
 
 
 @gluon.jit
-def _scores(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr,
-            CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
-            SCORES: gl.constexpr):  # fmt: skip
-    """[64, COLUMNS] products as they go into the softmax; with EARLY they leave multiplied, in powers of two."""
-    queries, keys, scale, softcap = numbers
-    if CAP:
-        s = (softcap * LOG2E) * tanh(s * (scale / softcap))
-    elif EARLY:
-        s = s * (scale * LOG2E)
-    if masked != 0:
-        RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the tile's first key: fewer instructions
-        BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
-        first = index * COLUMNS
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, SCORES))[None, :]  # [1, COLUMNS]
-        seen = column < keys - first
-        if MASK is not None:
-            tile, b, h = item
-            query = (tile * GROUPS + w) * (64 // PACK) + gl.arange(0, 64, gl.SliceLayout(1, SCORES)) // PACK  # [64]
-            if RELATIVE:
-                visible = MASK(b, h, (query - first)[:, None], column, queries, keys, mask_tables)
-            else:
-                visible = MASK(b, h, query[:, None], first + column, queries, keys, mask_tables)
-            if BOUNDED:
-                seen = visible
-            else:
-                seen = seen & visible
-        s = gl.where(seen, s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _softmax(s, top, factor, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """(weights [64, COLUMNS], what older weights are multiplied by [64], the new top [64], in powers of two)."""
-    # Eight columns at a time: one long chain of comparisons would be all latency.
-    largest = gl.convert_layout(gl.max(gl.max(s.reshape([64, COLUMNS // 8, 8]), 1), 1), gl.SliceLayout(1, SCORES))
-    higher = gl.maximum(top, largest * factor)
-    anchor = gl.where(higher == float("-inf"), 0.0, higher)
-    return gl.exp2(s * factor - anchor[:, None]), gl.exp2(top - anchor), higher
-
-
-@gluon.jit
-def _sums(p, COLUMNS: gl.constexpr):
-    """[64, 8]: sums of weights that need no other thread; a row's total is their sum."""
-    return gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
-
-
-@gluon.jit
-def _share(top, parts, item, lse, shape, sinks, w: gl.constexpr, HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr,
-           PACK: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
-    """[64]: what an item's output is multiplied by in the end; its logarithms of sums are stored."""
-    _, heads, _, queries = shape
-    tile, b, h = item
-    row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    query = (tile * GROUPS + w) * (64 // PACK) + row // PACK  # [64]
-    head = h + row % PACK  # [64]
-    total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
-    if HAS_SINKS:  # one more column, in the denominator only
-        sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-        higher = gl.maximum(top, sink)
-        rescale = gl.exp2(top - higher)
-        total = total * rescale + gl.exp2(sink - higher)
-        top = higher
-        share = gl.where(total == 0.0, 0.0, rescale / total)
-    else:
-        share = gl.where(total == 0.0, 0.0, 1.0 / total)
-    log_sum = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN2)
-    gl.store(lse + (b.to(gl.int64) * heads + head) * queries + query, log_sum, mask=query < queries)
-    return share
+def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+          PACK: gl.constexpr, OVERLAP: gl.constexpr, TRUST: gl.constexpr):  # fmt: skip
+    """The loading warp."""
+    nothing = gl.to_tensor(0)
+    loaded, turn = _feed(inputs, buffers, barriers, shape, tables, nothing, nothing, GROUPS, STAGES, COLUMNS, PACK,
+                         OVERLAP, False)  # fmt: skip
+    if TRUST:
+        doubted = look(shape[1], barriers[6])
+        if doubted:
+            _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS, STAGES, COLUMNS, PACK, OVERLAP, True)
 
 
 @gluon.jit
@@ -162,22 +114,11 @@ def _store(output, item, o, o_tiles, w: gl.constexpr, GROUPS: gl.constexpr, VALU
 
 
 @gluon.jit
-def _first(s, index, masked, item, numbers, factor, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
-           TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
-           PACK: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
-    """(weights, top, sums) of an item's first tile."""
-    s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
-                SCORES)  # fmt: skip
-    lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    p, _, top = _softmax(s, lowest, factor, COLUMNS, SCORES)
-    return p, top, _sums(p, COLUMNS)
-
-
-@gluon.jit
 def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, place, state, weight, top,
           parts, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
           GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
-          VALUES: gl.constexpr, PACK: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr):  # fmt: skip
+          VALUES: gl.constexpr, PACK: gl.constexpr, TRUST: gl.constexpr, SCORES: gl.constexpr,
+          OUTPUT: gl.constexpr):  # fmt: skip
     """Walk over the key tiles of an item, from the weights of its first tile to those of its last, whose values are
     still to be added. The second tile's keys must have been awaited.
 
@@ -186,9 +127,11 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
     tile in the pipeline. Gives (output, weights, top, sums, place of the last tile).
     """
     _, k_tiles, v_tiles, _ = buffers
-    _, _, k_full, k_empty, v_full, v_empty = barriers
+    _, _, k_full, k_empty, v_full, v_empty, _ = barriers
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    LAYOUT: gl.constexpr = parts.type.layout
+    PARTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    LATE: gl.constexpr = GROUPS == 2
     dtype: gl.constexpr = k_tiles.dtype
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     output = gl.zeros([64, VALUES], gl.float32, OUTPUT)
@@ -208,28 +151,43 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
         state = ahead(state, tables)
         s = warpgroup_mma_wait(1, deps=[s_later])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _scores(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
-                    SCORES)  # fmt: skip
-        p, rescale, top = _softmax(s, top, factor, COLUMNS, SCORES)
-        parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + _sums(p, COLUMNS)
+        s = scores_of(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
+                      SCORES)  # fmt: skip
+        if not TRUST:
+            p, rescale, top = softmax(s, top, factor, COLUMNS, SCORES)
+            parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + sums_of(p, COLUMNS)
+        elif LATE:
+            s_low, s_high = halves(s, COLUMNS)
+            s_third, s_last = halves(s_high, COLUMNS // 2)
+            p_low, p_third = weights_of(s_low, top, factor), weights_of(s_third, top, factor)
+            parts += gl.convert_layout(sums_of(p_low, COLUMNS // 2), LAYOUT)
+            parts += gl.convert_layout(sums_of(p_third, COLUMNS // 4), LAYOUT)
+        else:
+            p = weights_of(s, top, factor)
+            parts += sums_of(p, COLUMNS)
         more = state[0] >= 0
         # The next keys are awaited here and not when they are needed: ptxas moves the wait for the product up to the
         # last branch, and without this one the product would be over before the exponentials begin.
         mbarrier.wait(k_full.index(following[0]), following[1], pred=more)
         output = warpgroup_mma_wait(0, deps=[output_later])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-        output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+        if not TRUST:
+            output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+        elif LATE:
+            p_last = weights_of(s_last, top, factor)
+            parts += gl.convert_layout(sums_of(p_last, COLUMNS // 4), LAYOUT)
+            p = joined(p_low, joined(p_third, p_last))
         weight = gl.convert_layout(p.to(dtype), OPERAND)
     return output, weight, top, parts, place
 
 
 @gluon.jit
-def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, w: gl.constexpr,
-             MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
-             HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-             WIDTH: gl.constexpr, VALUES: gl.constexpr,
-             PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: 64 rows of every item.
+def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, place, turn,
+           w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
+           HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+           WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr, SHARE: gl.constexpr, HELD: gl.constexpr,
+           OVERLAP: gl.constexpr, TRUST: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: 64 rows of all items, or (AGAIN) of the doubted ones. Gives (place in the pipeline, items so far).
 
     A step of the loop takes an item from the weights of its first tile to its output. With OVERLAP it also finds the
     weights of the next item's first tile, while O += P V of this item's last is computed; where the two lie too far
@@ -238,28 +196,25 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUES, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    HELD: gl.constexpr = 2 if OVERLAP else 1
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    orders, _, _, _ = shape
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    orders, doubts, _, _, _ = shape
     _, plans, _, _, _ = tables
     pipeline = (k_full, k_empty, v_full, v_empty)
     dtype: gl.constexpr = k_tiles.dtype
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, _sums(nothing, COLUMNS)
-    place = (gl.to_tensor(0), gl.to_tensor(0))  # of a tile in the pipeline: stage and phase
-    step = 0
-    item = item_at(orders, 0)
+    weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, sums_of(nothing, COLUMNS)
+    step, item = seek(orders, doubts, 0, AGAIN)
     _, state = plan(place_of(item, tables, w, GROUPS), tables)
     item_next = item
     hop = STAGES - 1
     begun = False
     while item[0] >= 0:
-        held = step % HELD * GROUPS + w
+        held = turn % HELD * GROUPS + w
         query_tile = q_tiles.index(held).reshape([64, WIDTH])
-        mbarrier.wait(q_full.index(held), (step // HELD) & 1)
+        mbarrier.wait(q_full.index(held), (turn // HELD) & 1)
         own = gl.to_tensor(1)  # or more, where it has begun
         if not OVERLAP or not begun:
             lead, state = plan(place_of(item, tables, w, GROUPS), tables)
@@ -277,19 +232,20 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
                 state = ahead(state, tables)
                 s = warpgroup_mma_wait(0, deps=[s_later])
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                p, top, parts = _first(s, index, masked, item, numbers, factor, mask_tables, w, MASK, TRAITS, CAP,
-                                       EARLY, GROUPS, COLUMNS, PACK, SCORES)  # fmt: skip
+                p, top, parts = first_weights(s, index, masked, item, numbers, factor, mask_tables, w, MASK, TRAITS,
+                                              CAP, EARLY, GROUPS, COLUMNS, PACK, TRUST, SCORES)  # fmt: skip
                 weight = gl.convert_layout(p.to(dtype), OPERAND)
                 second, second_phase = after(place, STAGES)
                 mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
             else:
-                weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, _sums(nothing, COLUMNS)
+                weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, sums_of(nothing, COLUMNS)
                 hop = gl.to_tensor(STAGES - 1)
                 if OVERLAP:
                     item_next = item_at(orders, step + 1)
         output, weight, top, parts, place = _walk(
             buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, place, state, weight, top,
-            parts, w, MASK, TRAITS, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SCORES, OUTPUT,
+            parts, w, MASK, TRAITS, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, TRUST, SCORES,
+            OUTPUT,
         )  # fmt: skip
         if not SHARE:
             mbarrier.arrive(q_empty.index(held), count=1)
@@ -299,8 +255,8 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
         if OVERLAP and begun:
             place = skip(pipeline, after(place, STAGES), hop, STAGES)
             stage, phase = place
-            held = (step + 1) % HELD * GROUPS + w
-            mbarrier.wait(q_full.index(held), ((step + 1) // HELD) & 1)
+            held = (turn + 1) % HELD * GROUPS + w
+            mbarrier.wait(q_full.index(held), ((turn + 1) // HELD) & 1)
             mbarrier.wait(k_full.index(stage), phase)
             query_tile = q_tiles.index(held).reshape([64, WIDTH])
             keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
@@ -308,15 +264,16 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
             mbarrier.wait(v_full.index(v_stage), v_phase)
             output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
             _, state = plan(place_of(item_next, tables, w, GROUPS), tables)
-            share = _share(top, parts, item, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
+            share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, TRUST,
+                             SCORES)  # fmt: skip
             index, masked = state[2], state[4]
             state = ahead(state, tables)
             s = warpgroup_mma_wait(1, deps=[s_later])
             mbarrier.arrive(k_empty.index(stage), count=1)
             following = item_at(orders, step + 2)
             hop = hop_to(item_next, following, tables, w, GROUPS, STAGES)
-            p, top, parts = _first(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, TRAITS, CAP,
-                                   EARLY, GROUPS, COLUMNS, PACK, SCORES)  # fmt: skip
+            p, top, parts = first_weights(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, TRAITS,
+                                          CAP, EARLY, GROUPS, COLUMNS, PACK, TRUST, SCORES)  # fmt: skip
             # As in `_walk`, a branch that keeps the wait for the product behind the exponentials.
             second, second_phase = after(place, STAGES)
             mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
@@ -332,17 +289,45 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
                 output = warpgroup_mma_wait(0, deps=[output_later])
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
                 place = skip(pipeline, after(place, STAGES), trail, STAGES)
-            share = _share(top, parts, item, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, SCORES)
+            share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, TRUST,
+                             SCORES)  # fmt: skip
         output = output * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
         _store(output, item, o, o_tiles, w, GROUPS, VALUES, PACK, SHARE)
         if SHARE:  # only now may the next queries come
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(w), count=1)
-        step += 1
+        turn += 1
         if OVERLAP:
+            step += 1
             item, item_next = item_next, following
         else:
-            item = item_at(orders, step)
+            step, item = seek(orders, doubts, step + 1, AGAIN)
+    return place, turn
+
+
+@gluon.jit
+def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, w: gl.constexpr,
+             MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
+             HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+             WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr, SHARE: gl.constexpr,
+             OVERLAP: gl.constexpr, TRUST: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: all items, and then those again in which it cannot be trusted."""
+    HELD: gl.constexpr = 2 if OVERLAP else 1
+    nothing = gl.to_tensor(0)
+    place, turn = _items(
+        outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, (nothing, nothing), nothing, w,
+        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, HELD, OVERLAP, TRUST,
+        False,
+    )  # fmt: skip
+    if TRUST:
+        settle(barriers[6])
+        doubted = look(shape[1], barriers[6])
+        if doubted:
+            _items(
+                outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, place, turn, w, MASK,
+                TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, HELD, False, False,
+                True,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -354,11 +339,11 @@ _SIZES = (
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_forward(
-    lse, q, k, v, o, sinks, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads, by_batch, by_head,
-    most_items, heads, group, queries, keys, factor, scale, softcap,
+    lse, q, k, v, o, sinks, doubts, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads, by_batch,
+    by_head, most_items, heads, group, queries, keys, factor, scale, softcap,
     MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-    PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr, REGISTERS: gl.constexpr,
+    PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr, TRUST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
     HELD: gl.constexpr = 2 * GROUPS if OVERLAP else GROUPS
@@ -375,11 +360,15 @@ def attention_forward(
     k_empty = new_barriers(STAGES, GROUPS)
     v_full = new_barriers(STAGES, 1)
     v_empty = new_barriers(STAGES, GROUPS)
+    done = new_barriers(1, GROUPS)
+    if TRUST:
+        doubts += gl.program_id(0) * most_items
+        clear(doubts, most_items)
     synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, done)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    shape = (orders + gl.program_id(0) * most_items * 3, heads, group, queries)
+    shape = (orders + gl.program_id(0) * most_items * 3, doubts, heads, group, queries)
     tables = (runs, plans, most_runs, by_batch, by_head)
     sources = (loads, counts, most_loads, by_batch, by_head)
     numbers = (queries, keys, scale, softcap)
@@ -387,38 +376,41 @@ def attention_forward(
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
+                        OVERLAP, TRUST)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
+                        OVERLAP, TRUST)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP,
+                     TRUST)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
+                        OVERLAP, TRUST)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
+                        OVERLAP, TRUST)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
+                        OVERLAP, TRUST)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP,
+                     TRUST)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
+                        OVERLAP, TRUST)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
+                        OVERLAP, TRUST)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
+                        OVERLAP, TRUST)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 3,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP)),
+                        OVERLAP, TRUST)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP,
+                     TRUST)),
         ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip

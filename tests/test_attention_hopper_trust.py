@@ -1,0 +1,146 @@
+"""The Hopper forward kernel where it trusts an item's first tile, under the emulator: what it doubts is done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gluon_emulator
+import pytest
+import torch
+
+from flashkernel.blocks.mask import Mask, causal, custom, window
+from flashkernel.core import device as devices
+from flashkernel.core import tune
+from flashkernel.core.check import verify
+from flashkernel.core.op import Case
+from flashkernel.ops.attention import attention, hopper
+from flashkernel.ops.attention.hopper.configs import FORWARD, Forward
+from flashkernel.ops.attention.spec import ATTENTION, _axes
+
+ALIKE, FAR_APART = 0.1, 30.0  # scales: scores that differ by a few units, and by hundreds
+
+
+@pytest.fixture
+def doubted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """An emulated H200 of 3 multiprocessors, and for each forward pass how many items it doubted; None where it did not
+    trust at all."""
+    counts: list[Any] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        gluon_emulator.launch(kernel, grid, *args, **constants)
+        if "doubts" in kernel.arg_names:
+            doubts = args[kernel.arg_names.index("doubts")]
+            counts.append(None if doubts is None else int((doubts[:, 1:] > 0).sum()))
+
+    monkeypatch.setattr(hopper, "launch", launch)
+    with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
+        yield counts
+
+
+def _check(case: Case, device: str = "cpu") -> None:
+    failures = [report.message for report in verify(ATTENTION, case, torch.bfloat16, "hopper", device) if not report.ok]
+    assert not failures, "\n".join(failures)
+
+
+def _case(mask: Mask | None, scale: float, axes: Any, **more: Any) -> Case:
+    options = {"scale": scale, "return_lse": True} | ({} if mask is None else {"mask": mask})
+    return Case("trust", axes, options, gradients=False, **more)
+
+
+SHAPES = {
+    "full-64": (None, _axes(1, (130, 700), 2, 64), {}),
+    "full-128": (None, _axes(2, (200, 400), 2, 128), {}),
+    "full-256": (None, _axes(1, (100, 300), 1, 256), {}),
+    "causal-64": (causal(), _axes(2, 400, (4, 2), 64), {}),
+    "causal-128": (causal(), _axes(1, 600, (2, 1), 128), {}),
+    "late-keys": (causal(), _axes(1, (70, 500), 2, 64), {}),
+    "gpt-oss": (causal() & window(128), _axes(1, 500, (8, 1), 64), {"present": ("sinks",)}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_that_are_alike_are_not_doubted(shape: str, doubted: list[Any]) -> None:
+    mask, axes, more = SHAPES[shape]
+    _check(_case(mask, ALIKE, axes, **more))
+    assert doubted == [0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_doubted_items_are_done_again(shape: str, doubted: list[Any]) -> None:
+    mask, axes, more = SHAPES[shape]
+    _check(_case(mask, FAR_APART, axes, **more))
+    assert len(doubted) == 1
+    assert doubted[0] > 0
+
+
+CONFIGS = [
+    Forward(2, 64, 2, 1, 240),
+    Forward(2, 128, 2, 1, 240, overlap=True),
+    Forward(3, 64, 4, 2, 160, overlap=True),
+    Forward(4, 64, 8, 1, 112, overlap=True),
+]
+
+
+@pytest.mark.parametrize("scale", [ALIKE, FAR_APART])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_kind_of_config(config: Forward, scale: float, doubted: list[Any]) -> None:
+    with tune.override(FORWARD, config):
+        _check(_case(causal() & window(200), scale, _axes(1, (310, 450), (4, 2), 64)))
+    assert (doubted[0] > 0) == (scale == FAR_APART)
+
+
+@pytest.mark.parametrize("outgrown", [[], [1], [0, 2]], ids=str)
+def test_only_what_is_doubted_is_done_again(outgrown: list[int], doubted: list[Any]) -> None:
+    """One item for each of three heads; the keys of some outgrow their first tile."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, length, 3, 64, dtype=torch.bfloat16) for length in (64, 300, 300))
+    for head in outgrown:
+        k[:, 256:, head] *= 100
+    wide = [x.double() for x in (q, k, v)]
+    with devices.pretend(replace(devices.KNOWN["h200"], sms=1)), tune.override(FORWARD, Forward(2, 64, 2, 1, 240)):
+        o = attention(q, k, v, backend="hopper")
+    torch.testing.assert_close(o.double(), attention(*wide, backend="reference"), atol=2e-2, rtol=2e-2)
+    assert doubted == [len(outgrown)]
+
+
+def test_what_cannot_be_trusted(doubted: list[Any]) -> None:
+    """float16 has no room for weights beyond 1; and rows that see nothing could not be told from vanished ones."""
+    blind = custom(lambda b, h, q, k: (q > 5) & (k <= q))
+    for dtype, mask, lengths in (
+        (torch.float16, None, (70, 70)),
+        (torch.bfloat16, causal(), (90, 70)),
+        (torch.bfloat16, blind, (70, 70)),
+    ):
+        q, k = (torch.randn(1, length, 1, 64, dtype=dtype) for length in lengths)
+        attention(q, k, k, mask=mask, backend="hopper")
+    assert doubted == [None, None, None]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_that_are_none_come_out_as_with_care(value: float, doubted: list[Any]) -> None:
+    q = torch.randn(1, 70, 1, 64, dtype=torch.bfloat16)
+    k = torch.randn(1, 200, 1, 64, dtype=torch.bfloat16)
+    k[0, 150, 0, 3] = value
+    o = attention(q, k, k, backend="hopper")
+    careful = attention(q.half(), k.half(), k.half(), backend="hopper")
+    assert torch.equal(o.isnan(), careful.isnan())
+    assert o.isnan().any()
+    assert doubted[0] > 0
+    assert doubted[1] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [ALIKE, FAR_APART])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_doubts_on_a_gpu(shape: str, scale: float) -> None:
+    mask, axes, more = SHAPES[shape]
+    _check(_case(mask, scale, axes, **more), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_doubted_items_on_a_gpu(head_dim: int) -> None:
+    """Several items a program, all of them done twice."""
+    _check(_case(causal(), FAR_APART, _axes(8, 1100, (16, 8), head_dim)), "cuda")
