@@ -107,7 +107,7 @@ def backward(
     padded = query_tiles * config.rows
     stats = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     buffer = torch.empty((batch, heads, padded, block(width)), dtype=torch.float32, device=q.device)
-    dsinks = _prepare(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold else _LOG2E)
+    dsinks = _prepare(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold_norm else _LOG2E)
     dk, dv = _backward(do, q, k, v, stats, buffer, problem, config)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
@@ -165,7 +165,8 @@ def _backward(
     else:
         kernel, roomy = attention_backward, config.rows == block(width) == 64
         variant = {
-            "HALF": config.half, "FOLD": config.fold, "JOINT": config.joint, "ROWS": config.rows, "HELD": config.held,
+            "FOLD_NORM": config.fold_norm, "FOLD_DELTA": config.fold_delta, "JOINT": config.joint,
+            "ROWS": config.rows, "HELD": config.held,
         }  # fmt: skip
     launch(
         kernel, (programs,),
@@ -206,8 +207,9 @@ def _backward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Backw
         wide: Wide = tune.pick(WIDE, facts, shape)
         return wide
     config: Backward = tune.pick(BACKWARD, facts, shape)
-    unfolded = problem.softcap != 0 or problem.scale == 0
-    return replace(config, fold=config.fold and not unfolded)
+    if problem.softcap != 0 or problem.scale == 0:
+        return replace(config, fold_norm=False, fold_delta=False)
+    return config
 
 
 def _traits(mask: Mask | None, roomy: bool) -> int:

@@ -179,8 +179,8 @@ def _seen(b, h, first_query, first_key, queries, keys, mask_tables, MASK: gl.con
 
 @gluon.jit
 def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, numbers, mask_tables, side,
-          w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr,
-          FOLD: gl.constexpr, JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+          w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, FOLD_NORM: gl.constexpr,
+          FOLD_DELTA: gl.constexpr, JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
           WIDTH: gl.constexpr, VALUES: gl.constexpr):  # fmt: skip
     """Warpgroup `w`: keys 64 w to 64 w + 63 of an item's 128. Gives (steps so far, the next item, its first walk).
 
@@ -226,16 +226,17 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
                 mbarrier.wait(do_full.index(stage), phase)
             q_tile = q_tiles.index(stage).reshape([ROWS, WIDTH])
             do_tile = do_tiles.index(stage).reshape([ROWS, VALUES])
-            if FOLD:  # the products start from what would be subtracted from them
-                norm = nothing + norm_tiles.index(stage).load(ALONG)[None, :]  # [64, ROWS]
+            start, shift = nothing, nothing  # folded, the products start from what would be subtracted from them
+            if FOLD_NORM:
+                start = nothing + norm_tiles.index(stage).load(ALONG)[None, :]  # [64, ROWS]
+            s_later = warpgroup_mma(own_keys, q_tile.permute((1, 0)), start, use_acc=FOLD_NORM, is_async=True)
+            if FOLD_DELTA:
                 shift = nothing + delta_tiles.index(stage).load(ALONG)[None, :]
-                s_later = warpgroup_mma(own_keys, q_tile.permute((1, 0)), norm, is_async=True)
-                dp_later = warpgroup_mma(own_values, do_tile.permute((1, 0)), shift, is_async=True)
-                p = gl.exp2(warpgroup_mma_wait(1, deps=[s_later]) * factor)
+            dp_later = warpgroup_mma(own_values, do_tile.permute((1, 0)), shift, use_acc=FOLD_DELTA, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_later])
+            if FOLD_NORM:
+                p = gl.exp2(s * factor)
             else:
-                s_later = warpgroup_mma(own_keys, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                dp_later = warpgroup_mma(own_values, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s_later])
                 norm = norm_tiles.index(stage).load(ALONG)[None, :]  # [1, ROWS]
                 if CAP:
                     bent = tanh(s * (scale / softcap))
@@ -251,12 +252,10 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
             dp = warpgroup_mma_wait(0, deps=[dp_later])
             operand = gl.convert_layout(p_half, gl.DotOperandLayout(0, VALS, 2))
             value_later = warpgroup_mma(operand, do_tile, value_sum, is_async=True)
-            if not FOLD:
+            if not FOLD_DELTA:
                 dp += delta_tiles.index(stage).load(ALONG)[None, :]
             if CAP:
                 ds = p * (1 - bent * bent) * dp
-            elif HALF:
-                ds = p_half.to(gl.float32) * dp
             else:
                 ds = p * dp
             ds_half = ds.to(dtype)
@@ -303,9 +302,9 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
 
 @gluon.jit
 def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, w: gl.constexpr,
-             MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
-             JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr,
-             VALUES: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+             MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, FOLD_NORM: gl.constexpr,
+             FOLD_DELTA: gl.constexpr, JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+             HELD: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
     """A warpgroup. Tiles of 64 queries have code for each buffer of keys and values, at addresses that the compiler
     knows: the loop over steps is a tenth shorter. Tiles of 128 are shorter of registers, which it takes."""
     group, _, _ = shape
@@ -326,8 +325,8 @@ def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables,
                 else:
                     side = turn % HELD
                 step, item, walk = _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, numbers,
-                                         mask_tables, side, w, MASK, TRAITS, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD,
-                                         WIDTH, VALUES)  # fmt: skip
+                                         mask_tables, side, w, MASK, TRAITS, CAP, FOLD_NORM, FOLD_DELTA, JOINT, ROWS,
+                                         STAGES, HELD, WIDTH, VALUES)  # fmt: skip
                 turn += 1
 
 
@@ -341,7 +340,7 @@ _SIZES = (
 def attention_backward(
     dq, q, do, k, v, stats, dk, dv, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads,
     by_batch, by_head, most_items, lines, pairs, group, query_tiles, queries, keys, factor, scale, softcap,
-    MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, HALF: gl.constexpr, FOLD: gl.constexpr,
+    MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, FOLD_NORM: gl.constexpr, FOLD_DELTA: gl.constexpr,
     JOINT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr,
     VALUES: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
@@ -382,7 +381,7 @@ def attention_backward(
         (_load, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, ROWS, STAGES, JOINT, HELD,
                  CHAINED)),
         (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 0,
-                    MASK, TRAITS, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                    MASK, TRAITS, CAP, FOLD_NORM, FOLD_DELTA, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
         (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 1,
-                    MASK, TRAITS, CAP, HALF, FOLD, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                    MASK, TRAITS, CAP, FOLD_NORM, FOLD_DELTA, JOINT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
     ], [4, 4], [240, 240])  # fmt: skip

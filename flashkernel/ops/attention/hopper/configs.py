@@ -10,7 +10,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.core.tune import head_block as block
 
-_SHORT_SPAN, _MIDDLING_SPAN, _MEDIUM_SPAN = 384, 768, 1024  # keys that a tile of queries sees
+_SHORT_SPAN, _MEDIUM_SPAN, _LONG_SPAN = 384, 1024, 8192  # keys that a tile of queries sees
 _SHORT_BACKWARD = 768
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
@@ -79,13 +79,13 @@ def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
         if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:
             # A window. With care, what a tile sees beyond it costs more than loading keys for fewer heads.
             return Forward(2, 64, 5, pack if shape["trust"] else min(4, pack), 240, overlap=True)
-        if shape["trust"] or shape["span"] <= _MEDIUM_SPAN:  # many warpgroups hide one another's ends
+        if shape["span"] <= (_LONG_SPAN if shape["trust"] else _MEDIUM_SPAN):  # many warpgroups hide one another's ends
             return Forward(4, 64, 8, pack, 112, overlap=True)
         return Forward(3, 128, 3, pack, 160, overlap=True)  # narrow tiles would find their largest scores more often
     if width == 128:
-        if shape["span"] <= (_MIDDLING_SPAN if shape["trust"] else _SHORT_SPAN):
-            if shape["trust"] and pack > 1:
-                return Forward(3, 64, 4, pack, 160)
+        if shape["trust"] and pack > 1:
+            return Forward(3, 64, 4, pack, 160)
+        if shape["span"] <= (_MEDIUM_SPAN if shape["trust"] else _SHORT_SPAN):
             return Forward(2, 64, 4, pack, 240, overlap=True)
         return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long
     return Forward(2, 64, 2, pack, 240)
@@ -115,14 +115,14 @@ class Backward:
     """Tiles of `rows` queries, `stages` of them in flight, against the keys and values of `held` items: with two, the
     next item's are loaded while this one is worked on.
 
-    With `half`, probabilities are kept in the inputs' dtype; with `fold`, products start from -lse and -delta. Both
-    spare registers. With `joint`, a step's tiles come and go together: fewer barriers, later loads.
+    With `fold_norm`, S starts from -lse, and with `fold_delta` dP from -delta, which spares registers. With `joint`, a
+    step's tiles come and go together: fewer barriers, later loads.
     """
 
     rows: int
     stages: int
-    half: bool
-    fold: bool
+    fold_norm: bool
+    fold_delta: bool
     joint: bool = False
     held: int = 2
     keys: ClassVar[int] = 128  # of an item
@@ -146,23 +146,23 @@ def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     short = shape["span"] <= _SHORT_BACKWARD
     if width == 64:
         if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:  # a window: large tiles waste more
-            return Backward(64, 4, half=False, fold=False, joint=True)
+            return Backward(64, 4, fold_norm=False, fold_delta=False, joint=True)
         if short and shape["group"] > 1:
-            return Backward(128, 2, half=False, fold=True, joint=True, held=1)
+            return Backward(128, 2, fold_norm=False, fold_delta=True, joint=True, held=1)
         if short:
-            return Backward(64, 3, half=False, fold=False, joint=True)
-        return Backward(128, 2, half=False, fold=True, joint=True)
+            return Backward(64, 3, fold_norm=False, fold_delta=True, joint=True)
+        return Backward(128, 2, fold_norm=False, fold_delta=True, joint=True)
     # The second pair of buffers hides an item's beginning; long items have little of it, and steps that are shorter.
-    return Backward(64, 2, half=False, fold=True, joint=True, held=2 if shape["span"] <= _MEDIUM_SPAN else 1)
+    held = 2 if shape["span"] <= _MEDIUM_SPAN else 1
+    return Backward(64, 2, fold_norm=True, fold_delta=True, joint=True, held=held)
 
 
 def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backward]:
     for rows in (64, 128):
         for stages, held in ((2, 2), (3, 2), (2, 1), (3, 1)):
-            for half in (False, True):
-                for fold in (False, True):
-                    for joint in (False, True):
-                        yield Backward(rows, stages, half, fold, joint, held)
+            for norm, delta in ((False, False), (False, True), (True, True)):
+                for joint in (False, True):
+                    yield Backward(rows, stages, norm, delta, joint, held)
 
 
 BACKWARD = Tunable(
@@ -177,7 +177,7 @@ class Wide:
     stages: int
     keys: ClassVar[int] = 64  # of an item
     rows: ClassVar[int] = 64
-    fold: ClassVar[bool] = False
+    fold_norm: ClassVar[bool] = False
 
 
 def _wide_valid(config: Wide, device: Device, shape: Mapping[str, int]) -> str | None:
