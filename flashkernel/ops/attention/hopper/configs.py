@@ -73,22 +73,37 @@ def sparse(keys: int, span: int, width: int) -> bool:
 
 
 def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
-    width = max(block(shape["head_dim"]), block(shape["value_dim"]))
-    pack = _packed(shape)
+    width, pack = max(block(shape["head_dim"]), block(shape["value_dim"])), _packed(shape)
+    if width > 128:
+        return Forward(2, 64, 2, pack, 240)
+    if width == 64 and shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:
+        # A window. With care, what a tile sees beyond it costs more than loading keys for fewer heads.
+        return Forward(2, 64, 5, pack if shape["trust"] else min(4, pack), 240, overlap=True)
+    return (_trusting if shape["trust"] else _careful)(width, pack, shape)
+
+
+def _trusting(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
+    """Tiles of 64 keys, which cost no more here than wider ones, leave registers for more warpgroups: while some begin
+    or end, others multiply."""
+    if shape["queries"] * pack <= 128:
+        return Forward(2, 128, 2 if width == 128 else 4, pack, 240)
     if width == 64:
-        if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:
-            # A window. With care, what a tile sees beyond it costs more than loading keys for fewer heads.
-            return Forward(2, 64, 5, pack if shape["trust"] else min(4, pack), 240, overlap=True)
-        if shape["span"] <= (_LONG_SPAN if shape["trust"] else _MEDIUM_SPAN):  # many warpgroups hide one another's ends
-            return Forward(4, 64, 8, pack, 112, overlap=True)
-        return Forward(3, 128, 3, pack, 160, overlap=True)  # narrow tiles would find their largest scores more often
-    if width == 128:
-        if shape["trust"] and pack > 1:
-            return Forward(3, 64, 4, pack, 160)
-        if shape["span"] <= (_MEDIUM_SPAN if shape["trust"] else _SHORT_SPAN):
-            return Forward(2, 64, 4, pack, 240, overlap=True)
-        return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long
-    return Forward(2, 64, 2, pack, 240)
+        long = shape["span"] > _LONG_SPAN
+        return Forward(3, 128, 3, pack, 160, overlap=True) if long else Forward(4, 64, 8, pack, 112, overlap=True)
+    if pack == 1 and shape["keys"] <= _MEDIUM_SPAN:  # few items: smaller ones are spread more evenly
+        half = 2 * shape["span"] <= shape["keys"]
+        return Forward(2, 64, 4, 1, 240, overlap=True) if half else Forward(2, 128, 2, 1, 240)
+    return Forward(3, 64, 4, pack, 160)
+
+
+def _careful(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
+    """Narrow tiles find their largest scores more often: only for short walks."""
+    if width == 64:
+        short = shape["span"] <= _MEDIUM_SPAN
+        return Forward(4, 64, 8, pack, 112, overlap=True) if short else Forward(3, 128, 3, pack, 160, overlap=True)
+    if shape["span"] <= _SHORT_SPAN:
+        return Forward(2, 64, 4, pack, 240, overlap=True)
+    return Forward(2, 128, 2, pack, 240, overlap=pack == 1)  # packed, items are long
 
 
 def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward]:
@@ -148,7 +163,7 @@ def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
         if shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:  # a window: large tiles waste more
             return Backward(64, 4, fold_norm=False, fold_delta=False, joint=True)
         if short and shape["group"] > 1:
-            return Backward(128, 2, fold_norm=False, fold_delta=True, joint=True, held=1)
+            return Backward(128, 2, fold_norm=True, fold_delta=True, joint=True, held=1)
         if short:
             return Backward(64, 3, fold_norm=False, fold_delta=True, joint=True)
         return Backward(128, 2, fold_norm=False, fold_delta=True, joint=True)
