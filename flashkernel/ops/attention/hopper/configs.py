@@ -91,8 +91,8 @@ def _trusting(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
         long = shape["span"] > _LONG_SPAN
         return Forward(3, 128, 3, pack, 160, overlap=True) if long else Forward(4, 64, 8, pack, 112, overlap=True)
     if pack == 1 and shape["keys"] <= _MEDIUM_SPAN:  # few items: smaller ones are spread more evenly
-        half = 2 * shape["span"] <= shape["keys"]
-        return Forward(2, 64, 4, 1, 240, overlap=True) if half else Forward(2, 128, 2, 1, 240)
+        short = 2 * shape["keys"] <= _MEDIUM_SPAN
+        return Forward(2, 64, 4, 1, 240, overlap=True) if short else Forward(2, 128, 2, 1, 240)
     return Forward(3, 64, 4, pack, 160)
 
 
