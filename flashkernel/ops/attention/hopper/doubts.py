@@ -12,8 +12,8 @@ Int32 [most items] for every program: how many rows there are to doubt in all, a
 from flashkernel.core.gluon import gl, gluon, mbarrier
 
 MARGIN = gl.constexpr(40.0)  # in powers of two: weights are so much smaller than they could be
-LEAST = gl.constexpr(2.0**-60)
-MOST = gl.constexpr(2.0**50)
+LEAST = gl.constexpr(2.0**-70)
+MOST = gl.constexpr(2.0**60)
 WRITTEN = gl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
 
 

@@ -6,6 +6,9 @@ as well. Within a warpgroup, S = Q K^T of the next tile is issued before O += P 
 the next item's first tile before the last product of this one: the tensor cores work while exponentials are computed
 and while an item ends.
 
+With TRUST only an item's first tile looks for its largest score, which all others go by; what that was wrong for shows
+in the end, and is done again with care (doubts.py).
+
 Rows are queries of one head, or, with PACK > 1, of PACK heads that share their keys: row r is query r // PACK of head
 r % PACK. What a row sees must then not depend on its head.
 """
@@ -123,15 +126,16 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
     still to be added. The second tile's keys must have been awaited.
 
     A tile's S = Q K^T is issued before O += P V of the tile before it: the tensor cores work while the exponentials are
-    computed, and while the tables are asked what comes next. `place` is that of the first
-    tile in the pipeline. Gives (output, weights, top, sums, place of the last tile).
+    computed, and while the tables are asked what comes next. With LATE, the last quarter of the weights is computed
+    after that product: the others are packed meanwhile. `place` is that of the first tile in the pipeline. Gives
+    (output, weights, top, sums, place of the last tile).
     """
     _, k_tiles, v_tiles, _ = buffers
     _, _, k_full, k_empty, v_full, v_empty, _ = barriers
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     LAYOUT: gl.constexpr = parts.type.layout
     PARTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    LATE: gl.constexpr = GROUPS == 2
+    LATE: gl.constexpr = GROUPS == 2  # with more warpgroups there is always another one to compute
     dtype: gl.constexpr = k_tiles.dtype
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     output = gl.zeros([64, VALUES], gl.float32, OUTPUT)
