@@ -255,14 +255,16 @@ def test_backward_programs_stay_where_lengths_are_known() -> None:
         assert (items[..., 0] >= 0).sum() == 8
 
 
+@pytest.mark.parametrize("spare_first", [False, True])
 @pytest.mark.parametrize("keys", [230, 288, 330])
 @pytest.mark.parametrize(
     "mask", [None, causal(), causal() & window(70), ~window(100), custom(lambda b, h, q, k: k < 0)]
 )
-def test_walks_cover_what_is_visible(mask: Mask | None, keys: int) -> None:
+def test_walks_cover_what_is_visible(mask: Mask | None, keys: int, spare_first: bool) -> None:
     """Every visible pair lies in a tile that its warpgroup walks over and its program loads."""
     rows, columns, groups, queries = 16, 32, 3, 200
-    found = walks(mask, 1, 1, queries, keys, rows, columns, groups, torch.device("cpu"))
+    found = walks(mask, 1, 1, queries, keys, rows, columns, groups, torch.device("cpu"), spare_first=spare_first)
+    spare = (-queries // rows) % groups if spare_first else 0
     seen = torch.ones(queries, keys, dtype=torch.bool) if mask is None else mask.visible(1, 1, queries, keys)[0, 0]
     for program in range(found.counts.shape[2]):
         runs = found.loads[0, 0, program, : found.counts[0, 0, program], :2].tolist()
@@ -277,13 +279,24 @@ def test_walks_cover_what_is_visible(mask: Mask | None, keys: int) -> None:
             ]
             assert [tile for tile, _ in walked] == loaded[lead : lead + own]
             assert len(set(loaded)) == len(loaded)
-            first = (program * groups + group) * rows
-            block = seen[first : first + rows]
+            first = (program * groups + group - spare) * rows
+            assert first >= 0 or own == 0
+            block = seen[max(first, 0) : max(first + rows, 0)]
             full = {tile for tile, masked in walked if not masked}
             for tile in range(-(-keys // columns)):
                 part = block[:, tile * columns : (tile + 1) * columns]
                 assert not part.any() or tile in dict(walked)
                 assert tile not in full or (bool(part.all()) and part.shape[1] == columns)
+
+
+def test_the_shortest_walk_is_short_of_rows() -> None:
+    """4096 queries are 64 parts, for 22 tiles of three warpgroups each: the two without any save a walk to the end."""
+    tiles = []
+    for spare_first in (False, True):
+        shape = (4096, 4096, 64, 64, 3, torch.device("cpu"))
+        found = walks(causal(), 1, 1, *shape, spare_first=spare_first)
+        tiles.append(int(found.plans[..., 1].amax(-1).sum()))
+    assert tiles == [757, 715]
 
 
 def _makespan(mask: Mask | None, batch: int, heads: int, length: int, config: Forward, together: int) -> float:

@@ -57,7 +57,8 @@ def forward(
         return o.zero_(), lse.copy_(nothing.view(1, -1, 1))
     config = _forward_config(q, k, v, problem)
     tiles = tune.ceil_div(queries, config.groups * config.rows)
-    walk = walks(problem.mask, batch, heads, queries, keys, config.rows, config.columns, config.groups, q.device)
+    facing = (queries, keys, config.rows, config.columns, config.groups)
+    walk = walks(problem.mask, batch, heads, *facing, q.device, spare_first=config.groups == 3)
     mask, _, _, _, mask_tables = problem.functions()
     facts = device.facts(q.device)
     count = batch * heads // config.pack
@@ -65,7 +66,6 @@ def forward(
     one = keys * (width + values) * k.element_size()
     together = _together(facts, one, heads // pairs // config.pack, count, problem)
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
-    facing = (queries, keys, config.rows, config.columns, config.groups)
     items = order(problem.mask, walk, lines, programs, facing, parted=True)
     trust = _trusts(q, k, problem)
     doubts = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if trust else None

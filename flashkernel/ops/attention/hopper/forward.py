@@ -27,7 +27,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.doubts import clear, look, seek, settle
-from flashkernel.ops.attention.hopper.schedule import after, ahead, hop_to, item_at, place_of, plan, skip
+from flashkernel.ops.attention.hopper.schedule import after, ahead, first_query, hop_to, item_at, place_of, plan, skip
 from flashkernel.ops.attention.hopper.softmax import (
     first_weights,
     halves,
@@ -57,7 +57,7 @@ def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.con
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
-    orders, doubts, _, group, _ = shape
+    orders, doubts, _, group, queries = shape
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
     HELD: gl.constexpr = 2 if OVERLAP else 1  # queries of so many items
     step, item = seek(orders, doubts, 0, AGAIN)
@@ -70,7 +70,8 @@ def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.con
             held = turn % HELD * GROUPS + w
             mbarrier.wait(q_empty.index(held), ((turn // HELD) & 1) ^ 1)
             mbarrier.expect(q_full.index(held), q.block_type.nbytes)
-            load_tile(q, [b, (tile * GROUPS + w) * PART, h, 0], q_full.index(held), q_tiles.index(held))
+            first = first_query(tile, w, queries, GROUPS, PART)
+            load_tile(q, [b, first, h, 0], q_full.index(held), q_tiles.index(held))
         pair = h // group
         for run in range(count):
             if run > 0:
@@ -105,15 +106,16 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
 
 
 @gluon.jit
-def _store(output, item, o, o_tiles, w: gl.constexpr, GROUPS: gl.constexpr, VALUES: gl.constexpr,
+def _store(output, item, o, o_tiles, shape, w: gl.constexpr, GROUPS: gl.constexpr, VALUES: gl.constexpr,
            PACK: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
     """Send 64 rows of an item's output off."""
     tile, b, h = item
+    _, _, _, _, queries = shape
     if not SHARE:
         tma.store_wait(0)  # the last item's output has left the buffer
     o_tiles.index(w).reshape([64, VALUES]).store(output.to(o.dtype))
     fence_async_shared()
-    store_tile(o, [b, (tile * GROUPS + w) * (64 // PACK), h, 0], o_tiles.index(w))
+    store_tile(o, [b, first_query(tile, w, queries, GROUPS, 64 // PACK), h, 0], o_tiles.index(w))
 
 
 @gluon.jit
@@ -296,7 +298,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
             share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, TRUST,
                              SCORES)  # fmt: skip
         output = output * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
-        _store(output, item, o, o_tiles, w, GROUPS, VALUES, PACK, SHARE)
+        _store(output, item, o, o_tiles, shape, w, GROUPS, VALUES, PACK, SHARE)
         if SHARE:  # only now may the next queries come
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(w), count=1)

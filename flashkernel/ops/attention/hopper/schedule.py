@@ -57,6 +57,19 @@ def place_of(item, tables, w: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def first_query(tile, w, queries, GROUPS: gl.constexpr, PART: gl.constexpr):
+    """The first of the PART queries of warpgroup `w`. With three warpgroups they seldom come out even; those that have
+    none are then the first of the first tile (`spare_first`), whose walk is the shortest under a causal mask, and begin
+    behind the last query."""
+    first = (tile * GROUPS + w) * PART
+    if GROUPS == 3:
+        parts = (queries + PART - 1) // PART
+        first -= (3 - parts % 3) % 3 * PART
+        first = gl.where(first < 0, queries, first)
+    return first
+
+
+@gluon.jit
 def plan(place, tables):
     """(tiles handed back at first, the state of a walk at its first tile; -1 tiles left where there is none)."""
     runs, plans, most_runs, _, _ = tables

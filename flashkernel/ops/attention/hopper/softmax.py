@@ -7,6 +7,7 @@ that they come from, four threads to a row.
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
 from flashkernel.core.gluon import gl, gluon
 from flashkernel.ops.attention.hopper.doubts import MARGIN, doubt
+from flashkernel.ops.attention.hopper.schedule import first_query
 
 
 @gluon.jit
@@ -27,7 +28,8 @@ def scores_of(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MAS
         seen = column < keys - first
         if MASK is not None:
             tile, b, h = item
-            query = (tile * GROUPS + w) * (64 // PACK) + gl.arange(0, 64, gl.SliceLayout(1, SCORES)) // PACK  # [64]
+            begin = first_query(tile, w, queries, GROUPS, 64 // PACK)
+            query = begin + gl.arange(0, 64, gl.SliceLayout(1, SCORES)) // PACK  # [64]
             if RELATIVE:
                 visible = MASK(b, h, (query - first)[:, None], column, queries, keys, mask_tables)
             else:
@@ -86,7 +88,7 @@ def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HA
     _, doubts, heads, _, queries = shape
     tile, b, h = item
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    query = (tile * GROUPS + w) * (64 // PACK) + row // PACK  # [64]
+    query = first_query(tile, w, queries, GROUPS, 64 // PACK) + row // PACK  # [64]
     head = h + row % PACK  # [64]
     total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
     if TRUST:

@@ -44,22 +44,22 @@ MOST_WALKS = 256
 
 def walks(
     mask: Mask | None, batch: int, heads: int, queries: int, keys: int, rows: int, columns: int, groups: int,
-    device: torch.device, turned: bool = False,
+    device: torch.device, turned: bool = False, spare_first: bool = False,
 ) -> Walks:  # fmt: skip
     """The walks of warpgroups with `rows` rows each over tiles of `columns`; kept where the mask has no tables.
 
-    Rows are queries and columns keys; `turned`, it is the other way round.
+    Rows are queries and columns keys; `turned`, it is the other way round. Where rows do not come out even, the
+    warpgroups without any are the last ones, or with `spare_first` the first.
     """
+    shape = (batch, heads, queries, keys, rows, columns, groups, device, turned, spare_first)
     if mask is not None and mask.tables:
-        return _computed(mask, batch, heads, queries, keys, rows, columns, groups, device, turned)
-    key = (None if mask is None else mask.text, batch, heads, queries, keys, rows, columns, groups, device, turned)
+        return _computed(mask, *shape)
+    key = (None if mask is None else mask.text, *shape)
     known = _walks.get(key)
     if known is None:
         if len(_walks) >= MOST_WALKS:
             _walks.clear()
-        known = _computed(
-            _EVERYTHING if mask is None else mask, batch, heads, queries, keys, rows, columns, groups, device, turned
-        )
+        known = _computed(_EVERYTHING if mask is None else mask, *shape)
         if mask is None and not turned:
             known = _scattered(known, keys, columns)
         _walks[key] = known
@@ -68,7 +68,7 @@ def walks(
 
 def _computed(
     mask: Mask, batch: int, heads: int, queries: int, keys: int, rows: int, columns: int, groups: int,
-    device: torch.device, turned: bool,
+    device: torch.device, turned: bool, spare_first: bool,
 ) -> Walks:  # fmt: skip
     if turned:
         fine = mask.tiles(batch, heads, queries, keys, columns, rows, device).transpose(-1, -2)
@@ -76,7 +76,7 @@ def _computed(
         fine = mask.tiles(batch, heads, queries, keys, rows, columns, device)
     spare = -fine.shape[2] % groups
     if spare:
-        fine = torch.nn.functional.pad(fine, (0, 0, 0, spare), value=EMPTY)
+        fine = torch.nn.functional.pad(fine, (0, 0, spare, 0) if spare_first else (0, 0, 0, spare), value=EMPTY)
     fine = fine.unflatten(2, (-1, groups))  # [B, H, programs, warpgroups, tiles]
     present = fine != EMPTY
     needed = present.any(3, keepdim=True)  # [B, H, programs, 1, tiles]
