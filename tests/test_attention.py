@@ -171,9 +171,11 @@ def test_a_sink_is_a_column_without_a_value(backend: str) -> None:
 
 
 @by_backend
+@pytest.mark.parametrize("none", [False, True], ids=["no-sinks", "sinks-that-are-none"])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_rows_that_see_nothing(backend: str, return_lse: bool) -> None:
-    inputs = {name: value.requires_grad_() for name, value in _inputs(queries=20, keys=12).items()}
+def test_rows_that_see_nothing(backend: str, return_lse: bool, none: bool) -> None:
+    given = _inputs(queries=20, keys=12) | ({"sinks": torch.full((4,), -math.inf)} if none else {})
+    inputs = {name: value.requires_grad_() for name, value in given.items()}
     found = attention(**inputs, mask=causal(), return_lse=return_lse, backend=backend)
     out = found[0] if return_lse else found
     assert torch.equal(out[:, :8], torch.zeros_like(out[:, :8]))

@@ -14,7 +14,7 @@ import torch
 from flashkernel.blocks.mask import Mask, causal, custom, documents, sink_tokens, window
 from flashkernel.core import device as devices
 from flashkernel.core import tune
-from flashkernel.core.check import verify
+from flashkernel.core.check import compare, verify
 from flashkernel.core.dispatch import explain
 from flashkernel.core.gluon import (
     TensorDescriptor,
@@ -97,6 +97,21 @@ LONGER = {
 @pytest.mark.parametrize("name", LONGER)
 def test_several_tiles(name: str) -> None:
     _check(LONGER[name])
+
+
+def test_a_sink_that_is_none_beside_rows_that_see_nothing() -> None:
+    """A logit of -inf is no sink, and a row without any column has an lse of -inf and no output."""
+    q, k = (torch.randn(1, length, 2, 64, dtype=torch.float16) for length in (90, 40))
+    sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float16)
+    wide = [x.double() for x in (q, k, k)]
+    o, lse = attention(q, k, k, sinks=sinks, mask=causal(), backend="hopper", return_lse=True)
+    expected, lse_expected = attention(
+        *wide, sinks=sinks.double(), mask=causal(), backend="reference", return_lse=True
+    )  # fmt: skip
+    for name, mine, exact in (("output", o, expected), ("lse", lse, lse_expected)):
+        report = compare(name, mine, exact, tolerance=ATTENTION.tolerance, input_dtype=torch.float16)
+        assert report.ok, report.message
+    assert (lse[0, 0, :50] == float("-inf")).all()
 
 
 @pytest.mark.gpu

@@ -1,15 +1,17 @@
 """Device functions for items whose scores may have outgrown what was subtracted from them.
 
-A tile's largest score is found to keep exponentials from overflowing, and that takes a fifth of a softmax's
-instructions. A forward kernel that trusts subtracts the largest score of an item's first tile from those of all others,
-and looks at the sums in the end: as long as they lie between LEAST and MOST, nothing has overflown, and what vanished
-would not have counted, since weights in bfloat16 are as exact at any size. Rows with other sums are a reason to doubt
-their item. When a program has been through its items it goes through the doubted ones again, with care.
+A tile's largest score is found to keep exponentials from overflowing; that, and rescaling by it, is a third of a step's
+instructions beside the products. A forward kernel that trusts subtracts the largest score of an item's first tile, and
+MARGIN, from all scores of the item, and looks at the sums in the end: as long as they lie between LEAST and MOST, no
+weight has overflown, and what vanished would not have counted, since weights in bfloat16 are as exact at any size. So
+is the output, for values from 2^-56 to 2^47. Rows with other sums are a reason to doubt their item. When a program has
+been through its items it goes through the doubted ones again, with care.
 
 Int32 [most items] for every program: how many rows there are to doubt in all, and in which item.
 """
 
 from flashkernel.core.gluon import gl, gluon, mbarrier
+from flashkernel.ops.attention.hopper.schedule import item_at
 
 MARGIN = gl.constexpr(40.0)  # in powers of two: weights are so much smaller than they could be
 LEAST = gl.constexpr(2.0**-70)
@@ -53,11 +55,7 @@ def look(doubts, done):
 def seek(orders, doubts, step, AGAIN: gl.constexpr):
     """(step, item) of the first item at or after a step, or (AGAIN) of the first that is doubted."""
     step = gl.to_tensor(step)
-    place = orders + step * 3
-    tile = gl.load(place)
     if AGAIN:
-        while (tile >= 0) & (gl.load(doubts + 1 + step, volatile=True) == 0):
+        while (gl.load(orders + step * 3) >= 0) & (gl.load(doubts + 1 + step, volatile=True) == 0):
             step += 1
-            place += 3
-            tile = gl.load(place)
-    return step, (tile, gl.load(place + 1), gl.load(place + 2))
+    return step, item_at(orders, step)

@@ -4,7 +4,7 @@ A row of 64 is a query of one head, or with PACK > 1 of one among PACK heads. Sc
 that they come from, four threads to a row.
 """
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
 from flashkernel.core.gluon import gl, gluon
 from flashkernel.ops.attention.hopper.doubts import MARGIN, doubt
 from flashkernel.ops.attention.hopper.schedule import first_query
@@ -95,10 +95,8 @@ def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HA
         doubt(doubts, step, total, (query < queries) & (own > 0))
     if HAS_SINKS:  # one more column, in the denominator only
         sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-        higher = gl.maximum(top, sink)
-        rescale = gl.exp2(top - higher)
-        total = total * rescale + gl.exp2(sink - higher)
-        top = higher
+        rescale, extra, top = brought_together(top, sink)
+        total = total * rescale + extra
         share = gl.where(total == 0.0, 0.0, rescale / total)
     else:
         share = gl.where(total == 0.0, 0.0, 1.0 / total)

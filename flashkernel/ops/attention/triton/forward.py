@@ -7,7 +7,7 @@ maximum rises. Full tiles are not masked, empty ones not loaded. LSE is saved in
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together
 from flashkernel.ops.attention.triton.dropping import keep, seed_word
 from flashkernel.ops.attention.triton.scores import load_tile, origin, transform, visible
 
@@ -20,11 +20,9 @@ def finish(
     """Write what the rows [ROWS] of head h have summed up: output [ROWS, BLOCK_V] over total, and the LSE."""
     if HAS_SINKS:  # one more column, in the denominator only
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        rescale = tl.exp2(top - higher)
-        total = total * rescale + tl.exp2(sink - higher)
+        rescale, extra, top = brought_together(top, sink)
+        total = total * rescale + extra
         output *= rescale[:, None]
-        top = higher
     nothing = total == 0.0
     output *= tl.where(nothing, 0.0, 1.0 / total)[:, None]
     log_sum = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)

@@ -11,7 +11,7 @@ for the arithmetic that the others waste.
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -198,11 +198,8 @@ def _finish(output, total, top, b, query, head, inside, outputs, sinks, queries,
     o, lse = outputs
     if HAS_SINKS:  # one more column, in the denominator only
         sink = gl.load(sinks + head, mask=inside, other=0.0).to(gl.float32) * LOG2E
-        higher = gl.maximum(top, sink)
-        anchor = gl.where(higher == float("-inf"), 0.0, higher)
-        rescale = gl.exp2(top - anchor)
-        total = total * rescale + gl.exp2(sink - anchor)
-        top = higher
+        rescale, extra, top = brought_together(top, sink)
+        total = total * rescale + extra
         share = gl.where(total == 0.0, 0.0, rescale / total)
     else:
         share = gl.where(total == 0.0, 0.0, 1.0 / total)

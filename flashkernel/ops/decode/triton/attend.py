@@ -7,7 +7,7 @@ in powers of two.
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
 
 
 @triton.jit
@@ -107,20 +107,14 @@ def finish(
     if HAS_BEFORE:
         other_lse = tl.load(before_lse + lse_place, mask=inside, other=float("-inf")) * LOG2E
         other = tl.load(before + place[:, None] * VALUES + column, mask=mask, other=0.0)
-        higher = tl.maximum(top, other_lse)
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        share, rescale = tl.exp2(other_lse - anchor), tl.exp2(top - anchor)
+        rescale, share, top = brought_together(top, other_lse)
         output = output * rescale[:, None] + other * share[:, None]
         total = total * rescale + share
-        top = higher
     if HAS_SINKS:  # one more column, in the denominator only
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        rescale = tl.exp2(top - anchor)
-        total = total * rescale + tl.exp2(sink - anchor)
+        rescale, share, top = brought_together(top, sink)
+        total = total * rescale + share
         output *= rescale[:, None]
-        top = higher
     nothing = total == 0.0
     output *= tl.where(nothing, 0.0, 1.0 / total)[:, None]
     tl.store(o + place[:, None] * VALUES + column, output, mask=mask)

@@ -13,7 +13,7 @@ exponent; O is kept in units of the current tile's V scale, changed by the multi
 anyway.
 """
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -36,6 +36,7 @@ from flashkernel.ops.attention.fp8.hopper.assembly import (
 from flashkernel.ops.attention.hopper.schedule import after, item, skip
 
 HEADROOM = gl.constexpr(8.0)  # P is at most 2^8; the largest e4m3 is 448
+LARGEST = gl.constexpr(256.0)
 SCALE_BLOCK = gl.constexpr(128)  # tokens that share a scale
 
 
@@ -288,10 +289,8 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
         used = _pass_over(pipeline, used + own, trail, STAGES)
         if HAS_SINKS:  # one more column, in the denominator only
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-            higher = gl.maximum(top, sink)
-            rescale = gl.exp2(top - higher)
-            total = total * rescale + gl.exp2(sink - higher + HEADROOM)
-            top = higher
+            rescale, extra, top = brought_together(top, sink)
+            total = total * rescale + extra * LARGEST
             share = gl.where(total == 0.0, 0.0, rescale * unit / total)
         else:
             share = gl.where(total == 0.0, 0.0, unit / total)
