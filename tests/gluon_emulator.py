@@ -265,6 +265,11 @@ def _store_tile(target: Descriptor, place: Any, source: Shared) -> None:
     _machine().later(lambda: target.write(place, source.data.clone()))
 
 
+def _add_tile(target: Descriptor, place: Any, source: Shared) -> None:
+    place = [int(x) for x in place]
+    _machine().later(lambda: target.write(place, target.read(place) + source.data.view(target.block)))
+
+
 class Product:
     """A matrix product under way."""
 
@@ -402,7 +407,7 @@ _NAMES = types.SimpleNamespace(
     zeros_like=torch.zeros_like, to_tensor=lambda x: _value(torch.as_tensor(x)),
     convert_layout=lambda x, layout: x,
     load=_load, store=_store, atomic_add=_atomic_add,
-    where=_where,
+    where=_where, broadcast=torch.broadcast_tensors,
     minimum=lambda a, b: torch.minimum(*_tensors(a, b)), maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
     associative_scan=lambda x, axis, combine: x.cumsum(axis).to(x.dtype), BlockedLayout=lambda *a: None,
@@ -414,7 +419,8 @@ _BARRIER = types.SimpleNamespace(
 )
 _KNOWN: dict[str, Any] = {
     "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
-    "load_tile": _load_tile, "store_tile": _store_tile, "fence_async_shared": lambda: None, "synchronize": lambda: None,
+    "load_tile": _load_tile, "store_tile": _store_tile, "add_tile": _add_tile,
+    "fence_async_shared": lambda: None, "synchronize": lambda: None,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
 }  # fmt: skip

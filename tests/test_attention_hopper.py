@@ -193,9 +193,11 @@ CONFIGS = [
     (Forward(2, 128, 2, 1, 240, overlap=True), Backward(64, 2, False, False)),
     (Forward(3, 64, 4, 2, 160, overlap=True), Backward(64, 3, True, True)),
     (Forward(3, 128, 3, 1, 160), Backward(128, 2, False, True)),
-    (Forward(3, 128, 3, 1, 160, overlap=True), Backward(64, 2, False, True, joint=True)),
-    (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, joint=True, held=1)),
-    (Forward(4, 64, 5, 1, 112, overlap=True), Backward(128, 2, False, True, joint=True, held=1)),
+    (Forward(3, 128, 3, 1, 160, overlap=True), Backward(64, 2, False, True)),
+    (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, held=1)),
+    (Forward(4, 64, 5, 1, 112, overlap=True), Backward(128, 2, False, True, held=1)),
+    (Forward(3, 64, 4, 2, 160, overlap=True), Backward(128, 2, False, True, sent=True)),
+    (Forward(2, 128, 4, 1, 240), Backward(64, 3, True, True, apart=True)),
 ]
 
 
@@ -240,10 +242,14 @@ def _few_see() -> Mask:
     [
         Backward(64, 2, False, True, held=1),
         Backward(64, 2, False, True),
-        Backward(64, 3, False, False, joint=True, held=1),
-        Backward(64, 3, False, False, joint=True),
-        Backward(128, 2, False, False, joint=True),
+        Backward(64, 3, False, False, held=1),
+        Backward(64, 3, False, False),
+        Backward(128, 2, False, False),
         Backward(128, 2, False, True),
+        Backward(128, 2, False, True, sent=True),
+        Backward(128, 2, False, True, held=1, sent=True),
+        Backward(64, 3, True, True, apart=True),
+        Backward(64, 2, False, False, held=1, apart=True),
     ],
     ids=str,
 )

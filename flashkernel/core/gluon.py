@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -24,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "add_tile",
     "described",
     "fence_async_shared",
     "fields_of",
@@ -42,6 +45,16 @@ __all__ = [
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 synchronize = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@builtin
+def _add_tile(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """Add a tile in shared memory to one in memory. The compiler has this, but 3.6 has no name for it."""
+    places = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, places, src.handle)
+
+
+add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
 
 
 @gluon.jit

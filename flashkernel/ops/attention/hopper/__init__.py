@@ -113,8 +113,8 @@ def backward(
     launch(
         attention_finish, (heads, query_tiles, batch),
         buffer, dq, problem.scale, heads, queries, query_tiles,
-        WIDTH=width, BLOCK=block(width), ROWS=config.rows,
-        PART=block(width) if config.rows == 128 else block(width) // 2, num_warps=8, **chained(device.facts(q.device)),
+        WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.order, num_warps=8,
+        **chained(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None
 
@@ -152,7 +152,9 @@ def _backward(
     one = heads // pairs * queries * (q.element_size() * (width + values) + 4 * block(width))
     one += 2 * keys * (width + values) * k.element_size()
     facts = device.facts(q.device)
-    together = _evened(lines, _together(facts, one, 1, lines, problem))
+    # Under a mask at least as many heads as are worked on anyway, and two: fewer programs then ask for the same tiles.
+    least = 1 if problem.mask is None else max(2, facts.sms // tiles)
+    together = _evened(lines, min(lines, max(least, _together(facts, one, 1, lines, problem))))
     # Where nothing is known of their lengths, every item gets a program, and the device hands them out.
     known = problem.mask is None or not problem.mask.tables
     programs = min(facts.sms, tiles * lines) if known else tiles * lines
@@ -165,13 +167,13 @@ def _backward(
     else:
         kernel, roomy = attention_backward, config.rows == block(width) == 64
         variant = {
-            "FOLD_NORM": config.fold_norm, "FOLD_DELTA": config.fold_delta, "JOINT": config.joint,
-            "ROWS": config.rows, "HELD": config.held,
+            "FOLD_NORM": config.fold_norm, "FOLD_DELTA": config.fold_delta, "APART": config.apart,
+            "SENT": config.sent, "ROWS": config.rows, "HELD": config.held,
         }  # fmt: skip
     launch(
         kernel, (programs,),
-        buffer, _tiled(q, box), _tiled(do, box), _tiled(k, held), _tiled(v, held), _line(stats, config.rows),
-        _tiled(dk, held), _tiled(dv, held), mask_tables,
+        _summed(buffer) if config.order == "rows" else buffer, _tiled(q, box), _tiled(do, box), _tiled(k, held),
+        _tiled(v, held), _line(stats, config.rows), _tiled(dk, held), _tiled(dv, held), mask_tables,
         walk.runs, walk.plans, walk.loads, walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
         items.shape[1], lines, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
         problem.scale * _LOG2E, problem.scale, problem.softcap,
@@ -252,6 +254,18 @@ def _tiled(x: Tensor, box: tuple[int, int]) -> Any:
 def _line(x: Tensor, count: int) -> Any:
     """All numbers of a float32 tensor in a row, `count` at a time."""
     return described(_segment(count), x, [x.numel()], [1])
+
+
+def _summed(x: Tensor) -> Any:
+    """Rows of a float32 buffer, 64 at a time."""
+    rows = x.view(-1, x.shape[-1])
+    return described(_sums(rows.shape[1]), rows, rows.shape, list(rows.stride()))
+
+
+@lru_cache(maxsize=256)
+def _sums(width: int) -> dict[str, Any]:
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.float32)
+    return fields_of(torch.empty((64, width), dtype=torch.float32, device="meta"), [64, width], layout)
 
 
 @lru_cache(maxsize=256)

@@ -52,10 +52,10 @@ def attention_prepare(
 @triton.jit
 def attention_finish(
     buffer, dq, scale, heads, queries, query_tiles,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
-    CHAINED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """dq from its buffer, where each half of a tile has the order of registers (`_add` in backward.py).
+    """dq from its buffer, whose tiles have an ORDER: "rows", that of the tile; "registers", each half that of registers
+    (`_add` in backward.py); or "turned", all of it that of registers of the tile transposed.
 
     The last batch, to which was added last, comes first: it is still in L2.
     """
@@ -66,11 +66,13 @@ def attention_finish(
     b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
     value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
-    value = value.to(dq.dtype.element_ty).reshape([2, PART // 8, 4, 8, 4, 2, 2])  # (half, j, w, r, c, i, e)
-    if ROWS == 128:
-        value = tl.permute(value, (0, 2, 5, 3, 1, 4, 6)).reshape([ROWS, BLOCK])
-    else:
-        value = tl.permute(value, (2, 5, 3, 0, 1, 4, 6)).reshape([ROWS, BLOCK])
+    value = value.to(dq.dtype.element_ty)
+    if ORDER == "registers":  # (half, j, w, r, c, i, e): halves of rows or of columns
+        halves = value.reshape([2, ROWS * BLOCK // 1024, 4, 8, 4, 2, 2])
+        value = tl.permute(halves, (0, 2, 5, 3, 1, 4, 6) if ROWS == 128 else (2, 5, 3, 0, 1, 4, 6))
+    elif ORDER == "turned":  # (j, w, r, c, i, e)
+        value = tl.permute(value.reshape([ROWS // 8, 4, 8, 4, 2, 2]), (0, 3, 5, 1, 4, 2))
+    value = value.reshape([ROWS, BLOCK])
     row = tile * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     place = (b * queries + row) * heads + h

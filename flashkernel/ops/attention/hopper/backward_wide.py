@@ -111,7 +111,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                 value_later = warpgroup_mma(operand, do_tile, value_sum, is_async=True)
                 query_sum = warpgroup_mma_wait(1, deps=[query_later])
                 if target >= 0:
-                    _add(dq, target, query_sum, 0, WIDTH // 2)
+                    _add(dq, target * 2, query_sum, WIDTH // 2)
                 target = base + index
                 value_sum = warpgroup_mma_wait(0, deps=[value_later])
                 mbarrier.arrive(do_empty.index(stage), count=1)
@@ -128,7 +128,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
         fence_async_shared()
         mbarrier.arrive(kv_done.index(0), count=1)
         if target >= 0:
-            _add(dq, target, query_sum, 0, WIDTH // 2)
+            _add(dq, target * 2, query_sum, WIDTH // 2)
         turn += 1
 
 
@@ -185,7 +185,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 query_later = _queries(ds_tiles.index(side), k_tile, no_queries, 1, 64, WIDTH // 2)
                 key_later = warpgroup_mma(operand, q_tile, key_sum, is_async=True)
                 query_sum = warpgroup_mma_wait(1, deps=[query_later])
-                _add(dq, base + index, query_sum, 1, WIDTH // 2)
+                _add(dq, (base + index) * 2 + 1, query_sum, WIDTH // 2)
                 key_sum = warpgroup_mma_wait(0, deps=[key_later])
                 mbarrier.arrive(q_empty.index(stage), count=1)
                 step += 1

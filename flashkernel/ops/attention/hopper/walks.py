@@ -60,8 +60,8 @@ def walks(
         if len(_walks) >= MOST_WALKS:
             _walks.clear()
         known = _computed(_EVERYTHING if mask is None else mask, *shape)
-        if mask is None and not turned:
-            known = _scattered(known, keys, columns)
+        if mask is None:
+            known = _scattered(known, queries if turned else keys, columns)
         _walks[key] = known
     return known
 
@@ -93,16 +93,16 @@ def _computed(
     return Walks(_at_least_one(own.table), plans.contiguous(), _at_least_one(loads.table), loads.count)
 
 
-def _scattered(walk: Walks, keys: int, columns: int) -> Walks:
-    """Walks over all keys, each program's from a tile of its own on and round to the one before it: programs that work
-    on a head at the same time would otherwise ask L2 for the same tile at the same time."""
-    whole, tiles = keys // columns, -(-keys // columns)
+def _scattered(walk: Walks, length: int, columns: int) -> Walks:
+    """Walks over everything, each program's from a tile of its own on and round to the one before it: programs that
+    work on a head at the same time would otherwise ask L2 for the same tile at the same time."""
+    whole, tiles = length // columns, -(-length // columns)
     programs, groups = walk.plans.shape[2:4]
     if whole < _FEW_TILES:
         return walk
     start = torch.arange(programs, device=walk.runs.device) * _SHIFT % whole
-    zero = torch.zeros_like(start)
-    runs = [torch.stack([start, zero + whole, zero], -1), torch.stack([zero, start, zero], -1)]  # [programs, 3]
+    zero, masked = torch.zeros_like(start), walk.runs[0, 0, :, 0, 0, 2]  # those of a program's own last rows are
+    runs = [torch.stack([start, zero + whole, masked], -1), torch.stack([zero, start, masked], -1)]  # [programs, 3]
     if tiles > whole:  # the last one is masked
         runs.insert(1, torch.stack([zero + whole, zero + tiles, zero + 1], -1))
     table = torch.stack(runs, 1).to(torch.int32)[None, None]  # [1, 1, programs, runs, 3]
