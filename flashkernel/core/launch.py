@@ -54,18 +54,25 @@ class Machine:
 
     @property
     def spills_in_loops(self) -> int:
-        """Stores to the stack inside the loops where they cost; values parked outside are only read back.
+        """Stores to the stack inside the loops where they cost (`_in_loops`)."""
+        return self._in_loops("STL")
 
-        Those are the innermost loops, and the innermost of those that issue asynchronous products: a small loop that
-        waits for a barrier may lie inside one.
-        """
-        if "STL" not in self.sass:
+    @property
+    def reloads_in_loops(self) -> int:
+        """Loads from the stack there, also of values that were parked outside: cheap while L1 has them, which it has
+        not where other traffic pushes them out."""
+        return self._in_loops("LDL")
+
+    def _in_loops(self, instruction: str) -> int:
+        """How often it stands in the innermost loops, or the innermost of those that issue asynchronous products: a
+        small loop that waits for a barrier may lie inside one."""
+        if instruction not in self.sass:
             return 0
         code = [(int(found[1], 16), found[2]) for found in re.finditer(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", self.sass)]
         loops = _loops(code)
         multiplying = [loop for loop in loops if any(re.search("[HQ]GMMA", code[place][1]) for place in loop)]
         counted = set[int]().union(*_innermost(loops), *_innermost(multiplying))
-        return sum("STL" in code[place][1] for place in counted)
+        return sum(instruction in code[place][1] for place in counted)
 
 
 def _innermost(loops: list[set[int]]) -> list[set[int]]:
