@@ -196,8 +196,8 @@ CONFIGS = [
     (Forward(3, 128, 3, 1, 160, overlap=True), Backward(64, 2, False, True)),
     (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, held=1)),
     (Forward(4, 64, 5, 1, 112, overlap=True), Backward(128, 2, False, True, held=1)),
-    (Forward(3, 64, 4, 2, 160, overlap=True), Backward(128, 2, False, True, sent=True)),
-    (Forward(2, 128, 4, 1, 240), Backward(64, 3, True, True, apart=True)),
+    (Forward(3, 64, 4, 2, 160, overlap=True), Backward(128, 2, False, True, dq="sent")),
+    (Forward(2, 128, 4, 1, 240), Backward(64, 3, True, True, dq="apart")),
 ]
 
 
@@ -246,10 +246,10 @@ def _few_see() -> Mask:
         Backward(64, 3, False, False),
         Backward(128, 2, False, False),
         Backward(128, 2, False, True),
-        Backward(128, 2, False, True, sent=True),
-        Backward(128, 2, False, True, held=1, sent=True),
-        Backward(64, 3, True, True, apart=True),
-        Backward(64, 2, False, False, held=1, apart=True),
+        Backward(128, 2, False, True, dq="sent"),
+        Backward(128, 2, False, True, held=1, dq="sent"),
+        Backward(64, 3, True, True, dq="apart"),
+        Backward(64, 2, False, False, held=1, dq="apart"),
     ],
     ids=str,
 )
@@ -259,6 +259,20 @@ def test_many_items_of_keys_in_a_program(mask: Mask | None, config: Backward) ->
     case = Case("items", _axes(2, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
     with tune.override(BACKWARD, config):
         _check(case)
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (Backward(64, 2, True, True, dq="apart"), "heads at most 64 wide"),
+        (Backward(64, 2, True, True, dq="sent"), "tiles of 128 queries"),
+        (Backward(64, 2, True, True, dq="part"), "one of halves, sent, apart, not part"),
+    ],
+    ids=["apart", "sent", "unknown"],
+)
+def test_configs_that_cannot_be(config: Backward, reason: str) -> None:
+    shape = {"head_dim": 128, "value_dim": 128}
+    assert reason in str(BACKWARD.valid(config, devices.KNOWN["h200"], shape))
 
 
 def test_backward_programs_stay_where_lengths_are_known() -> None:

@@ -113,7 +113,7 @@ def backward(
     launch(
         attention_finish, (heads, query_tiles, batch),
         buffer, dq, problem.scale, heads, queries, query_tiles,
-        WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.order, num_warps=8,
+        WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
         **chained(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None
@@ -167,12 +167,12 @@ def _backward(
     else:
         kernel, roomy = attention_backward, config.rows == block(width) == 64
         variant = {
-            "FOLD_NORM": config.fold_norm, "FOLD_DELTA": config.fold_delta, "APART": config.apart,
-            "SENT": config.sent, "ROWS": config.rows, "HELD": config.held,
+            "FOLD_NORM": config.fold_norm, "FOLD_DELTA": config.fold_delta, "APART": config.dq == "apart",
+            "SENT": config.dq == "sent", "ROWS": config.rows, "HELD": config.held,
         }  # fmt: skip
     launch(
         kernel, (programs,),
-        _summed(buffer) if config.order == "rows" else buffer, _tiled(q, box), _tiled(do, box), _tiled(k, held),
+        _summed(buffer) if config.dq == "sent" else buffer, _tiled(q, box), _tiled(do, box), _tiled(k, held),
         _tiled(v, held), _line(stats, config.rows), _tiled(dk, held), _tiled(dv, held), mask_tables,
         walk.runs, walk.plans, walk.loads, walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides,
         items.shape[1], lines, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,

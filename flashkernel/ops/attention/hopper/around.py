@@ -54,8 +54,9 @@ def attention_finish(
     buffer, dq, scale, heads, queries, query_tiles,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """dq from its buffer, whose tiles have an ORDER: "rows", that of the tile; "registers", each half that of registers
-    (`_add` in backward.py); or "turned", all of it that of registers of the tile transposed.
+    """dq from its buffer, whose tiles have an ORDER by the way they were added up (`Backward.dq`): "sent", their own;
+    in "halves", each of them that of registers (`add` in backward_parts.py); "apart", that of registers of the tile
+    transposed.
 
     The last batch, to which was added last, comes first: it is still in L2.
     """
@@ -67,10 +68,10 @@ def attention_finish(
     start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
     value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
     value = value.to(dq.dtype.element_ty)
-    if ORDER == "registers":  # (half, j, w, r, c, i, e): halves of rows or of columns
+    if ORDER == "halves":  # (half, j, w, r, c, i, e): halves of rows or of columns
         halves = value.reshape([2, ROWS * BLOCK // 1024, 4, 8, 4, 2, 2])
         value = tl.permute(halves, (0, 2, 5, 3, 1, 4, 6) if ROWS == 128 else (2, 5, 3, 0, 1, 4, 6))
-    elif ORDER == "turned":  # (j, w, r, c, i, e)
+    elif ORDER == "apart":  # (j, w, r, c, i, e)
         value = tl.permute(value.reshape([ROWS // 8, 4, 8, 4, 2, 2]), (0, 3, 5, 1, 4, 2))
     value = value.reshape([ROWS, BLOCK])
     row = tile * ROWS + tl.arange(0, ROWS)[:, None]

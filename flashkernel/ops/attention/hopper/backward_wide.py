@@ -27,7 +27,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.backward import _add, _load, _queries, _seen, _walk
+from flashkernel.ops.attention.hopper.backward_parts import add, load_steps, multiply_queries, seen_by, walk_of
 from flashkernel.ops.attention.hopper.schedule import further, item_at
 
 
@@ -78,7 +78,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
         target = gl.to_tensor(-1)  # the tile of the step before
         mbarrier.wait(kv_full.index(0), turn & 1)
         for member in range(group):
-            left, run, index, end, masked = _walk(item, member, group, tables)
+            left, run, index, end, masked = walk_of(item, member, group, tables)
             while left > 0:
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
@@ -97,7 +97,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                     p = gl.exp2(s * factor + norm)
                 if masked != 0:
                     h = pair * group + member
-                    seen = _seen(b, h, index * 64, tile * 64, queries, keys, mask_tables, MASK, TRAITS, 64, TURNED)
+                    seen = seen_by(b, h, index * 64, tile * 64, queries, keys, mask_tables, MASK, TRAITS, 64, TURNED)
                     p = gl.where(seen, p, 0.0)
                 operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALS, 2))
                 mbarrier.wait(ds_full.index(before), ((step - 1) >> 1) & 1)  # the other has read P of the step before
@@ -107,11 +107,11 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                     p_tiles.index(0).store(_flat(p))
                 mbarrier.arrive(p_full.index(0), count=1)
                 mbarrier.wait(do_full.index(stage), phase)
-                query_later = _queries(ds_tiles.index(before), k_tile, no_queries, 0, 64, WIDTH // 2)
+                query_later = multiply_queries(ds_tiles.index(before), k_tile, no_queries, 0, 64, WIDTH // 2)
                 value_later = warpgroup_mma(operand, do_tile, value_sum, is_async=True)
                 query_sum = warpgroup_mma_wait(1, deps=[query_later])
                 if target >= 0:
-                    _add(dq, target * 2, query_sum, WIDTH // 2)
+                    add(dq, target * 2, query_sum, WIDTH // 2)
                 target = base + index
                 value_sum = warpgroup_mma_wait(0, deps=[value_later])
                 mbarrier.arrive(do_empty.index(stage), count=1)
@@ -120,7 +120,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
             base += query_tiles
         last = (step + 1) & 1
         mbarrier.wait(ds_full.index(last), ((step - 1) >> 1) & 1)
-        query_later = _queries(ds_tiles.index(last), k_tile, no_queries, 0, 64, WIDTH // 2)
+        query_later = multiply_queries(ds_tiles.index(last), k_tile, no_queries, 0, 64, WIDTH // 2)
         item = item_at(orders, turn + 1)
         v_tile.store(value_sum.to(dtype))  # where there is a last dS, the values have been read for the last time
         query_sum = warpgroup_mma_wait(0, deps=[query_later])
@@ -128,7 +128,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
         fence_async_shared()
         mbarrier.arrive(kv_done.index(0), count=1)
         if target >= 0:
-            _add(dq, target * 2, query_sum, WIDTH // 2)
+            add(dq, target * 2, query_sum, WIDTH // 2)
         turn += 1
 
 
@@ -160,7 +160,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
         base = (b * heads + pair * group) * query_tiles  # the head's first tile of queries
         mbarrier.wait(kv_full.index(0), turn & 1)
         for member in range(group):
-            left, run, index, end, masked = _walk(item, member, group, tables)
+            left, run, index, end, masked = walk_of(item, member, group, tables)
             while left > 0:
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
@@ -182,10 +182,10 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 mbarrier.arrive(do_empty.index(stage), count=1)
                 mbarrier.wait(q_full.index(stage), phase)
                 mbarrier.wait(ds_full.index(side), (step >> 1) & 1)
-                query_later = _queries(ds_tiles.index(side), k_tile, no_queries, 1, 64, WIDTH // 2)
+                query_later = multiply_queries(ds_tiles.index(side), k_tile, no_queries, 1, 64, WIDTH // 2)
                 key_later = warpgroup_mma(operand, q_tile, key_sum, is_async=True)
                 query_sum = warpgroup_mma_wait(1, deps=[query_later])
-                _add(dq, (base + index) * 2 + 1, query_sum, WIDTH // 2)
+                add(dq, (base + index) * 2 + 1, query_sum, WIDTH // 2)
                 key_sum = warpgroup_mma_wait(0, deps=[key_later])
                 mbarrier.arrive(q_empty.index(stage), count=1)
                 step += 1
@@ -247,7 +247,8 @@ def attention_backward_wide(
     tables = (runs, plans, most_runs, by_batch, by_head)
     numbers = (queries, keys, factor, scale, softcap)
     gl.warp_specialize([
-        (_load, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, 64, STAGES, False, 1, CHAINED)),
+        (load_steps, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, 64, STAGES, False, 1,
+                      CHAINED)),
         (_values, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables,
                    MASK, TRAITS, CAP, STAGES, WIDTH, VALUES, CHAINED)),
         (_keys, (dq, buffers, barriers, own_orders, walked, tables, scale, STAGES, WIDTH, VALUES, CHAINED)),

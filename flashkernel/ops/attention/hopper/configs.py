@@ -12,6 +12,7 @@ from flashkernel.core.tune import head_block as block
 
 _SHORT_SPAN, _MEDIUM_SPAN, _LONG_SPAN = 384, 1024, 8192  # keys that a tile of queries sees
 _SHORT_BACKWARD = 1024
+_SUMS = ("halves", "sent", "apart")  # of dq
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
 
@@ -130,8 +131,9 @@ class Backward:
     """Tiles of `rows` queries, `stages` of them in flight, against the keys and values of `held` items: with two, the
     next item's are loaded while this one is worked on.
 
-    With `fold_norm`, S starts from -lse, and with `fold_delta` dP from -delta, which spares registers. dq is computed
-    by both warpgroups, or `apart` by a third; it is added to a buffer from registers, or `sent` through shared memory.
+    With `fold_norm`, S starts from -lse, and with `fold_delta` dP from -delta, which spares registers. `dq` is
+    computed and added to a buffer by both warpgroups, in "halves" from registers or "sent" through shared memory, or by
+    a third one, "apart".
     """
 
     rows: int
@@ -139,14 +141,8 @@ class Backward:
     fold_norm: bool
     fold_delta: bool
     held: int = 2
-    apart: bool = False
-    sent: bool = False
+    dq: str = "halves"
     keys: ClassVar[int] = 128  # of an item
-
-    @property
-    def order(self) -> str:
-        """Of dq in its buffer (attention_finish)."""
-        return "rows" if self.sent else "turned" if self.apart else "registers"
 
 
 def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -155,12 +151,14 @@ def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) 
         return f"heads must be at most 128 wide, not {shape['head_dim']} and {shape['value_dim']}"
     if config.rows == 128 and max(width, values) > 64:
         return "the registers hold tiles of 128 queries for heads at most 64 wide only"
-    if config.apart and (config.rows, max(width, values)) != (64, 64):
+    if config.dq not in _SUMS:
+        return f"dq must be one of {', '.join(_SUMS)}, not {config.dq}"
+    if config.dq == "apart" and (config.rows, max(width, values)) != (64, 64):
         return "a third warpgroup computes dq for tiles of 64 queries and heads at most 64 wide only"
-    if config.sent and config.rows != 128:
+    if config.dq == "sent" and config.rows != 128:
         return "dq goes through shared memory with tiles of 128 queries only"
     streamed = config.stages * config.rows * (2 * (width + values) + 8)
-    kept = 2 * 2 * 128 * config.rows + config.sent * 4 * config.rows * width
+    kept = 2 * 2 * 128 * config.rows + (config.dq == "sent") * 4 * config.rows * width
     needed = config.held * 2 * 128 * (width + values) + streamed + kept + _BARRIERS
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
@@ -172,10 +170,10 @@ def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     if width == 64:
         if shape["span"] <= _SHORT_BACKWARD:
             windowed = 2 * shape["span"] < shape["keys"]  # with items of few steps
-            return Backward(64, 4 if windowed else 3, fold_norm=True, fold_delta=True, apart=True)
-        if shape["group"] > 1:  # the loop over heads takes the registers that `sent` needs
+            return Backward(64, 4 if windowed else 3, fold_norm=True, fold_delta=True, dq="apart")
+        if shape["group"] > 1:  # the loop over heads takes the registers that sending needs
             return Backward(128, 2, fold_norm=False, fold_delta=True)
-        return Backward(128, 2, fold_norm=False, fold_delta=True, held=1, sent=True)
+        return Backward(128, 2, fold_norm=False, fold_delta=True, held=1, dq="sent")
     # The second pair of buffers hides an item's beginning; long items have little of it, and steps that are shorter.
     held = 2 if shape["span"] <= _MEDIUM_SPAN else 1
     return Backward(64, 2, fold_norm=True, fold_delta=True, held=held)
@@ -185,8 +183,8 @@ def _backward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Backwa
     for rows in (64, 128):
         for stages, held in ((2, 2), (3, 2), (2, 1), (3, 1)):
             for norm, delta in ((False, False), (False, True), (True, True)):
-                for apart, sent in ((False, False), (True, False), (False, True)):
-                    yield Backward(rows, stages, norm, delta, held, apart, sent)
+                for dq in _SUMS:
+                    yield Backward(rows, stages, norm, delta, held, dq)
 
 
 BACKWARD = Tunable(
@@ -201,7 +199,7 @@ class Wide:
     stages: int
     keys: ClassVar[int] = 64  # of an item
     rows: ClassVar[int] = 64
-    order: ClassVar[str] = "registers"
+    dq: ClassVar[str] = "halves"
     fold_norm: ClassVar[bool] = False
 
 
