@@ -36,6 +36,9 @@ class Value(Tensor):
     def type(self) -> Any:  # type: ignore[override]
         return types.SimpleNamespace(layout=None)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:  # type: ignore[override]
+        return self.contiguous().view(dtype) if bitcast else super().to(dtype)
+
 
 def _value(tensor: Tensor) -> Value:
     return tensor.as_subclass(Value)
@@ -52,6 +55,7 @@ class Machine:
         self.events: list[tuple[int, Callable[[], None]]] = []  # (thread, what happens)
         self.failure: BaseException | None = None
         self.waiting: dict[int, Callable[[], bool]] = {}
+        self.named: dict[int, set[int]] = {}  # who has come to a named barrier
 
     def later(self, event: Callable[[], None]) -> None:
         self.events.append((threading.get_ident(), event))
@@ -335,6 +339,26 @@ def _wait(barrier: Barrier, phase: Any, pred: Any = True, **_: Any) -> None:
         del machine.waiting[threading.get_ident()]
 
 
+def _announce(place: Any, groups: int) -> None:
+    machine, name = _machine(), int(place)
+    assert 0 <= name < 8, f"there is no named barrier {name}"
+    come = machine.named.setdefault(name, set())
+    assert threading.get_ident() not in come, f"a warpgroup comes to barrier {name} again before it was awaited"
+    come.add(threading.get_ident())
+    assert len(come) <= groups, f"more warpgroups come to barrier {name} than it counts"
+    machine.happen(0.3)
+    machine.pause(0.3)
+
+
+def _await_announced(place: Any, groups: int) -> None:
+    machine, name = _machine(), int(place)
+    come = machine.named.setdefault(name, set())
+    machine.waiting[threading.get_ident()] = lambda: len(come) == groups
+    machine.wait(lambda: len(come) == groups, f"named barrier {name}")
+    del machine.waiting[threading.get_ident()]
+    come.clear()
+
+
 def _store_wait(pending: int) -> None:
     _machine().happen(1.0, threading.get_ident())
 
@@ -364,6 +388,7 @@ def _specialize(functions: Any, warps: Any, registers: Any) -> None:
     machine.turn.acquire()
     if machine.failure is not None:
         raise machine.failure
+    assert not any(machine.named.values()), "a named barrier is left half full"
     machine.happen()
 
 
@@ -421,6 +446,7 @@ _KNOWN: dict[str, Any] = {
     "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
     "load_tile": _load_tile, "store_tile": _store_tile, "add_tile": _add_tile,
     "fence_async_shared": lambda: None, "synchronize": lambda: None,
+    "hand_back": lambda barrier: _arrive(barrier, 128), "announce": _announce, "await_announced": _await_announced,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
 }  # fmt: skip

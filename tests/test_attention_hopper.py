@@ -334,16 +334,18 @@ def test_the_shortest_walk_is_short_of_rows() -> None:
     assert tiles == [757, 715]
 
 
+def _numbers(items: torch.Tensor, lines: Lines) -> torch.Tensor:
+    """Items as line * tiles + tile, and -1 after the last."""
+    tile, b, h = items.unbind(-1)
+    return torch.where(tile < 0, -1, (b * lines.per_batch + h // lines.pack) * lines.tiles + tile).int()
+
+
 def _makespan(mask: Mask | None, batch: int, heads: int, length: int, config: Forward, together: int) -> float:
     """The longest program's work over the mean, on 132 multiprocessors; every item must be taken once."""
     found = walks(mask, batch, heads, length, length, config.rows, config.columns, config.groups, torch.device("cpu"))
     lines = Lines(batch * heads // config.pack, found.counts.shape[2], heads // config.pack, config.pack, together)
     shape = (length, config.rows, config.columns, config.groups)
-    table = order(mask, found, lines, 132, shape)
-    tile, b, h = order(mask, found, lines, 132, shape, parted=True).unbind(-1)
-    assert torch.equal(tile < 0, table < 0)
-    numbers = (b * lines.per_batch + h // config.pack) * lines.tiles + tile
-    assert torch.equal(numbers[table >= 0], table[table >= 0])
+    table = _numbers(order(mask, found, lines, 132, shape), lines)
     taken = table[table >= 0]
     assert torch.equal(taken.sort().values, torch.arange(lines.count * lines.tiles, dtype=torch.int32))
     assert (table[:, -1] == -1).all()
@@ -373,7 +375,7 @@ def test_keys_of_heads_that_differ_have_equal_work() -> None:
     assert costs.shape == (8, 16)
     assert costs[0, 0] == 4 * 32 + 1  # all four heads see the first tile
     assert costs[0, 8] == 16 + 1  # and one the ninth
-    table = order(mask, found, lines, 5, (2048, 2048, 64))
+    table = _numbers(order(mask, found, lines, 5, (2048, 2048, 64)), lines)
     assert torch.equal(table[table >= 0].sort().values, torch.arange(8 * 16, dtype=torch.int32))
     work = torch.where(table >= 0, costs.flatten()[table.clamp(min=0).long()], 0.0)
     assert (work[:, :-1] >= work[:, 1:]).all()

@@ -15,6 +15,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,11 +28,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "add_tile",
+    "announce",
+    "await_announced",
     "described",
     "fence_async_shared",
     "fields_of",
     "gl",
     "gluon",
+    "hand_back",
     "load_tile",
     "mbarrier",
     "new_barriers",
@@ -64,6 +68,46 @@ def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     for place in gl.static_range(NUMBER):
         mbarrier.init(made.index(place), count=COUNT)
     return made
+
+
+@gluon.jit
+def hand_back(barrier):
+    """Arrive at a barrier with every thread, once it has read what it hands back; such a barrier counts threads.
+
+    `mbarrier.arrive` counts a warpgroup as one, and the compiler brings its warps together before that and, since it
+    takes the arrival for an access to all of shared memory, once more before whatever comes next. Here none waits for
+    another. This is for reads, and for products that have been awaited; what was written must be fenced before.
+    """
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+# There are 16 named barriers. Triton takes two, and one for every partition of a kernel: of six at most, where four
+# warpgroups multiply and a warp loads (the rest of a warpgroup that the warp leaves counts as two).
+FIRST_NAMED = gl.constexpr(8)
+_THREADS = [160, 288, 416, 544]  # one to four warpgroups, and a warp
+_ARRIVE = gl.constexpr({count: f"barrier.cta.arrive $1, {count}; mov.b32 $0, $1;" for count in _THREADS})
+_AWAIT = gl.constexpr({count: f"barrier.cta.sync $1, {count}; mov.b32 $0, $1;" for count in _THREADS})
+
+
+@gluon.jit
+def announce(place, GROUPS: gl.constexpr):
+    """A warpgroup has come to a named barrier, and goes on: GROUPS of them and one waiting warp make it full.
+
+    This is how a warpgroup hands back what it has read. `mbarrier.arrive` brings its warps together first, and the
+    compiler, which takes that for an access to all of shared memory, once more before whatever comes next. And where
+    every thread arrives by itself (`hand_back`), its counting in shared memory slows down products that read there.
+    """
+    lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    where = lanes * 0 + (place + FIRST_NAMED)
+    gl.inline_asm_elementwise(_ARRIVE[GROUPS * 128 + 32], "=r,r", [where], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_announced(place, GROUPS: gl.constexpr):
+    """A warp waits until GROUPS warpgroups have come to a named barrier, which is then empty again."""
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    where = lanes * 0 + (place + FIRST_NAMED)
+    gl.inline_asm_elementwise(_AWAIT[GROUPS * 128 + 32], "=r,r", [where], dtype=gl.int32, is_pure=False, pack=1)
 
 
 class _Layout(gl.NVMMASharedLayout):

@@ -17,7 +17,8 @@ _LOADER_REGISTERS = 24
 class Hopper:
     """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys.
 
-    `polynomial` of every eight exponentials are computed where multiplications are.
+    `polynomial` of every eight exponentials are computed where multiplications are. A `lazy` walk looks for the
+    largest score in its first tile, and later only at sums.
     """
 
     groups: int
@@ -26,6 +27,7 @@ class Hopper:
     pack: int
     registers: int
     polynomial: int = 0
+    lazy: bool = False
 
     @property
     def rows(self) -> int:
@@ -39,8 +41,10 @@ def _hopper_valid(config: Hopper, device: Device, shape: Mapping[str, int]) -> s
     needed = held + 2 * config.stages * config.columns * width + _BARRIERS
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
-    if config.stages < 2 or not 0 <= config.polynomial <= 8:
-        return f"{config} must have at least 2 stages, and 0 to 8 of every 8 exponentials by a polynomial"
+    if not 2 <= config.stages <= 8 or not 0 <= config.polynomial <= 8:
+        return f"{config} must have 2 to 8 stages, and 0 to 8 of every 8 exponentials by a polynomial"
+    if config.lazy and config.columns > 128:
+        return f"{config} must have tiles of 64 or 128 keys, to rescale their weights in one go"
     if shape["group"] % config.pack:
         return f"{config.pack} heads cannot share a tile where {shape['group']} share their keys"
     if shape["blocked"] and config.columns > 128:
@@ -59,8 +63,8 @@ def _packed(shape: Mapping[str, int]) -> int:
 def _hopper_heuristic(device: Device, shape: Mapping[str, int]) -> Hopper:
     pack = _packed(shape)
     if shape["head_dim"] == 64:
-        return Hopper(3, 64, 4, pack, 160) if shape["span"] <= 384 else Hopper(3, 128, 4, pack, 160)
-    return Hopper(2, 128, 4, pack, 240)
+        return Hopper(3, 64 if shape["span"] <= 384 else 128, 4, pack, 160, lazy=True)
+    return Hopper(2, 128, 4, pack, 240, lazy=True)
 
 
 def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[Hopper]:
@@ -68,7 +72,8 @@ def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[Hopper]:
         for groups, registers in ((2, 240), (3, 160)):
             for columns in (64, 128, 256):
                 for polynomial in (0, 1, 2):
-                    yield Hopper(groups, columns, 2 if columns > 128 else 4, pack, registers, polynomial)
+                    for lazy in (False, True):
+                        yield Hopper(groups, columns, 2 if columns > 128 else 4, pack, registers, polynomial, lazy)
 
 
 def _hopper_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from flashkernel.ops.attention.hopper.configs import (
 )
 from flashkernel.ops.attention.hopper.forward import attention_forward
 from flashkernel.ops.attention.hopper.order import Lines, order
-from flashkernel.ops.attention.hopper.walks import span, walks
+from flashkernel.ops.attention.hopper.walks import all_see, span, walks
 from flashkernel.ops.attention.triton import Problem
 
 __all__ = ["Problem", "backward", "forward"]
@@ -66,7 +66,7 @@ def forward(
     one = keys * (width + values) * k.element_size()
     together = _together(facts, one, heads // pairs // config.pack, count, problem)
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
-    items = order(problem.mask, walk, lines, programs, facing, parted=True)
+    items = order(problem.mask, walk, lines, programs, facing)
     trust = _trusts(q, k, problem)
     doubts = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if trust else None
     early = problem.softcap > 0 or problem.scale <= 0  # elsewhere the largest product belongs to the largest score
@@ -159,7 +159,7 @@ def _backward(
     known = problem.mask is None or not problem.mask.tables
     programs = min(facts.sms, tiles * lines) if known else tiles * lines
     turned = Lines(lines, tiles, pairs, 1, together, turned=True, group=heads // pairs)
-    items = order(problem.mask, walk, turned, programs, (queries, keys, config.rows, config.keys), parted=True)
+    items = order(problem.mask, walk, turned, programs, (queries, keys, config.rows, config.keys))
     box, held = (config.rows, 1), (config.keys, 1)
     variant: dict[str, Any] = {}
     if isinstance(config, Wide):
@@ -189,6 +189,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, int]:
     return {
         "queries": queries, "keys": k.shape[1], "span": span(problem.mask, batch, heads, queries, k.shape[1]),
         "head_dim": width, "value_dim": v.shape[3], "group": heads // k.shape[2], "trust": int(_trusts(q, k, problem)),
+        "masked": int(problem.mask is not None),
     }  # fmt: skip
 
 
@@ -224,8 +225,7 @@ def _trusts(q: Tensor, k: Tensor, problem: Problem) -> bool:
     """Whether the forward kernel subtracts the largest score of an item's first tile from all of its scores (doubts).
     float16 has no room for that; and rows that see nothing cannot be told from what has vanished, so that with masks
     that leave such rows all would be done twice."""
-    all_see = problem.mask is None or (problem.mask.relative and q.shape[1] <= k.shape[1])
-    return q.dtype == torch.bfloat16 and all_see
+    return q.dtype == torch.bfloat16 and all_see(problem.mask, q.shape[1], k.shape[1])
 
 
 def _together(facts: device.Device, one: int, sharing: int, lines: int, problem: Problem) -> int:

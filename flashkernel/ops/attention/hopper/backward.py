@@ -23,6 +23,7 @@ from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    hand_back,
     mbarrier,
     new_barriers,
     synchronize,
@@ -44,6 +45,15 @@ def _add_half(dq, target, part, dq_tiles, w: gl.constexpr, ROWS: gl.constexpr, P
         add_tile(dq, [target * ROWS + w * 64, 0], dq_tiles.index(w))
     else:
         add(dq, target * 2 + w, part, PART)
+
+
+@gluon.jit
+def _return(barrier, THREADS: gl.constexpr):
+    """A warpgroup arrives, with all of its THREADS where that is faster."""
+    if THREADS:
+        hand_back(barrier)
+    else:
+        mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
@@ -132,7 +142,7 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
                 mbarrier.wait(q_empty.index(last % STAGES), (last // STAGES) & 1)
             ds_tiles.index(1 - before).slice(w * 64, 64, dim=0).store(ds_half)
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(1 - before), count=1)
+            _return(ds_full.index(1 - before), APART)
             operand = gl.convert_layout(ds_half, gl.DotOperandLayout(0, KEYS, 2))
             if APART:
                 key_later = warpgroup_mma(operand, q_tile, key_sum, is_async=True)
@@ -146,7 +156,7 @@ def _item(dq, buffers, barriers, item, walk, orders, turn, step, shape, tables, 
                     _add_half(dq, target, query_sum, dq_tiles, w, ROWS, PART, SENT)
                 target = base + index
                 key_sum = warpgroup_mma_wait(0, deps=[key_later])
-            mbarrier.arrive(q_empty.index(stage), count=1)
+            _return(q_empty.index(stage), ROWS == 64)
             step += 1
             left -= 1
         base += query_tiles
@@ -181,7 +191,7 @@ def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables,
     knows: the loop over steps is a tenth shorter. Tiles of 128 are shorter of registers, which it takes."""
     group, _, _ = shape
     _, _, _, _, ds_full, _, _ = barriers
-    mbarrier.arrive(ds_full.index(0), count=1)  # what the very first step finds before it
+    _return(ds_full.index(0), APART)  # what the very first step finds before it
     if CHAINED:
         gdc_wait()  # what is added to must have been cleared
     COPIES: gl.constexpr = HELD if ROWS == 64 else 1
@@ -214,7 +224,7 @@ def _consume_queries(dq, buffers, barriers, orders, shape, tables, ROWS: gl.cons
     group, query_tiles, heads = shape
     runs, _, _, _, _ = tables
     nothing = gl.zeros([WIDTH, ROWS], gl.float32, QUERIES)
-    mbarrier.arrive(ds_empty.index(0), count=1)  # what the very first step finds before it
+    hand_back(ds_empty.index(0))  # what the very first step finds before it
     if CHAINED:
         gdc_wait()  # what is added to must have been cleared
     step = 0
@@ -234,7 +244,7 @@ def _consume_queries(dq, buffers, barriers, orders, shape, tables, ROWS: gl.cons
                 mbarrier.wait(ds_full.index(step & 1), (step >> 1) & 1)
                 later = warpgroup_mma(k_turned, ds_tiles.index(step & 1), nothing, use_acc=False, is_async=True)
                 product = warpgroup_mma_wait(0, deps=[later])
-                mbarrier.arrive(ds_empty.index(step & 1), count=1)
+                hand_back(ds_empty.index(step & 1))
                 add(dq, base + index, product, ROWS)
                 left -= 1
             base += query_tiles
@@ -271,9 +281,9 @@ def attention_backward(
     kv_full = new_barriers(HELD, 1)
     kv_done = new_barriers(HELD, 2)
     q_full = new_barriers(STAGES, 1)
-    q_empty = new_barriers(STAGES, 2)
-    ds_full = new_barriers(2, 2)
-    ds_empty = new_barriers(2, 1)
+    q_empty = new_barriers(STAGES, 256 if ROWS == 64 else 2)
+    ds_full = new_barriers(2, 256 if APART else 2)
+    ds_empty = new_barriers(2, 128)
     k_read = new_barriers(HELD, 1 if APART else 2)
     if CHAINED:
         join_chain()

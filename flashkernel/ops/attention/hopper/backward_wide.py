@@ -21,6 +21,7 @@ from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    hand_back,
     mbarrier,
     new_barriers,
     synchronize,
@@ -114,7 +115,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                     add(dq, target * 2, query_sum, WIDTH // 2)
                 target = base + index
                 value_sum = warpgroup_mma_wait(0, deps=[value_later])
-                mbarrier.arrive(do_empty.index(stage), count=1)
+                hand_back(do_empty.index(stage))
                 step += 1
                 left -= 1
             base += query_tiles
@@ -179,7 +180,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 ds_tiles.index(side).store(ds)
                 fence_async_shared()
                 mbarrier.arrive(ds_full.index(side), count=1)
-                mbarrier.arrive(do_empty.index(stage), count=1)
+                hand_back(do_empty.index(stage))
                 mbarrier.wait(q_full.index(stage), phase)
                 mbarrier.wait(ds_full.index(side), (step >> 1) & 1)
                 query_later = multiply_queries(ds_tiles.index(side), k_tile, no_queries, 1, 64, WIDTH // 2)
@@ -187,7 +188,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 query_sum = warpgroup_mma_wait(1, deps=[query_later])
                 add(dq, (base + index) * 2 + 1, query_sum, WIDTH // 2)
                 key_sum = warpgroup_mma_wait(0, deps=[key_later])
-                mbarrier.arrive(q_empty.index(stage), count=1)
+                hand_back(q_empty.index(stage))
                 step += 1
                 left -= 1
             base += query_tiles
@@ -224,9 +225,9 @@ def attention_backward_wide(
     kv_full = new_barriers(1, 1)
     kv_done = new_barriers(1, 2)
     q_full = new_barriers(STAGES, 1)
-    q_empty = new_barriers(STAGES, 1)
+    q_empty = new_barriers(STAGES, 128)
     do_full = new_barriers(STAGES, 1)
-    do_empty = new_barriers(STAGES, 2)
+    do_empty = new_barriers(STAGES, 256)
     p_full = new_barriers(1, 1)
     ds_full = new_barriers(2, 1)
     k_read = new_barriers(1, 1)

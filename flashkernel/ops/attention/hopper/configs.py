@@ -10,11 +10,12 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.core.tune import head_block as block
 
-_SHORT_SPAN, _MEDIUM_SPAN, _LONG_SPAN = 384, 1024, 8192  # keys that a tile of queries sees
+_SHORT_SPAN, _MEDIUM_SPAN = 384, 1024  # keys that a tile of queries sees
 _SHORT_BACKWARD = 1024
 _SUMS = ("halves", "sent", "apart")  # of dq
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
+_MOST_STAGES = 8  # of keys and values: named barriers that are free (core/gluon.py)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) ->
     needed = _forward_bytes(config, shape)
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.stages > _MOST_STAGES:
+        return f"{config} needs more named barriers than {_MOST_STAGES}"
     if config.overlap and shares_output(config, shape["head_dim"], shape["value_dim"]):
         return "items cannot overlap where the output leaves through the queries' buffer"
     if shape["group"] % config.pack:
@@ -88,11 +91,13 @@ def _trusting(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
     or end, others multiply."""
     if shape["queries"] * pack <= 128:
         return Forward(2, 128, 2 if width == 128 else 4, pack, 240)
+    few = pack == 1 and shape["keys"] <= _MEDIUM_SPAN  # items: how they come out even counts
+    short = 2 * shape["keys"] <= _MEDIUM_SPAN
     if width == 64:
-        long = shape["span"] > _LONG_SPAN
-        return Forward(3, 128, 3, pack, 160, overlap=True) if long else Forward(4, 64, 8, pack, 112, overlap=True)
-    if pack == 1 and shape["keys"] <= _MEDIUM_SPAN:  # few items: smaller ones are spread more evenly
-        short = 2 * shape["keys"] <= _MEDIUM_SPAN
+        # Three warpgroups seldom come out even; under a mask, the shortest walk is what they lack (`spare_first`).
+        masked = few and short and shape["masked"]
+        return Forward(3, 64, 8, 1, 160, overlap=True) if masked else Forward(4, 64, 8, pack, 112, overlap=True)
+    if few and not shape["masked"]:
         return Forward(2, 64, 4, 1, 240, overlap=True) if short else Forward(2, 128, 2, 1, 240)
     return Forward(3, 64, 4, pack, 160)
 
@@ -119,7 +124,7 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
         power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), block(shape["head_dim"]),
-        block(shape["value_dim"]), shape["group"], shape["trust"],
+        block(shape["value_dim"]), shape["group"], shape["trust"], shape["masked"],
     )  # fmt: skip
 
 

@@ -28,9 +28,9 @@ def clear(doubts, most):
 
 
 @gluon.jit
-def doubt(doubts, step, total, counts):
-    """Doubt a program's item for the sums of its rows, where these count."""
-    wrong = counts & ~((total >= LEAST) & (total <= MOST))  # as NaN is
+def doubt(doubts, step, total, counts, least: gl.constexpr, most: gl.constexpr):
+    """Doubt a program's item for the sums of its rows, where these count and do not lie between two bounds."""
+    wrong = counts & ~((total >= least) & (total <= most))  # as NaN is
     one = wrong.to(gl.int32)
     gl.atomic_add(doubts + one * 0, one, mask=wrong, sem="relaxed")
     gl.atomic_add(doubts + 1 + step + one * 0, one, mask=wrong, sem="relaxed")

@@ -27,7 +27,21 @@ from flashkernel.core.gluon import (
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.doubts import clear, look, seek, settle
-from flashkernel.ops.attention.hopper.schedule import after, ahead, first_query, hop_to, item_at, place_of, plan, skip
+from flashkernel.ops.attention.hopper.schedule import (
+    after,
+    ahead,
+    claim_all,
+    claim_keys,
+    claim_values,
+    first_query,
+    hop_to,
+    item_at,
+    place_of,
+    plan,
+    return_keys,
+    return_values,
+    skip,
+)
 from flashkernel.ops.attention.hopper.softmax import (
     first_weights,
     halves,
@@ -56,7 +70,7 @@ def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.con
     (tiles loaded so far, items loaded so far)."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    q_full, q_empty, k_full, v_full, _ = barriers
     orders, doubts, _, group, queries = shape
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
     HELD: gl.constexpr = 2 if OVERLAP else 1  # queries of so many items
@@ -79,11 +93,10 @@ def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.con
                 end = gl.load(place + run * 3 + 1)
             for index in range(begin, end):
                 stage = loaded % STAGES
-                phase = (loaded // STAGES) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                claim_keys(loaded, GROUPS, STAGES)
                 mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
                 load_tile(k, [b, index * COLUMNS, pair, 0], k_full.index(stage), k_tiles.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                claim_values(loaded, GROUPS, STAGES)
                 mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
                 load_tile(v, [b, index * COLUMNS, pair, 0], v_full.index(stage), v_tiles.index(stage))
                 loaded += 1
@@ -100,9 +113,11 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
     loaded, turn = _feed(inputs, buffers, barriers, shape, tables, nothing, nothing, GROUPS, STAGES, COLUMNS, PACK,
                          OVERLAP, False)  # fmt: skip
     if TRUST:
-        doubted = look(shape[1], barriers[6])
+        doubted = look(shape[1], barriers[4])
         if doubted:
-            _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS, STAGES, COLUMNS, PACK, OVERLAP, True)
+            loaded, turn = _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS, STAGES, COLUMNS, PACK,
+                                 OVERLAP, True)  # fmt: skip
+    claim_all(loaded, GROUPS, STAGES)
 
 
 @gluon.jit
@@ -133,7 +148,7 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
     (output, weights, top, sums, place of the last tile).
     """
     _, k_tiles, v_tiles, _ = buffers
-    _, _, k_full, k_empty, v_full, v_empty, _ = barriers
+    _, _, k_full, v_full, _ = barriers
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     LAYOUT: gl.constexpr = parts.type.layout
     PARTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -156,7 +171,7 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
         index, masked = state[2], state[4]
         state = ahead(state, tables)
         s = warpgroup_mma_wait(1, deps=[s_later])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        return_keys(stage, GROUPS, STAGES)
         s = scores_of(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
                       SCORES)  # fmt: skip
         if not TRUST:
@@ -176,7 +191,7 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
         # last branch, and without this one the product would be over before the exponentials begin.
         mbarrier.wait(k_full.index(following[0]), following[1], pred=more)
         output = warpgroup_mma_wait(0, deps=[output_later])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        return_values(v_stage, GROUPS, STAGES)
         if not TRUST:
             output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         elif LATE:
@@ -204,10 +219,10 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    q_full, q_empty, k_full, v_full, _ = barriers
     orders, doubts, _, _, _ = shape
     _, plans, _, _, _ = tables
-    pipeline = (k_full, k_empty, v_full, v_empty)
+    pipeline = (k_full, v_full)
     dtype: gl.constexpr = k_tiles.dtype
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -225,7 +240,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
         if not OVERLAP or not begun:
             lead, state = plan(place_of(item, tables, w, GROUPS), tables)
             own = state[0] + 1
-            place = skip(pipeline, place, lead, STAGES)
+            place = skip(pipeline, place, lead, GROUPS, STAGES)
             if own > 0:
                 stage, phase = place
                 mbarrier.wait(k_full.index(stage), phase)
@@ -237,7 +252,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
                 index, masked = state[2], state[4]
                 state = ahead(state, tables)
                 s = warpgroup_mma_wait(0, deps=[s_later])
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                return_keys(stage, GROUPS, STAGES)
                 p, top, parts = first_weights(s, index, masked, item, numbers, factor, mask_tables, w, MASK, TRAITS,
                                               CAP, EARLY, GROUPS, COLUMNS, PACK, TRUST, SCORES)  # fmt: skip
                 weight = gl.convert_layout(p.to(dtype), OPERAND)
@@ -259,7 +274,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
         v_stage, v_phase = place
         values_tile = v_tiles.index(v_stage).reshape([COLUMNS, VALUES])
         if OVERLAP and begun:
-            place = skip(pipeline, after(place, STAGES), hop, STAGES)
+            place = skip(pipeline, after(place, STAGES), hop, GROUPS, STAGES)
             stage, phase = place
             held = (turn + 1) % HELD * GROUPS + w
             mbarrier.wait(q_full.index(held), ((turn + 1) // HELD) & 1)
@@ -275,7 +290,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
             index, masked = state[2], state[4]
             state = ahead(state, tables)
             s = warpgroup_mma_wait(1, deps=[s_later])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            return_keys(stage, GROUPS, STAGES)
             following = item_at(orders, step + 2)
             hop = hop_to(item_next, following, tables, w, GROUPS, STAGES)
             p, top, parts = first_weights(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, TRAITS,
@@ -284,7 +299,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
             second, second_phase = after(place, STAGES)
             mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
             output = warpgroup_mma_wait(0, deps=[output_later])
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            return_values(v_stage, GROUPS, STAGES)
             weight = gl.convert_layout(p.to(dtype), OPERAND)
         else:
             following = item_next
@@ -293,8 +308,8 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
                 output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
                 trail = gl.load(plans + place_of(item, tables, w, GROUPS) * 3 + 2)
                 output = warpgroup_mma_wait(0, deps=[output_later])
-                mbarrier.arrive(v_empty.index(v_stage), count=1)
-                place = skip(pipeline, after(place, STAGES), trail, STAGES)
+                return_values(v_stage, GROUPS, STAGES)
+                place = skip(pipeline, after(place, STAGES), trail, GROUPS, STAGES)
             share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, TRUST,
                              SCORES)  # fmt: skip
         output = output * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -326,8 +341,8 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
         False,
     )  # fmt: skip
     if TRUST:
-        settle(barriers[6])
-        doubted = look(shape[1], barriers[6])
+        settle(barriers[4])
+        doubted = look(shape[1], barriers[4])
         if doubted:
             _items(
                 outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, place, turn, w, MASK,
@@ -363,15 +378,13 @@ def attention_forward(
     q_full = new_barriers(HELD, 1)
     q_empty = new_barriers(HELD, 1)
     k_full = new_barriers(STAGES, 1)
-    k_empty = new_barriers(STAGES, GROUPS)
     v_full = new_barriers(STAGES, 1)
-    v_empty = new_barriers(STAGES, GROUPS)
     done = new_barriers(1, GROUPS)
     if TRUST:
         doubts += gl.program_id(0) * most_items
         clear(doubts, most_items)
     synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, done)
+    barriers = (q_full, q_empty, k_full, v_full, done)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
     shape = (orders + gl.program_id(0) * most_items * 3, doubts, heads, group, queries)

@@ -41,25 +41,22 @@ class Lines:
     group: int = 1
 
 
-def order(
-    mask: Mask | None, walk: Walks, lines: Lines, programs: int, shape: tuple[int, ...], parted: bool = False
-) -> Tensor:  # fmt: skip
-    """Int32 [programs, most items + 2]: the items, as line * tiles + tile, and then -1; `parted`, [.., 3]: tile, batch
-    and first head instead of such a number.
+def order(mask: Mask | None, walk: Walks, lines: Lines, programs: int, shape: tuple[int, ...]) -> Tensor:
+    """Int32 [programs, most items + 2, 3]: tile, batch and first head of the items, and then a tile of -1.
 
     Kept, since `shape` (whatever the walk follows from beside the mask) and the mask's text say it all; where tables
     decide what is seen, nothing is known of lengths without asking the device, and items count as equal.
     """
     known = mask is None or not mask.tables
     text = mask.text if mask is not None and known else None
-    key = (known, text, lines, programs, shape, parted, walk.plans.device)
+    key = (known, text, lines, programs, shape, walk.plans.device)
     found = _orders.get(key)
     if found is None:
         if len(_orders) >= MOST_WALKS:
             _orders.clear()
         costs = lengths(walk, lines) if known and not walk.plans.is_meta else np.ones((lines.count, lines.tiles))
         table = _table(assign(costs, lines.together, programs, lines.turned))
-        found = _orders[key] = (_parted(table, lines) if parted else table).to(walk.plans.device)
+        found = _orders[key] = _parted(table, lines).to(walk.plans.device)
     return found
 
 

@@ -1,12 +1,14 @@
 """Device functions of the Hopper kernels: which item comes when, which tiles it walks over or hands back.
 
 An item is (tile of queries, batch, first head), of the backward kernel (tile of keys, batch, key head), with a tile of
--1 after the last: in a table made on the host (order.py), or as a number, line * tiles + tile. The other tables are
-those of walks.py. A walk's state is (tiles left after this one, place of the run, tile, end of the run, whether it is
-masked).
+-1 after the last, in a table made on the host (order.py). The other tables are those of walks.py. A walk's state is
+(tiles left after this one, place of the run, tile, end of the run, whether it is masked).
+
+Tiles of keys and values are handed back by named barriers (`announce`), which the loading warp waits for before it
+loads what comes there next.
 """
 
-from flashkernel.core.gluon import gl, gluon, mbarrier
+from flashkernel.core.gluon import announce, await_announced, gl, gluon, mbarrier
 
 
 @gluon.jit
@@ -18,27 +20,58 @@ def after(place, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def skip(barriers, place, count, STAGES: gl.constexpr):
-    """Hand back tiles that only the other warpgroups need."""
-    k_full, k_empty, v_full, v_empty = barriers
-    while count > 0:
-        stage, phase = place
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        place = after(place, STAGES)
-        count -= 1
-    return place
+def return_keys(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """A warpgroup has read the keys of a stage. With more stages than there are named barriers for keys and values, it
+    says so with the values: so many tiles ahead, that is soon enough."""
+    if STAGES <= 4:
+        announce(stage, GROUPS)
 
 
 @gluon.jit
-def item(number, tiles, heads, PACK: gl.constexpr):
-    """The item with a number; the first one where there is none."""
-    number = gl.maximum(number, 0)
-    line = number // tiles
-    b = line // (heads // PACK)
-    return number - line * tiles, b, (line - b * (heads // PACK)) * PACK
+def return_values(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """A warpgroup has read the values of a stage, its keys before."""
+    if STAGES <= 4:
+        announce(STAGES + stage, GROUPS)
+    else:
+        announce(stage, GROUPS)
+
+
+@gluon.jit
+def claim_keys(loaded, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The loading warp waits for room for the keys of a tile, after so many others."""
+    if loaded >= STAGES:
+        await_announced(loaded % STAGES, GROUPS)
+
+
+@gluon.jit
+def claim_values(loaded, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The loading warp waits for room for the values of a tile whose keys have theirs."""
+    APART: gl.constexpr = STAGES <= 4
+    if APART and loaded >= STAGES:
+        await_announced(STAGES + loaded % STAGES, GROUPS)
+
+
+@gluon.jit
+def claim_all(loaded, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The loading warp waits until all tiles have been handed back."""
+    for more in gl.static_range(STAGES):
+        claim_keys(loaded + more, GROUPS, STAGES)
+        claim_values(loaded + more, GROUPS, STAGES)
+
+
+@gluon.jit
+def skip(barriers, place, count, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Hand back tiles that only the other warpgroups need."""
+    k_full, v_full = barriers
+    while count > 0:
+        stage, phase = place
+        mbarrier.wait(k_full.index(stage), phase)
+        return_keys(stage, GROUPS, STAGES)
+        mbarrier.wait(v_full.index(stage), phase)
+        return_values(stage, GROUPS, STAGES)
+        place = after(place, STAGES)
+        count -= 1
+    return place
 
 
 @gluon.jit

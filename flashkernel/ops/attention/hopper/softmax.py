@@ -6,7 +6,7 @@ that they come from, four threads to a row.
 
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
 from flashkernel.core.gluon import gl, gluon
-from flashkernel.ops.attention.hopper.doubts import MARGIN, doubt
+from flashkernel.ops.attention.hopper.doubts import LEAST, MARGIN, MOST, doubt
 from flashkernel.ops.attention.hopper.schedule import first_query
 
 
@@ -92,7 +92,7 @@ def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HA
     head = h + row % PACK  # [64]
     total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
     if TRUST:
-        doubt(doubts, step, total, (query < queries) & (own > 0))
+        doubt(doubts, step, total, (query < queries) & (own > 0), LEAST, MOST)
     if HAS_SINKS:  # one more column, in the denominator only
         sink = gl.load(sinks + head).to(gl.float32) * LOG2E
         rescale, extra, top = brought_together(top, sink)

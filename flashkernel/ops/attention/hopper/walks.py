@@ -124,6 +124,11 @@ def _span_of(text: str, batch: int, heads: int, queries: int, keys: int) -> int:
     return min(keys, int(seen) * _SPAN_TILE)
 
 
+def all_see(mask: Mask | None, queries: int, keys: int) -> bool:
+    """Whether every query sees a key, as far as it can be told without looking."""
+    return mask is None or (mask.relative and queries <= keys)
+
+
 def span(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
     """About how many keys a tile of queries sees; where that is not known without asking the device, all of them."""
     if mask is None or mask.tables:

@@ -15,7 +15,7 @@ from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import HOPPER, Hopper
 from flashkernel.ops.attention.fp8.hopper.forward import attention_forward_fp8
 from flashkernel.ops.attention.hopper.order import Lines, order
-from flashkernel.ops.attention.hopper.walks import span, walks
+from flashkernel.ops.attention.hopper.walks import all_see, span, walks
 from flashkernel.ops.attention.triton import Problem
 
 _LOG2E = 1.4426950408889634
@@ -49,17 +49,19 @@ def forward(
     together = _together(facts, 2 * keys * width, sharing, count, mask is not None)
     programs = min(facts.sms, tiles * count)
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
-    orders = order(mask, walk, lines, programs, (queries, keys, config.rows, config.columns, config.groups))
+    items = order(mask, walk, lines, programs, (queries, keys, config.rows, config.columns, config.groups))
+    lazy = config.lazy and all_see(mask, queries, keys)
+    doubts = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if lazy else None
     launch(
         attention_forward_fp8, (programs,),
         lse, _rows(q, config), _quads(k, config.columns), _columns(v, config.columns), _rows(o, config),
-        sinks, *scales, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts, orders,
-        orders.shape[1], walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, tiles, heads,
+        sinks, *scales, doubts, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts, items,
+        items.shape[1], walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, heads,
         heads // pairs, queries, keys, *(x.shape[2] if x.ndim == 3 else 1 for x in scales),
         scale if softcap > 0 else scale * _LOG2E, softcap,
         MASK=visible, CAP=softcap > 0, EARLY=scale <= 0, HAS_SINKS=sinks is not None, Q_STEP=int(blocked[0]),
         K_STEP=int(blocked[1]), V_STEP=int(blocked[2]), GROUPS=config.groups, STAGES=config.stages,
-        COLUMNS=config.columns, WIDTH=width, PACK=config.pack,
+        COLUMNS=config.columns, WIDTH=width, PACK=config.pack, LAZY=lazy,
         POLYNOMIAL=config.polynomial, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse

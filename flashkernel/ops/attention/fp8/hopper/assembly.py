@@ -10,12 +10,12 @@ FOUR_TO_E4M3 = gl.constexpr(
 
 _EIGHT = 8
 _BY_UNIT = "fma.rn.f32 x, {s}, {factor}, {shift}; ex2.approx.ftz.f32 {power}, x; "
-# 2^x for x = s factor + shift <= 129, on the units that multiply: y = (x + 127) / 256 is 0 where x is less than -127;
+# 2^x for x = s factor + shift <= 127, on the units that multiply: y = (x + 127) / 254 is 0 where x is less than -127;
 # t has round(x) in its lowest bits; the rest f, at most a half, goes through a polynomial that is off by 2.8e-6 at
 # most; and round(x) is added to its exponent. What is masked, x = -inf, becomes 1 * 2^-127, whose bits are all zero.
 _BY_POLYNOMIAL = (
-    "fma.rn.sat.f32 y, {s}, {small_factor}, {small_shift}; fma.rn.f32 t, y, 0f43800000, 0f4B3FFF81; "
-    "sub.rn.f32 r, 0f4B3FFF81, t; fma.rn.f32 f, y, 0f43800000, r; "
+    "fma.rn.sat.f32 y, {s}, {small_factor}, {small_shift}; fma.rn.f32 t, y, 0f437E0000, 0f4B3FFF81; "
+    "sub.rn.f32 r, 0f4B3FFF81, t; fma.rn.f32 f, y, 0f437E0000, r; "
     "fma.rn.f32 z, f, 0f3C1D016B, 0f3D64FE26; fma.rn.f32 z, z, f, 0f3E7601BC; fma.rn.f32 z, z, f, 0f3F317096; "
     "fma.rn.f32 z, z, f, 0f3F800000; "
     "mov.b32 n, t; shl.b32 n, n, 23; mov.b32 m, z; add.s32 m, m, n; mov.b32 {power}, m; "

@@ -22,6 +22,7 @@ from flashkernel.core.gluon import (
     mbarrier,
     new_barriers,
     store_tile,
+    synchronize,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -33,32 +34,47 @@ from flashkernel.ops.attention.fp8.hopper.assembly import (
     RESCALED,
     RESCALED_OPERANDS,
 )
-from flashkernel.ops.attention.hopper.schedule import after, item, skip
+from flashkernel.ops.attention.hopper.doubts import clear, doubt, look, seek, settle
+from flashkernel.ops.attention.hopper.schedule import (
+    after,
+    claim_all,
+    claim_keys,
+    claim_values,
+    place_of,
+    return_keys,
+    return_values,
+    skip,
+)
 
 HEADROOM = gl.constexpr(8.0)  # P is at most 2^8; the largest e4m3 is 448
 LARGEST = gl.constexpr(256.0)
+# A lazy walk: its first tile's largest weight, what a lifted row's largest sum is at least, and what is too far to lift
+ANCHOR = gl.constexpr(4.0)  # in powers of two, as are the next two
+LIFTED = gl.constexpr(5)
+FARTHEST = gl.constexpr(100)
+MOST_E4M3 = gl.constexpr(448.0)
+LEAST = gl.constexpr(15.0)  # of a row's sum: 2^ANCHOR and above, unless the first tile had none of its keys
+MOST = gl.constexpr(2.0**60)
 SCALE_BLOCK = gl.constexpr(128)  # tokens that share a scale
 
 
 @gluon.jit
-def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-          WIDTH: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
-    """The loading warp."""
+def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+          COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
+    """Load what the items need, all of them or (AGAIN) the doubted ones. Gives (tiles loaded so far, items so far)."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    order, tiles, heads, group, _ = shape
-    runs, counts, most_runs, by_batch, by_head = tables
+    q_full, q_empty, k_full, v_full, _ = barriers
+    orders, doubts, _, group, _ = shape
+    runs, counts, most_runs, _, _ = tables
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
-    loaded = 0
-    step = 0
-    number = gl.load(order)
-    while number >= 0:
-        tile, b, h = item(number, tiles, heads, PACK)
-        place = b.to(gl.int64) * by_batch + h * by_head + tile
+    step, item = seek(orders, doubts, 0, AGAIN)
+    while item[0] >= 0:
+        tile, b, h = item
+        place = place_of(item, tables, 0, 1)
         count = gl.load(counts + place)
         for w in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(w), (step & 1) ^ 1)
+            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(w), q.block_type.nbytes)
             load_tile(q, [b, (tile * GROUPS + w) * PART, h, 0], q_full.index(w), q_tiles.index(w))
         pair = h // group
@@ -67,17 +83,32 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
             end = gl.load(runs + (place * most_runs + run) * 3 + 1)
             for index in range(begin, end):
                 stage = loaded % STAGES
-                phase = (loaded // STAGES) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                claim_keys(loaded, GROUPS, STAGES)
                 mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
                 quads = [b, 0, index * (COLUMNS // 4), 0, pair * WIDTH]
                 load_tile(k, quads, k_full.index(stage), k_tiles.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                claim_values(loaded, GROUPS, STAGES)
                 mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
                 load_tile(v, [b, pair, 0, index * COLUMNS], v_full.index(stage), v_tiles.index(stage))
                 loaded += 1
-        step += 1
-        number = gl.load(order + step)
+        turn += 1
+        step, item = seek(orders, doubts, step + 1, AGAIN)
+    return loaded, turn
+
+
+@gluon.jit
+def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+          WIDTH: gl.constexpr, PACK: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
+    """The loading warp."""
+    nothing = gl.to_tensor(0)
+    loaded, turn = _feed(inputs, buffers, barriers, shape, tables, nothing, nothing, GROUPS, STAGES, COLUMNS, WIDTH,
+                         PACK, False)  # fmt: skip
+    if LAZY:
+        doubted = look(shape[1], barriers[4])
+        if doubted:
+            loaded, turn = _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS, STAGES, COLUMNS, WIDTH,
+                                 PACK, True)  # fmt: skip
+    claim_all(loaded, GROUPS, STAGES)
 
 
 @gluon.jit
@@ -108,23 +139,42 @@ def _row_max(s, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, top, factor, EARLY: gl.constexpr, POLYNOMIAL: gl.constexpr, COLUMNS: gl.constexpr,
-             SCORES: gl.constexpr):  # fmt: skip
-    """(weights [64, COLUMNS], what older weights are multiplied by, the new top)."""
-    if EARLY:
-        factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
-    higher = gl.maximum(top, _row_max(s, COLUMNS, SCORES) * factor)
-    base = gl.where(higher == float("-inf"), 0.0, higher)
-    rescale = gl.exp2(top - base)
-    shift = HEADROOM - base
+def _sums(p, COLUMNS: gl.constexpr):
+    """[64, 8]: sums that need no other thread."""
+    return gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
+
+
+@gluon.jit
+def _powers(s, factor, shift, POLYNOMIAL: gl.constexpr):
+    """[64, COLUMNS] weights, 2^(s factor + shift)."""
     if POLYNOMIAL == 0:
         p = gl.exp2(s * factor[:, None] + shift[:, None])
     else:
-        numbers = [s, factor[:, None], shift[:, None], (factor / 256)[:, None], ((shift + 127) / 256)[:, None]]
+        numbers = [s, factor[:, None], shift[:, None], (factor / 254)[:, None], ((shift + 127) / 254)[:, None]]
         p = gl.inline_asm_elementwise(
             POWERS[POLYNOMIAL], POWERS_OPERANDS, numbers, dtype=gl.float32, is_pure=True, pack=8
         )  # fmt: skip
-    return p, rescale, higher
+    return p
+
+
+@gluon.jit
+def _above(s, top, factor, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+    """(what older weights are multiplied by, what is subtracted from scores, the new top), in powers of two."""
+    higher = gl.maximum(top, _row_max(s, COLUMNS, SCORES) * factor)
+    base = gl.where(higher == float("-inf"), 0.0, higher)
+    return gl.exp2(top - base), base, higher
+
+
+@gluon.jit
+def _lifted(sums, shift, SCORES: gl.constexpr):
+    """(what weights are multiplied by, what is added to later scores): as before, unless a sum of weights, and so
+    perhaps a weight, is more than e4m3 can hold."""
+    highest = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, SCORES))  # [64]
+    exponent = (highest.to(gl.int32, bitcast=True) >> 23) - 127
+    lift = gl.where(highest > MOST_E4M3, exponent - LIFTED, 0)
+    rescale = ((127 - lift) << 23).to(gl.float32, bitcast=True)  # 2^-lift
+    # What is far beyond may have been more than its sum says, and makes the row one to doubt.
+    return gl.where(lift < FARTHEST, rescale, float("nan")), shift - lift.to(gl.float32)
 
 
 @gluon.jit
@@ -146,20 +196,20 @@ def _rescaled(output, rescale, WIDTH: gl.constexpr, OUTPUT: gl.constexpr):
 
 
 @gluon.jit
-def _pass_over(pipeline, used, count, STAGES: gl.constexpr):
+def _pass_over(pipeline, used, count, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """Hand back tiles that only the other warpgroups need."""
-    skip(pipeline, (used % STAGES, (used // STAGES) & 1), count, STAGES)
+    skip(pipeline, (used % STAGES, (used // STAGES) & 1), count, GROUPS, STAGES)
     return used + count
 
 
 @gluon.jit
 def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, h, query, factor, scales, numbers,
           mask_tables, w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
-          BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
-          STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr,
+          BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+          COLUMNS: gl.constexpr, WIDTH: gl.constexpr, LAZY: gl.constexpr, SCORES: gl.constexpr,
           OUTPUT: gl.constexpr):  # fmt: skip
     """(output, top, total, scale of the output) of 64 rows over `own` > 0 key tiles; `factor` [64] lacks k's scale."""
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, v_full = barriers
     runs, index, end, masked = state
     k_scale, v_scale, k_step, v_step = scales
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4)
@@ -174,15 +224,20 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, 
     keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
     s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s_later])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    return_keys(stage, GROUPS, STAGES)
     s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
     top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))  # in powers of two
-    p, _, top = _softmax(s, top, whole, READY, POLYNOMIAL, COLUMNS, SCORES)
-    parts = gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)  # [64, 8]: sums that need no other thread
+    one = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
+    if READY:
+        _, base, top = _above(s, top, one, COLUMNS, SCORES)
+    else:
+        _, base, top = _above(s, top, whole, COLUMNS, SCORES)
+    shift = (ANCHOR if LAZY else HEADROOM) - base
+    p = _powers(s, one if READY else whole, shift, POLYNOMIAL)
+    parts = _sums(p, COLUMNS)
     PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     output = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
     ahead, ahead_phase = after((stage, phase), STAGES)
-    mbarrier.wait(v_full.index(stage), phase)
     mbarrier.wait(k_full.index(ahead), ahead_phase, pred=own > 1)
     first = index + 1
     left = own - 1
@@ -193,72 +248,85 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, 
             end = gl.load(runs + 1)
             masked = gl.load(runs + 2)
         for index in range(first, end):
-            weight = _operand(p, COLUMNS, OPERAND)  # here, since bytes carried around the loop take a register each
             v_stage = stage
+            v_phase = phase
             stage = ahead
             phase = ahead_phase
             ahead, ahead_phase = after((stage, phase), STAGES)
-            used += 1
             if BLOCKED:
                 block = index * COLUMNS // SCALE_BLOCK
                 whole = factor * gl.load(k_scale + block * k_step)
                 unit_before = unit
                 unit = gl.load(v_scale + block * v_step)
+            weight = _operand(p, COLUMNS, OPERAND)  # here, since bytes carried around the loop take a register each
             keys_tile = k_tiles.index(stage).reshape([COLUMNS, WIDTH])
             s_later = warpgroup_mma(query_tile, keys_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
             values_tile = v_tiles.index(v_stage).reshape([WIDTH, COLUMNS]).permute((1, 0))
             output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_later])
             s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
-            p, rescale, top = _softmax(s, top, whole, READY, POLYNOMIAL, COLUMNS, SCORES)
-            parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
+            if LAZY:
+                p = _powers(s, one if READY else whole, shift, POLYNOMIAL)
+                sums = _sums(p, COLUMNS)
+                lifted, shift = _lifted(sums, shift, SCORES)
+                parts = (parts + sums) * gl.convert_layout(lifted, PARTS)[:, None]
+                rescale = lifted
+            else:
+                rescale, base, top = _above(s, top, one if READY else whole, COLUMNS, SCORES)
+                p = _powers(s, one if READY else whole, HEADROOM - base, POLYNOMIAL)
+                parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + _sums(p, COLUMNS)
             if BLOCKED:
                 rescale = rescale * (unit_before / unit)
-            # What the next step reads is awaited here and not there: ptxas moves the wait for the product up to the
-            # last branch, and without these the product would be over before the exponentials begin.
-            mbarrier.wait(v_full.index(stage), phase)
+            # The next keys are awaited here and not when they are needed: ptxas moves the wait for the product up to
+            # the last branch, and without this one the product would be over before the exponentials begin.
             mbarrier.wait(k_full.index(ahead), ahead_phase, pred=left > 1)
             output = warpgroup_mma_wait(0, deps=[output_later])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            return_keys(stage, GROUPS, STAGES)
+            return_values(v_stage, GROUPS, STAGES)
             output = _rescaled(output, rescale, WIDTH, OUTPUT)
+            if LAZY:
+                p = _rescaled(p, lifted, COLUMNS, SCORES)
             left -= 1
         first = end
     mbarrier.arrive(q_empty, count=1)
+    mbarrier.wait(v_full.index(stage), phase)
     weight = _operand(p, COLUMNS, OPERAND)
     values_tile = v_tiles.index(stage).reshape([WIDTH, COLUMNS]).permute((1, 0))
     output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
     output = warpgroup_mma_wait(0, deps=[output_later])
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    return_values(stage, GROUPS, STAGES)
     total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
+    if LAZY:
+        top = HEADROOM - shift
     return output, top, total, unit
 
 
 @gluon.jit
-def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, w: gl.constexpr,
-             MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
-             BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr,
-             STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: 64 rows of every item."""
+def _items(outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, used, turn,
+           w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
+           BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+           COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, LAZY: gl.constexpr,
+           AGAIN: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: 64 rows of all items, or (AGAIN) of the doubted ones. Gives (tiles used so far, which say the
+    stage and the phase; items so far)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     PART: gl.constexpr = 64 // PACK
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    order, tiles, heads, group, queries = shape
-    runs, plans, most_runs, by_batch, by_head = tables
+    q_full, q_empty, k_full, v_full, _ = barriers
+    orders, doubts, heads, group, queries = shape
+    runs, plans, most_runs, _, _ = tables
     q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, q_step, k_step, v_step = scales
-    pipeline = (k_full, k_empty, v_full, v_empty)
+    pipeline = (k_full, v_full)
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     query_tile = q_tiles.index(w).reshape([64, WIDTH])
     output_tile = o_tiles.index(w).reshape([64, WIDTH])
-    used = 0  # tiles of this program so far: says the stage and the phase
-    step = 0
-    number = gl.load(order)
-    while number >= 0:
-        tile, b, h = item(number, tiles, heads, PACK)
-        place = (b.to(gl.int64) * by_batch + h * by_head + tile) * GROUPS + w
+    step, item = seek(orders, doubts, 0, AGAIN)
+    while item[0] >= 0:
+        tile, b, h = item
+        place = place_of(item, tables, w, GROUPS)
         lead = gl.load(plans + place * 3)
         own = gl.load(plans + place * 3 + 1)
         trail = gl.load(plans + place * 3 + 2)
@@ -271,14 +339,14 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
         q_place = (b * heads + head) * q_blocks + gl.minimum(query, queries - 1) // SCALE_BLOCK * q_step
         factor = gl.load(q_scale + q_place) * scale  # [64]
         pair = b * (heads // group) + h // group
-        used = _pass_over(pipeline, used, lead, STAGES)
-        mbarrier.wait(q_full.index(w), step & 1)
+        used = _pass_over(pipeline, used, lead, GROUPS, STAGES)
+        mbarrier.wait(q_full.index(w), turn & 1)
         if own > 0:
             output, top, total, unit = _walk(
                 query_tile, k_tiles, v_tiles, pipeline, q_empty.index(w), used, own, (first, index, end, masked),
                 b, h, query, factor, (k_scale + pair * k_blocks, v_scale + pair * v_blocks, k_step, v_step), numbers,
-                mask_tables, w, MASK, CAP, EARLY, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, SCORES,
-                OUTPUT,
+                mask_tables, w, MASK, CAP, EARLY, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, LAZY,
+                SCORES, OUTPUT,
             )  # fmt: skip
         else:
             mbarrier.arrive(q_empty.index(w), count=1)
@@ -286,7 +354,9 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
             top = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             unit = gl.load(v_scale)  # of nothing
-        used = _pass_over(pipeline, used + own, trail, STAGES)
+        used = _pass_over(pipeline, used + own, trail, GROUPS, STAGES)
+        if LAZY:
+            doubt(doubts, step, total, (query < queries) & (own > 0), LEAST, MOST)
         if HAS_SINKS:  # one more column, in the denominator only
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             rescale, extra, top = brought_together(top, sink)
@@ -301,26 +371,48 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
         output_tile.store(output.to(o.dtype))
         fence_async_shared()
         store_tile(o, [b, (tile * GROUPS + w) * PART, h, 0], o_tiles.index(w))
-        step += 1
-        number = gl.load(order + step)
+        turn += 1
+        step, item = seek(orders, doubts, step + 1, AGAIN)
+    return used, turn
+
+
+@gluon.jit
+def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, w: gl.constexpr,
+             MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
+             BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+             COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: all items, and then the doubted ones again."""
+    nothing = gl.to_tensor(0)
+    used, turn = _items(
+        outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, nothing, nothing, w,
+        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY, False,
+    )  # fmt: skip
+    if LAZY:
+        settle(barriers[4])
+        doubted = look(shape[1], barriers[4])
+        if doubted:
+            _items(
+                outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, used, turn, w,
+                MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, False, True,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
 # Whether these are multiples of 16 makes no difference here, and would only compile the kernel again.
 _SIZES = (
-    "most_items", "most_runs", "most_loads", "by_batch", "by_head", "tiles", "heads", "queries", "keys",
+    "most_items", "most_runs", "most_loads", "by_batch", "by_head", "heads", "queries", "keys",
     "q_blocks", "k_blocks", "v_blocks",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_forward_fp8(
-    lse, q, k, v, o, sinks, q_scale, k_scale, v_scale, mask_tables, runs, plans, loads, counts, orders, most_items,
-    most_runs, most_loads, by_batch, by_head, tiles, heads, group, queries, keys, q_blocks, k_blocks, v_blocks, scale,
-    softcap,
+    lse, q, k, v, o, sinks, q_scale, k_scale, v_scale, doubts, mask_tables, runs, plans, loads, counts, orders,
+    most_items, most_runs, most_loads, by_batch, by_head, heads, group, queries, keys, q_blocks, k_blocks, v_blocks,
+    scale, softcap,
     MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, Q_STEP: gl.constexpr,
     K_STEP: gl.constexpr, V_STEP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, PACK: gl.constexpr, POLYNOMIAL: gl.constexpr, REGISTERS: gl.constexpr,
+    WIDTH: gl.constexpr, PACK: gl.constexpr, LAZY: gl.constexpr, POLYNOMIAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
     BLOCKED: gl.constexpr = K_STEP + V_STEP > 0
@@ -331,13 +423,16 @@ def attention_forward_fp8(
     q_full = new_barriers(GROUPS, 1)
     q_empty = new_barriers(GROUPS, 1)
     k_full = new_barriers(STAGES, 1)
-    k_empty = new_barriers(STAGES, GROUPS)
     v_full = new_barriers(STAGES, 1)
-    v_empty = new_barriers(STAGES, GROUPS)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    done = new_barriers(1, GROUPS)
+    if LAZY:
+        doubts += gl.program_id(0) * most_items
+        clear(doubts, most_items)
+    synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
+    barriers = (q_full, q_empty, k_full, v_full, done)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    shape = (orders + gl.program_id(0) * most_items, tiles, heads, group, queries)
+    shape = (orders + gl.program_id(0) * most_items * 3, doubts, heads, group, queries)
     tables = (runs, plans, most_runs, by_batch, by_head)
     sources = (loads, counts, most_loads, by_batch, by_head)
     scales = (q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, Q_STEP, K_STEP, V_STEP)
@@ -345,18 +440,18 @@ def attention_forward_fp8(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 0,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 1,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
             (_consume, (outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, 2,
-                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
-            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK)),
+                        MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
+            (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
