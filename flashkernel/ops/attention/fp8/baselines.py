@@ -38,8 +38,8 @@ def eager(op: Op, case: Case) -> Function:
 
 
 def fa3(op: Op, case: Case) -> Function:
-    """FlashAttention-3 in FP8, with one scale for each batch and key head. It wants the dims of values side by side, and
-    turns them itself: values that lie otherwise are copied once, and not in the time of a call."""
+    """FlashAttention-3 in FP8, with one scale for each batch and key head. It wants the dims of values side by side
+    and turns them itself: values that lie otherwise are copied once, and not in the time of a call."""
     from fa3_fwd_interface import flash_attn_func
 
     if case.axes["q_blocks"] or case.axes["k_blocks"] or case.axes["v_blocks"]:
