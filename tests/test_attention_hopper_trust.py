@@ -91,6 +91,15 @@ def test_every_kind_of_config(config: Forward, scale: float, doubted: list[Any])
     assert (doubted[0] > 0) == (scale == FAR_APART)
 
 
+@pytest.mark.parametrize("stages", range(4, 9))
+def test_items_do_not_begin_where_the_last_one_has_no_room_for_them(stages: int, doubted: list[Any]) -> None:
+    """The first of four warpgroups hands back three tiles between items: with five stages, its next one must wait."""
+    config = Forward(4, 64, stages, 1, 112, overlap=True)
+    with devices.pretend(replace(devices.KNOWN["h200"], sms=1)), tune.override(FORWARD, config):
+        _check(_case(causal(), ALIKE, _axes(1, 700, 2, 64)))
+    assert doubted == [0]
+
+
 @pytest.mark.parametrize("outgrown", [[], [1], [0, 2]], ids=str)
 def test_only_what_is_doubted_is_done_again(outgrown: list[int], doubted: list[Any]) -> None:
     """One item for each of three heads; the keys of some outgrow their first tile."""

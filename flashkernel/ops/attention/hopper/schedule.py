@@ -140,7 +140,8 @@ def hop_to(item, item_next, tables, w: gl.constexpr, GROUPS: gl.constexpr, STAGE
     next one must not begin before this one has ended.
 
     The values of the item's last tile are held meanwhile, while the next item's first tile and the keys after it are
-    awaited: with STAGES - 1 tiles between them, those could never be loaded.
+    awaited: with STAGES - 1 tiles between them, those could never be loaded, and with one less neither where keys are
+    handed back with the values.
     """
     _, plans, _, _, _ = tables
     place = place_of(item, tables, w, GROUPS)
@@ -150,4 +151,5 @@ def hop_to(item, item_next, tables, w: gl.constexpr, GROUPS: gl.constexpr, STAGE
     lead = gl.load(plans + place_next * 3)
     own_next = gl.load(plans + place_next * 3 + 1)
     both = (own > 0) & (own_next > 0) & (item_next[0] >= 0)
-    return gl.where(both, gl.minimum(trail + lead, STAGES - 1), STAGES - 1)
+    FARTHEST: gl.constexpr = STAGES - 2 if STAGES <= 4 else STAGES - 3
+    return gl.where(both & (trail + lead <= FARTHEST), trail + lead, STAGES - 1)
