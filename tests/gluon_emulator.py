@@ -514,3 +514,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         run(Launch(kernel, grid, args, constants))
     else:
         kernel[grid](*args, **constants)
+
+
+def counting_doubts(counts: list[Any]) -> Callable[..., None]:
+    """`launch`, which also says of each pass that may doubt how many items it doubted; None where it does not."""
+
+    def counted(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        launch(kernel, grid, *args, **constants)
+        if "doubts" in kernel.arg_names:
+            doubts = args[kernel.arg_names.index("doubts")]
+            counts.append(None if doubts is None else int((doubts[:, 1:] > 0).sum()))
+
+    return counted

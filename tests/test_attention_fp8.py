@@ -189,13 +189,8 @@ def test_keys_that_outgrow_the_first_tile(
     growth: str, blocks: str, mask: Any, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights grow with the keys: what e4m3 cannot hold is lifted, and what float32 cannot is done again with care."""
-    doubted = []
-
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        gluon_emulator.launch(kernel, grid, *args, **constants)
-        doubted.append(int((args[kernel.arg_names.index("doubts")][:, 1:] > 0).sum()))
-
-    monkeypatch.setattr(hopper, "launch", launch)
+    doubted: list[Any] = []
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_doubts(doubted))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 400, heads, 128) for heads in (2, 1, 1))
     k[:, 128:] *= GROWTHS[growth]
@@ -205,7 +200,9 @@ def test_keys_that_outgrow_the_first_tile(
     options = {"return_lse": True, "out_dtype": torch.float32} | ({} if mask is None else {"mask": mask})
     found, lse = fk.attention_fp8(*given, **options, backend="hopper")
     exact, exact_lse = plain.attention_fp8(*given, **options)
-    assert float((found - exact).norm() / exact.norm()) < 0.04
+    assert (
+        float((found - exact).norm() / exact.norm()) < 0.04
+    )  # weights are off by a sixteenth at most, 2.6% on average
     assert torch.allclose(lse, exact_lse, atol=2e-5, rtol=1e-5)
     assert len(doubted) == 1
     assert (doubted[0] > 0) == (growth == "doubted")
@@ -380,8 +377,9 @@ def test_machine_code(name: str) -> None:
     lazy = 0
     for loop in loops:
         before, after = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", loop, maxsplit=1)
-        assert before.count("MUFU.EX2") >= by_unit - 1
-        lazy += before.count("FMNMX") < 8
+        careful = before.count("FMNMX") >= 8
+        lazy += not careful
+        assert before.count("MUFU.EX2") >= by_unit - careful  # with care, ptxas moves one of them behind the wait
         assert before.count("BAR.SYNC") <= 1  # what the compiler adds; hand-backs are announced
         step = re.split(r"@!?P\d+ BRA", after)
         assert "VOTE.ANY" in before + step[0]

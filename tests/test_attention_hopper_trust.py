@@ -27,14 +27,7 @@ def doubted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """An emulated H200 of 3 multiprocessors, and for each forward pass how many items it doubted; None where it did not
     trust at all."""
     counts: list[Any] = []
-
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        gluon_emulator.launch(kernel, grid, *args, **constants)
-        if "doubts" in kernel.arg_names:
-            doubts = args[kernel.arg_names.index("doubts")]
-            counts.append(None if doubts is None else int((doubts[:, 1:] > 0).sum()))
-
-    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_doubts(counts))
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield counts
 

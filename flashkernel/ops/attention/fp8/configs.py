@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.ops.attention.configs import Tiles
+from flashkernel.ops.attention.hopper.configs import MOST_STAGES
 
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
@@ -41,8 +42,8 @@ def _hopper_valid(config: Hopper, device: Device, shape: Mapping[str, int]) -> s
     needed = held + 2 * config.stages * config.columns * width + _BARRIERS
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
-    if not 2 <= config.stages <= 8 or not 0 <= config.polynomial <= 8:
-        return f"{config} must have 2 to 8 stages, and 0 to 8 of every 8 exponentials by a polynomial"
+    if not 2 <= config.stages <= MOST_STAGES or not 0 <= config.polynomial <= 8:
+        return f"{config} must have 2 to {MOST_STAGES} stages, and 0 to 8 of every 8 exponentials by a polynomial"
     if config.lazy and config.columns > 128:
         return f"{config} must have tiles of 64 or 128 keys, to rescale their weights in one go"
     if shape["group"] % config.pack:

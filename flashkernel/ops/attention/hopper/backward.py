@@ -49,7 +49,7 @@ def _add_half(dq, target, part, dq_tiles, w: gl.constexpr, ROWS: gl.constexpr, P
 
 @gluon.jit
 def _return(barrier, THREADS: gl.constexpr):
-    """A warpgroup arrives, with all of its THREADS where that is faster."""
+    """A warpgroup arrives, as one or, where that is faster, with every thread; the barrier must count accordingly."""
     if THREADS:
         hand_back(barrier)
     else:

@@ -15,7 +15,7 @@ _SHORT_BACKWARD = 1024
 _SUMS = ("halves", "sent", "apart")  # of dq
 _BARRIERS = 1024  # bytes of shared memory for barriers and alignment
 _LOADER_REGISTERS = 24
-_MOST_STAGES = 8  # of keys and values: named barriers that are free (core/gluon.py)
+MOST_STAGES = 8  # of keys and values: named barriers that are free (core/gluon.py)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) ->
     needed = _forward_bytes(config, shape)
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
-    if config.stages > _MOST_STAGES:
-        return f"{config} needs more named barriers than {_MOST_STAGES}"
+    if not 2 <= config.stages <= MOST_STAGES:
+        return f"{config} must have 2 to {MOST_STAGES} stages"
     if config.overlap and shares_output(config, shape["head_dim"], shape["value_dim"]):
         return "items cannot overlap where the output leaves through the queries' buffer"
     if shape["group"] % config.pack:
@@ -95,8 +95,9 @@ def _trusting(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
     short = 2 * shape["keys"] <= _MEDIUM_SPAN
     if width == 64:
         # Three warpgroups seldom come out even; under a mask, the shortest walk is what they lack (`spare_first`).
-        masked = few and short and shape["masked"]
-        return Forward(3, 64, 8, 1, 160, overlap=True) if masked else Forward(4, 64, 8, pack, 112, overlap=True)
+        if few and short and shape["masked"]:
+            return Forward(3, 64, 8, 1, 160, overlap=True)
+        return Forward(4, 64, 8, pack, 112, overlap=True)
     if few and not shape["masked"]:
         return Forward(2, 64, 4, 1, 240, overlap=True) if short else Forward(2, 128, 2, 1, 240)
     return Forward(3, 64, 4, pack, 160)

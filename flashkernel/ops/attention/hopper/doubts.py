@@ -7,6 +7,8 @@ weight has overflown, and what vanished would not have counted, since weights in
 is the output, for values from 2^-56 to 2^47. Rows with other sums are a reason to doubt their item. When a program has
 been through its items it goes through the doubted ones again, with care.
 
+The FP8 kernel looks at sums on its way, and doubts by other bounds.
+
 Int32 [most items] for every program: how many rows there are to doubt in all, and in which item.
 """
 

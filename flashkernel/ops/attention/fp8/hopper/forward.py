@@ -8,9 +8,10 @@ a thread has columns 2t, 2t + 1, 8 + 2t, 9 + 2t of S, but is asked for 4t to 4t 
 order: TMA sees K in quads, key = 4 quad + 2 pair + one, and brings all first pairs and then all second ones. Column
 (pair, quad, one) of S is then, as (quad, pair, one), the operand: its registers under other names.
 
-P is scaled by 2^8, so that e4m3 has all its bits from 2^-14 to 1. Q's and K's scales join the factor inside the
-exponent; O is kept in units of the current tile's V scale, changed by the multiplication that the online softmax makes
-anyway.
+Weights are scaled to where e4m3 has all its bits. A LAZY walk puts the largest of its first tile at 2^4, and lifts a
+row only when the sums of a later tile say that a weight may be beyond 448; what may have overflown float32 is doubted
+and done again. Other walks, and what is done again, have the largest so far at 2^8. Q's and K's scales join the factor
+in the exponent; O is kept in units of the current tile's V scale, changed by the multiplication that rescales it.
 """
 
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
@@ -34,7 +35,7 @@ from flashkernel.ops.attention.fp8.hopper.assembly import (
     RESCALED,
     RESCALED_OPERANDS,
 )
-from flashkernel.ops.attention.hopper.doubts import clear, doubt, look, seek, settle
+from flashkernel.ops.attention.hopper.doubts import MOST, clear, doubt, look, seek, settle
 from flashkernel.ops.attention.hopper.schedule import (
     after,
     claim_all,
@@ -45,6 +46,7 @@ from flashkernel.ops.attention.hopper.schedule import (
     return_values,
     skip,
 )
+from flashkernel.ops.attention.hopper.softmax import largest, sums_of
 
 HEADROOM = gl.constexpr(8.0)  # P is at most 2^8; the largest e4m3 is 448
 LARGEST = gl.constexpr(256.0)
@@ -54,7 +56,6 @@ LIFTED = gl.constexpr(5)
 FARTHEST = gl.constexpr(100)
 MOST_E4M3 = gl.constexpr(448.0)
 LEAST = gl.constexpr(15.0)  # of a row's sum: 2^ANCHOR and above, unless the first tile had none of its keys
-MOST = gl.constexpr(2.0**60)
 SCALE_BLOCK = gl.constexpr(128)  # tokens that share a scale
 
 
@@ -132,19 +133,6 @@ def _scores(s, factor, index, masked, b, h, query, numbers, mask_tables, MASK: g
 
 
 @gluon.jit
-def _row_max(s, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """The largest of each row; eight columns at a time, since one long chain of comparisons is all latency."""
-    parts = gl.max(s.reshape([64, COLUMNS // 8, 8]), 1)  # [64, 8]
-    return gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, SCORES))
-
-
-@gluon.jit
-def _sums(p, COLUMNS: gl.constexpr):
-    """[64, 8]: sums that need no other thread."""
-    return gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
-
-
-@gluon.jit
 def _powers(s, factor, shift, POLYNOMIAL: gl.constexpr):
     """[64, COLUMNS] weights, 2^(s factor + shift)."""
     if POLYNOMIAL == 0:
@@ -160,7 +148,7 @@ def _powers(s, factor, shift, POLYNOMIAL: gl.constexpr):
 @gluon.jit
 def _above(s, top, factor, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
     """(what older weights are multiplied by, what is subtracted from scores, the new top), in powers of two."""
-    higher = gl.maximum(top, _row_max(s, COLUMNS, SCORES) * factor)
+    higher = gl.maximum(top, largest(s, COLUMNS, SCORES) * factor)
     base = gl.where(higher == float("-inf"), 0.0, higher)
     return gl.exp2(top - base), base, higher
 
@@ -234,7 +222,7 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, 
         _, base, top = _above(s, top, whole, COLUMNS, SCORES)
     shift = (ANCHOR if LAZY else HEADROOM) - base
     p = _powers(s, one if READY else whole, shift, POLYNOMIAL)
-    parts = _sums(p, COLUMNS)
+    parts = sums_of(p, COLUMNS)
     PARTS: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     output = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
     ahead, ahead_phase = after((stage, phase), STAGES)
@@ -268,14 +256,14 @@ def _walk(query_tile, k_tiles, v_tiles, barriers, q_empty, used, own, state, b, 
             s = _scores(s, whole, index, masked, b, h, query, numbers, mask_tables, MASK, CAP, EARLY, COLUMNS, SCORES)
             if LAZY:
                 p = _powers(s, one if READY else whole, shift, POLYNOMIAL)
-                sums = _sums(p, COLUMNS)
+                sums = sums_of(p, COLUMNS)
                 lifted, shift = _lifted(sums, shift, SCORES)
                 parts = (parts + sums) * gl.convert_layout(lifted, PARTS)[:, None]
                 rescale = lifted
             else:
                 rescale, base, top = _above(s, top, one if READY else whole, COLUMNS, SCORES)
                 p = _powers(s, one if READY else whole, HEADROOM - base, POLYNOMIAL)
-                parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + _sums(p, COLUMNS)
+                parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + sums_of(p, COLUMNS)
             if BLOCKED:
                 rescale = rescale * (unit_before / unit)
             # The next keys are awaited here and not when they are needed: ptxas moves the wait for the product up to
