@@ -1,4 +1,4 @@
-"""Calls that come again: what they launch is recorded the second time and repeated from the third on."""
+"""Calls that come again: here they are recorded the second time, and repeated from the third on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import flashkernel as fk
 from flashkernel.core import replay, tune
 from flashkernel.core.check import verify
 from flashkernel.core.op import Case, Op, grid_of_cases
-from flashkernel.core.replay import Remembered
+from flashkernel.core.recording import Recording
+from flashkernel.core.replay import CallCache
 from flashkernel.ops import registry
 from flashkernel.ops.activation import api as activation
 from flashkernel.ops.attention import registered as attention
@@ -27,17 +28,18 @@ NEVER = {"linear", "linear_cross_entropy", "paged_attention"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    for calls in replay._caches:
+        calls.calls.clear()
+
+
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The recordings that were run, in order."""
     runs: list[Any] = []
-    run = replay._Call.__call__
-
-    def counting(self: Any, args: Any, stream: int) -> Any:
-        runs.append(self)
-        return run(self, args, stream)
-
-    monkeypatch.setattr(replay._Call, "__call__", counting)
+    monkeypatch.setattr(Recording, "hooked", lambda self: runs.append(self))  # asked of each before it is run
     return runs
 
 
@@ -191,18 +193,18 @@ def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) ->
         y = inner(held[1], None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
         return y.view(-1), held[0]
 
-    def product(x: Tensor) -> Tensor:
-        return inner(x @ x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+    def scaled(x: Tensor) -> Tensor:
+        return inner(x * x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
 
-    kept, lost = Remembered(zeroed), Remembered(product)
+    kept, lost = CallCache(zeroed, "zeroed"), CallCache(scaled, "scaled")
     for _ in range(4):
         x = torch.randn(16, 16)
-        y, zeros = kept(x)
+        y, zeros = kept((x,), {})
         wanted = fk.rms_norm(x, backend="torch")
         torch.testing.assert_close(y, wanted.view(-1))
         assert not zeros.any()
         assert zeros.shape == x.shape
-        torch.testing.assert_close(lost(x), fk.rms_norm(x @ x, backend="torch"))
+        torch.testing.assert_close(lost((x,), {}), fk.rms_norm(x * x, backend="torch"))
     assert len(repeated) == 2
 
 
@@ -215,10 +217,10 @@ def test_memory_is_given_back_when_it_is_not_needed_any_more(monkeypatch: pytest
             x = inner(x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
         return x
 
-    known = Remembered(chain)
+    known = CallCache(chain, "chain")
     x = torch.randn(4, 32)
-    wanted = [known(x) for _ in range(2)][-1]
-    torch.testing.assert_close(known(x), wanted)
+    wanted = [known((x,), {}) for _ in range(2)][-1]
+    torch.testing.assert_close(known((x,), {}), wanted)
     call = next(iter(known.calls.values()))
     alive: set[int] = set()
     most = 0

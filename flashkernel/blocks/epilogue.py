@@ -53,6 +53,11 @@ class Activation:
     kind: str
 
     @property
+    def cache_key(self) -> str:
+        """Tells calls apart (core/replay.py)."""
+        return self.text
+
+    @property
     def text(self) -> str:
         return f"activation {self.kind}"
 
@@ -70,6 +75,11 @@ class Gate:
     kind: str
     alpha: float = 1.702
     limit: float = 7.0
+
+    @property
+    def cache_key(self) -> str:
+        """Tells calls apart (core/replay.py)."""
+        return self.text
 
     @property
     def text(self) -> str:

@@ -204,12 +204,14 @@ class Traced:
         text = triton_source(self.expression, found)
         object.__setattr__(self, "tables", tuple(found))
         object.__setattr__(self, "text", text)
+        object.__setattr__(self, "cache_key", None if found else text)  # tells calls apart (core/replay.py)
         if text not in _traced:
             blank = [torch.empty_like(table, device="meta") for table in found]
             _traced[text] = (bind(self.expression, found, blank), blank)
 
     tables: ClassVar[tuple[Tensor, ...]]
     text: ClassVar[str]
+    cache_key: ClassVar[str | None]
 
 
 def score_function(function: Callable[..., Any]) -> Traced:

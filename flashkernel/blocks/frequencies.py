@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.core.replay import CONSTANT
+
+
+_cache_keys: dict[tuple[tuple[float, ...], float], object] = {}  # one short key for equal frequencies (core/replay.py)
+
 
 @dataclass(frozen=True)
 class Frequencies:
@@ -28,6 +33,7 @@ class Frequencies:
         if not self.values or not all(math.isfinite(value) for value in (*self.values, self.scaling)):
             raise ValueError(f"Frequencies: need at least one finite value and a finite scaling, not {self}")
         object.__setattr__(self, "values", tuple(_float32(value) for value in self.values))
+        object.__setattr__(self, "cache_key", _cache_keys.setdefault((self.values, self.scaling), object()))
 
     @property
     def rotary_dim(self) -> int:
@@ -154,6 +160,7 @@ class Frequencies:
                 found = torch.tensor(signed, dtype=torch.int64, device=device)
             if type(found) is Tensor:  # a tracer's stand-in must not outlive its trace
                 self._tensors[name, device] = found
+                setattr(found, CONSTANT, True)
         return found
 
 

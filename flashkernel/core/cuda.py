@@ -27,7 +27,8 @@ import torch
 
 from flashkernel.core import device as devices
 from flashkernel.core import env, nvrtc
-from flashkernel.core.launch import unrepeatable
+from flashkernel.core.driver import Launched
+from flashkernel.core.launch import heard, listened
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
 
 SCHEMA = 1
@@ -56,6 +57,9 @@ ARGUMENT_TYPES: dict[str, type] = {
     "bool": ctypes.c_bool,
 }
 
+_FORMATS = {
+    "pointer": "P", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f", "float64": "d", "bool": "?",
+}  # fmt: skip
 
 _has_gpu = cache(torch.cuda.is_available)
 
@@ -217,7 +221,20 @@ class Kernel:
         if stream is None:
             stream = _streams[index, handle] = core().Stream.from_handle(handle)
         core().launch(stream, config, kernel, *self.pack(args, index))
-        unrepeatable()
+        if listened():
+            heard(self._launched(kernel, key, args))
+
+    def _launched(self, kernel: Any, key: tuple[Any, Any, int, bool], args: Sequence[Any]) -> Launched | str:
+        """What it takes to launch this again, or the reason why that is not known."""
+        if self.arguments is None:
+            return f"{self.name} has no declared arguments"
+        grid, block, shared, programmatic = key
+        (x, y, z), (u, v, w) = (((*sizes, 1, 1) if isinstance(sizes, tuple) else (sizes, 1, 1))[:3] for sizes in (grid, block))
+        params = tuple((_FORMATS[kind], value) for kind, value in zip(self.arguments, args))
+        function = int(_driver("cuKernelGetFunction", kernel.handle))
+        return Launched(
+            self.name, params, function, (x, y, z), (u, v, w), shared, programmatic, owner=kernel
+        )  # fmt: skip
 
     def load(self, index: int) -> Any:
         """Compile (or take from the disk) and load for the GPU of this index; launches do it themselves."""

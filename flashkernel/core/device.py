@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from flashkernel.core import state
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
@@ -92,7 +94,8 @@ def pretend(device: Device) -> Iterator[None]:
     """Let `facts` answer `device` inside: heuristics and explanations for a GPU that is not here (`KNOWN["h200"]`)."""
     token = _pretended.set(device)
     try:
-        yield
+        with state.suspended():
+            yield
     finally:
         _pretended.reset(token)
 

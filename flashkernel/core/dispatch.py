@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashkernel.core import device as devices
+from flashkernel.core import state
 from flashkernel.core.op import Backend, Call, Op
 
 # Backend forced by `use_backend`: a name for every operator, or {operator: name}.
@@ -30,10 +31,12 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One backend's answer to a call: `reason` is None where it can serve."""
+    """One backend's answer to a call: `reason` is None where it can serve; `deprioritised` says why a backend that
+    can serve is not picked automatically."""
 
     backend: str
     reason: str | None
+    deprioritised: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,11 @@ class Explanation:
                 note = f"chosen, because backend={self.forced!r} was asked for" if self.forced else "chosen"
             elif verdict.reason:
                 note = f"cannot: {verdict.reason}"
+            elif self.forced:
+                note = f"could, but {self.forced!r} was asked for"
             else:
-                note = f"could, but {self.forced!r} was asked for" if self.forced else "could, if asked for"
+                because = f"; not picked automatically: {verdict.deprioritised}" if verdict.deprioritised else ""
+                note = f"could, if asked for{because}"
             lines.append(f"  {verdict.backend:10} {note}")
         return "\n".join(lines)
 
@@ -79,7 +85,8 @@ def use_backend(name: str | None = None, /, **by_operator: str) -> Iterator[None
         raise ValueError('use_backend takes one name for all operators, or operator="name" pairs')
     token = _forced.set(name if name is not None else by_operator)
     try:
-        yield
+        with state.suspended():
+            yield
     finally:
         _forced.reset(token)
 
@@ -127,7 +134,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """Say which backend `function(*args, **kwargs)` would run on and why not each other one; nothing is launched."""
     token = _explaining.set(True)
     try:
-        function(*args, **kwargs)
+        with state.suspended():
+            function(*args, **kwargs)
     except _Explained as answer:
         return answer.explanation
     finally:
@@ -160,7 +168,10 @@ def _reasons(op: Op, call: Call) -> str:
 
 
 def _explanation(op: Op, forced: str | None, call: Call) -> Explanation:
-    verdicts = tuple(Verdict(backend.name, backend.supports(call)) for backend in op.backends)
+    verdicts = tuple(
+        Verdict(backend.name, backend.supports(call), None if backend.unless is None else backend.unless(call))
+        for backend in op.backends
+    )
     if forced is not None and forced not in {verdict.backend for verdict in verdicts}:
         _named(op, forced, call)
     chosen = next(

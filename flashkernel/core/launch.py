@@ -1,6 +1,6 @@
 """The one place that launches a Triton kernel, records a launch, or compiles one for a GPU that is not here.
 
-Rooms call `launch(kernel, grid, *args, **constants)`. A `listener` hears of launches, and how to make them again.
+Rooms call `launch(kernel, grid, *args, **constants)`. A `listener` is told of launches, and what it takes to repeat them.
 Inside `recording()` nothing runs: the launches are kept, and `compile_for(launch, arch)` turns each into machine code
 with its registers, stack and shared memory, on any machine.
 """
@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from flashkernel.core import env
+from flashkernel.core import env, state
 from flashkernel.core.device import Device
+from flashkernel.core.driver import Launched, TensorMap
 
 MOST_CHAINED = 8 << 20  # bytes that a row-by-row kernel moves at most to be launched early
-_REPEATABLE = ("3.6.",)  # versions of triton whose compiled kernels are launched without asking it anew
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
 _listener: ContextVar[Any] = ContextVar("flashkernel_listener", default=None)
@@ -122,28 +122,6 @@ def _reachable(starts: list[int], ways: list[list[int]], without: int = -1) -> s
     return found
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A launch that was made, with its arguments in order; `code` is what ran, None under Triton's interpreter."""
-
-    kernel: Any
-    code: Any
-    grid: tuple[int, ...]
-    bound: tuple[Any, ...]
-    settings: Any  # Triton's, where hooks are hung
-
-    def again(self, bound: list[Any], stream: int) -> None:
-        """Launch once more, with arguments that the same machine code fits; addresses may stand for tensors."""
-        code = self.code
-        if code is None:
-            self.kernel[self.grid](*bound)
-            return
-        if _anyone(self.settings.launch_enter_hook) or _anyone(self.settings.launch_exit_hook):  # a profiler listens
-            code[self.grid](*bound, stream=stream)
-        else:
-            code.run(*self.grid, stream, code.function, code.packed_metadata, None, None, None, *bound)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run `kernel` over `grid` on the current stream of its first tensor's device; a grid of zero launches nothing."""
     recorder = _recorder.get()
@@ -158,7 +136,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return
     with listener.aside():
         code = _run(kernel, grid, args, constants)
-    listener.launched(_launched(kernel, code, grid, args, constants))
+        launched = _launched(kernel, code, grid, args, constants)
+    listener.launched(launched)
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
@@ -173,47 +152,139 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
 
 def _launched(
     kernel: Any, code: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
-) -> Launched | None:
-    """None where it could not be launched again: by a triton whose ways are not known."""
+) -> Launched | str:
+    """What it takes to launch this again, or the reason why that is not known."""
+    values = {**dict(zip(kernel.arg_names, args)), **constants}
+    missing = [name for name in kernel.arg_names if name not in values]
+    if missing:
+        return f"{kernel.fn.__name__} was launched with a default value for {missing[0]}"
+    bound = [values[name] for name in kernel.arg_names]
+    if env.interpreting():
+        return _interpreted(kernel, grid, bound)
+    metadata = code.metadata
+    warps, clusters, shared = code.packed_metadata
+    if clusters != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return f"{code.name} needs a cluster of blocks or scratch memory"
+    maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    params: list[tuple[str, Any]] = []
+    try:
+        for kind, value in zip(code.src.signature.values(), bound):
+            _flatten(kind, value, maps, params)
+    except _Unsupported as error:
+        return f"{code.name}: {error}"
+    params += [("P", None), ("P", None)]  # scratch memory, of which there is none
+    x, y, z = (*grid, 1, 1)[:3]
+    launched = Launched(
+        code.name, tuple(params), code.function, (x, y, z), (32 * warps, 1, 1), shared,
+        bool(metadata.launch_pdl), bool(metadata.launch_cooperative_grid), owner=code,
+    )  # fmt: skip
+    return launched.mismatch() or launched
+
+
+def _interpreted(kernel: Any, grid: tuple[int, ...], bound: list[Any]) -> Launched:
+    """A launch under Triton's interpreter, which takes tensors, descriptors and tuples of tensors as they are."""
+    params: list[tuple[str, Any]] = []
+    for value in bound:
+        for element in value if isinstance(value, tuple) else (value,):
+            params.append(("P", element.base if _is_descriptor(element) else element))
+
+    def rerun(values: Sequence[Any]) -> None:
+        rest = iter(values)
+        kernel[grid](*[_like(value, rest) for value in bound])
+
+    return Launched(kernel.fn.__name__, tuple(params), rerun=rerun)
+
+
+def _like(value: Any, rest: Iterator[Any]) -> Any:
+    """An argument of the same form, made of the next values."""
+    if isinstance(value, tuple):
+        return tuple(next(rest) for _ in value)
+    return _rebased(value, next(rest)) if _is_descriptor(value) else next(rest)
+
+
+def _is_descriptor(value: Any) -> bool:
+    return isinstance(getattr(value, "base", None), torch.Tensor) and not isinstance(value, torch.Tensor)
+
+
+def _rebased(like: Any, base: torch.Tensor) -> Any:
+    """The same tensor descriptor, of other memory."""
+    made: Any = object.__new__(type(like))
+    made.__dict__.update(vars(like), base=base)
+    return made
+
+
+class _Unsupported(Exception):
+    """A parameter whose packing is not known."""
+
+
+_FORMATS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+
+
+def _flatten(kind: Any, value: Any, maps: Iterator[Any], params: list[tuple[str, Any]]) -> None:
+    """Append the parameters that an argument of Triton's type `kind` becomes."""
+    if isinstance(kind, tuple):
+        for inner, element in zip(kind, value):
+            _flatten(inner, element, maps, params)
+    elif kind.startswith("tensordesc"):
+        shape, strides, meta = list(value.shape), list(value.strides), next(maps, None)
+        if meta is None or meta["fp4_padded"] or getattr(value, "round_f32_to_tf32", False):
+            raise _Unsupported("a tensor descriptor that is no plain tensor map")
+        params.append(("M", _tensor_map(value, shape, strides, meta)))
+        params.extend(("i", size) for size in shape)
+        params.extend(("q", stride) for stride in strides)
+    elif kind.startswith("*"):
+        params.append(("P", value))
+    elif kind in _FORMATS:
+        params.append((_FORMATS[kind], value))
+    elif kind != "constexpr":
+        raise _Unsupported(f"a parameter of type {kind}")
+
+
+def _tensor_map(descriptor: Any, shape: list[int], strides: list[int], meta: Any) -> TensorMap:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    size = meta["elem_size"]
+    return TensorMap(
+        descriptor.base, TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], tuple(shape[::-1]),
+        tuple(size * stride for stride in strides[-2::-1]), tuple(meta["block_size"][::-1]), meta["swizzle"],
+        descriptor.padding == "nan",
+    )  # fmt: skip
+
+
+def hooked() -> bool:
+    """Whether a profiler has hooked Triton's launches, which must then go through Triton."""
     import triton
 
-    values = {**dict(zip(kernel.arg_names, args)), **constants}
-    if any(name not in values for name in kernel.arg_names):
-        return None
-    bound = tuple([values[name] for name in kernel.arg_names])
-    if env.interpreting():
-        return Launched(kernel, None, grid, bound, None)
-    if not triton.__version__.startswith(_REPEATABLE):
-        return None
-    return Launched(kernel, code, (*grid, 1, 1)[:3], bound, triton.knobs.runtime)
-
-
-def _anyone(hook: Any) -> bool:
-    """Whether a launch hook of Triton's does something."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    runtime = triton.knobs.runtime
+    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in
+               (runtime.launch_enter_hook, runtime.launch_exit_hook))  # fmt: skip
 
 
 @contextmanager
 def listener(listening: Any) -> Iterator[None]:
-    """Tell `listening.launched` of every launch inside; of one that cannot be made again it hears None. Kernels run
-    within its `aside()`: Triton's interpreter uses torch."""
+    """Tell `listening.launched` of every launch inside: a `Launched`, or the reason (str) why it cannot be repeated.
+    Kernels run within its `aside()`: Triton's interpreter uses torch."""
     token = _listener.set(listening)
     try:
-        yield
+        with state.suspended():
+            yield
     finally:
         _listener.reset(token)
 
 
-def listening() -> bool:
-    """Whether launches are recorded or listened to."""
-    return _recorder.get() is not None or _listener.get() is not None
+def heard(launched: Launched | str) -> None:
+    """Tell the listener, if there is one, of a launch that was made by other ways than `launch`."""
+    listening = _listener.get()
+    if listening is not None:
+        listening.launched(launched)
 
 
-def unrepeatable() -> None:
-    """Something is launched by other ways than these."""
-    heard = _listener.get()
-    if heard is not None:
-        heard.launched(None)
+def listened() -> bool:
+    """Whether anybody listens to launches."""
+    return _listener.get() is not None
 
 
 def chained(facts: Device, moved: int = 0) -> dict[str, bool]:
@@ -231,7 +302,8 @@ def recording() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     token = _recorder.set(launches)
     try:
-        yield launches
+        with state.suspended():
+            yield launches
     finally:
         _recorder.reset(token)
 

@@ -3,15 +3,17 @@
 A `KernelOp` wraps a pair of plain functions, forward and backward, that launch kernels. In eager mode it calls them
 directly, or through a thin autograd.Function, because the dispatcher's route through Python costs tens of
 microseconds. Under torch.compile, FakeTensor, functorch or any dispatch mode it calls the operator registered
-with torch.library, which the tracers understand. Both routes run the same functions; the eager one remembers the
+with torch.library, which the tracers understand. Both routes run the same functions; the eager one records the
 launches of calls that come again (core/replay.py).
 """
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flashkernel.core.replay import Remembered
+from flashkernel.core.launch import listened
+from flashkernel.core.replay import CallCache, applied
 
 NAMESPACE = "flashkernel"
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -22,8 +24,10 @@ def traced(tensor: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or type(tensor) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (modes := torch._C._len_torch_dispatch_stack()) > 1
+        or (modes == 1 and not listened())  # a recording looks on from outside
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -37,7 +41,7 @@ class KernelOp:
 
     def __init__(self, name, forward, fake, *, setup_context=None, backward=None, mutates=()):
         self.name = name
-        self.forward = Remembered(forward)
+        self.forward = CallCache(forward, name)
         self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=mutates)
         self.registered.register_fake(fake)
         self.function = None
@@ -51,20 +55,24 @@ class KernelOp:
         if self.function is not None and torch.is_grad_enabled():
             for value in args:
                 if isinstance(value, Tensor) and value.requires_grad:
-                    return self.function.apply(*args)
-        return self.forward(*args)
+                    outputs = self.function.apply(*args, None)
+                    applied(self, args, outputs)
+                    return outputs
+        return self.forward(args, {})
 
 
 def _autograd_function(name, forward, setup_context, backward):
-    def run_forward(ctx, *args):
-        output = forward(*args)
+    def run_forward(ctx, *given):
+        # The last argument is None, or a recording of this call with the tensors it takes.
+        *args, recorded = given
+        output = forward(tuple(args), {}) if recorded is None else recorded[0].run(recorded[1])
         setup_context(ctx, args, output)
         return output
 
     def run_backward(ctx, *gradients):
         # torch.library wants a list of gradients for a list of tensors, autograd.Function a plain None.
         results = backward(ctx, *gradients)
-        return tuple([None if isinstance(value, list) else value for value in results])
+        return *[None if isinstance(value, list) else value for value in results], None
 
     body = {"forward": staticmethod(run_forward), "backward": staticmethod(once_differentiable(run_backward))}
     return type(name, (torch.autograd.Function,), body)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from flashkernel.core import device as devices
-from flashkernel.core import env, files
+from flashkernel.core import env, files, state
 from flashkernel.core.device import Device
 from flashkernel.core.timing import Timing, measure
 
@@ -94,11 +94,6 @@ def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
     return config
 
 
-def unsettled() -> bool:
-    """Whether what `pick` answers holds for a while only, or someone wants to hear every question."""
-    return bool(_overrides or _watchers)
-
-
 def generation() -> int:
     """A number that changes where the answers may have."""
     return _generation
@@ -110,7 +105,8 @@ def watching() -> Iterator[dict[tuple[Tunable, tuple[Any, ...]], Shape]]:
     seen: dict[tuple[Tunable, tuple[Any, ...]], Shape] = {}
     _watchers.append(seen)
     try:
-        yield seen
+        with state.suspended():
+            yield seen
     finally:
         _watchers[:] = [watcher for watcher in _watchers if watcher is not seen]
 
@@ -124,7 +120,8 @@ def override(tunable: Tunable | str, config: Any) -> Iterator[None]:
     had, before = name in _overrides, _overrides.get(name)
     _overrides[name] = config
     try:
-        yield
+        with state.suspended():
+            yield
     finally:
         if had:
             _overrides[name] = before

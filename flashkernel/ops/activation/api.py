@@ -5,9 +5,11 @@ from torch import Tensor
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Op, resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.activation import spec
 
 
+@replayed
 def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) -> Tensor:
     """x times the normal distribution's cumulative function at x; approximate="tanh" for GPT-2's and Gemma's form."""
     _check_approximate("gelu", approximate)
@@ -17,24 +19,28 @@ def gelu(x: Tensor, *, approximate: str = "none", backend: str | None = None) ->
     return _activation(x, None, _GELU[approximate], "plain", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def silu(x: Tensor, *, backend: str | None = None) -> Tensor:
     """x sigmoid(x), also called swish."""
     chosen = _choose(spec.SILU, x, backend)
     return chosen.run(x) if chosen.composite else _activation(x, None, "silu", "plain", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def relu(x: Tensor, *, backend: str | None = None) -> Tensor:
     """max(x, 0)."""
     chosen = _choose(spec.RELU, x, backend)
     return chosen.run(x) if chosen.composite else _activation(x, None, "relu", "plain", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def squared_relu(x: Tensor, *, backend: str | None = None) -> Tensor:
     """max(x, 0)^2."""
     chosen = _choose(spec.SQUARED_RELU, x, backend)
     return chosen.run(x) if chosen.composite else _activation(x, None, "squared_relu", "plain", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def swiglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", backend: str | None = None) -> Tensor:
     """silu(gate) * up.
 
@@ -48,6 +54,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", ba
     return _activation(gate, up, "silu", packed if up is None else "separate", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def geglu(
     gate: Tensor,
     up: Tensor | None = None,
@@ -65,6 +72,7 @@ def geglu(
     return _activation(gate, up, _GELU[approximate], packed if up is None else "separate", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def reglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", backend: str | None = None) -> Tensor:
     """relu(gate) * up; packed inputs as in `swiglu`."""
     _check_gated("reglu", gate, up, packed)
@@ -74,6 +82,7 @@ def reglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", bac
     return _activation(gate, up, "relu", packed if up is None else "separate", 0.0, 0.0, chosen.target)
 
 
+@replayed
 def gpt_oss_glu(
     gate: Tensor,
     up: Tensor | None = None,

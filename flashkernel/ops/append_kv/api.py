@@ -8,11 +8,13 @@ from flashkernel.blocks.rope import half_width, rotary_width
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.append_kv import spec
 
 QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
 
+@replayed
 def append_kv(
     k: Tensor,
     v: Tensor,

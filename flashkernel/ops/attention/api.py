@@ -8,10 +8,13 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.runs import span
 from flashkernel.core.dispatch import choose
+from flashkernel.core.replay import replayed
 from flashkernel.ops.attention import registered, spec
 
 
+@replayed
 def attention(
     q: Tensor,
     k: Tensor,
@@ -52,7 +55,8 @@ def attention(
         spec.ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], has_tables=mask is not None and len(mask.tables) > 0,
         has_score=score is not None, has_bias=bias is not None, has_slopes=alibi_slopes is not None,
-        has_dropout=dropout > 0, deterministic=deterministic,
+        has_dropout=dropout > 0, deterministic=deterministic, few_keys=_few_keys(q, k, mask),
+        has_gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )  # fmt: skip
     if chosen.composite:
         return chosen.run(
@@ -66,6 +70,14 @@ def attention(
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout), seed,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _few_keys(q: Tensor, k: Tensor, mask: Mask | None) -> bool:
+    """Whether a mask leaves each tile of queries few of many keys; under torch.compile sizes may be symbols, and it is
+    taken not to."""
+    if mask is None or mask.tables or k.shape[1] < 4 * spec.FEW_KEYS or torch.compiler.is_compiling():
+        return False
+    return span(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1]) <= spec.FEW_KEYS
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -42,9 +42,19 @@ def _hopper(call: Call) -> str | None:
     return None
 
 
+FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a warp-specialised pipeline is full
+
+
 def _slower(call: Call) -> str | None:
-    """Tables are known on the device only: the order of the work cannot be laid out for them beforehand."""
-    return "its mask has tables" if call.facts["has_tables"] else None
+    if call.facts["has_tables"]:  # they are known on the device only
+        return "its mask has tables, so that the tile schedule cannot be laid out beforehand"
+    if call.facts["few_keys"] and not call.facts["has_gradients"] and max(_widths(call)) > 64:
+        return f"each tile of queries sees at most {FEW_KEYS} keys, where the portable forward kernel is faster"
+    return None
+
+
+def _widths(call: Call) -> tuple[int, int]:
+    return call.facts["head_dim"], call.facts["value_dim"]
 
 
 def _slopes() -> Draw:

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.dispatch import choose
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import KernelOp, traced
 from flashkernel.core.op import resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.decode import spec
 
 QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
 
+@replayed
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -79,6 +81,7 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
+@replayed
 def paged_attention(
     q: Tensor,
     k: Tensor,
@@ -238,7 +241,10 @@ def _span(q: Tensor, k: Tensor, page_table: Tensor | None, window: int | None, s
 
 
 def _even(x: Tensor) -> bool:
-    """Whether a tensor descriptor can step through a cache: rows side by side, strides of 16 bytes or a multiple."""
+    """Whether a tensor descriptor can step through a cache: rows side by side, its address and strides multiples of 16
+    bytes. Tracers know no address: what turns out to be unaligned then is copied."""
+    if not traced(x) and x.data_ptr() % 16:
+        return False
     unit = 16 // x.element_size()
     for size, stride in zip(x.shape[:3], x.stride()):
         if size > 1 and (stride == 0 or stride % unit):

@@ -43,7 +43,7 @@ def _hopper(call: Call) -> str | None:
     if call.facts["has_prefix"]:
         return "it has no shared prefix"
     if not call.facts["even"]:
-        return "the cache's heads, keys and pages must lie 16 bytes apart, or a multiple"
+        return "the cache's address, and the strides of its heads, keys and pages, must be multiples of 16 bytes"
     return _kernels(call)
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
 from flashkernel.core.dispatch import choose
+from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import registered, spec
 from flashkernel.ops.gemm.packing import PACKINGS
 
 
+@replayed
 def linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],

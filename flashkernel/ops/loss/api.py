@@ -6,12 +6,14 @@ from torch import Tensor
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp, traced
 from flashkernel.core.op import resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.loss import spec
 from flashkernel.ops.loss.configs import Settings
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@replayed
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -37,12 +39,13 @@ def cross_entropy(
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
     loss, _, _ = _cross_entropy(
-        _flat(logits), target.reshape(-1), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
+        _flat(logits), _row(target), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
         reduction, chosen.target,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+@replayed
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -78,7 +81,7 @@ def linear_cross_entropy(
         )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
     loss, _, _, _, _ = _linear(
-        _flat(x), weight, bias, target.reshape(-1), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
+        _flat(x), weight, bias, _row(target), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
         reduction, wanted, chosen.target,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
@@ -114,6 +117,10 @@ def _check_linear(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
         raise ValueError(f"linear_cross_entropy: bias is {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         raise ValueError(f"linear_cross_entropy: weight is on {weight.device} but x is on {x.device}; move one of them")
+
+
+def _row(target: Tensor) -> Tensor:
+    return target if target.ndim == 1 else target.reshape(-1)
 
 
 def _flat(values: Tensor) -> Tensor:

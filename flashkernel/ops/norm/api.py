@@ -6,9 +6,11 @@ from torch import Tensor
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.norm import spec
 
 
+@replayed
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -32,6 +34,7 @@ def rms_norm(
     return y if residual is None else (y, total)
 
 
+@replayed
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,

@@ -8,20 +8,24 @@ from torch import Tensor
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Op, resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.reduce import kinds, spec
 from flashkernel.ops.reduce.masks import mask_rows
 
 
+@replayed
 def sum(x: Tensor, *, keepdim: bool = False, backend: str | None = None) -> Tensor:
     """The sum of each row, added in float32, in x's dtype; 0 for rows without columns."""
     return _reduce_rows(spec.SUM, kinds.SUM, x, keepdim, backend)
 
 
+@replayed
 def mean(x: Tensor, *, keepdim: bool = False, backend: str | None = None) -> Tensor:
     """The mean of each row, added in float32, in x's dtype; NaN for rows without columns, as in torch."""
     return _reduce_rows(spec.MEAN, kinds.MEAN, x, keepdim, backend)
 
 
+@replayed
 def max(x: Tensor, *, keepdim: bool = False, backend: str | None = None) -> Tensor:
     """The largest value of each row; NaN where one is in it. Equal maxima share the gradient evenly (torch.amax)."""
     _check("max", x)
@@ -30,12 +34,14 @@ def max(x: Tensor, *, keepdim: bool = False, backend: str | None = None) -> Tens
     return _reduce_rows(spec.MAX, kinds.MAX, x, keepdim, backend)
 
 
+@replayed
 def logsumexp(x: Tensor, *, keepdim: bool = False, backend: str | None = None) -> Tensor:
     """log(sum(exp(x))) of each row, without overflow. A row of nothing but -inf, or without columns, gives -inf and
     a gradient of zero."""
     return _reduce_rows(spec.LOGSUMEXP, kinds.LOGSUMEXP, x, keepdim, backend)
 
 
+@replayed
 def softmax(
     x: Tensor,
     mask: Tensor | None = None,
@@ -57,6 +63,7 @@ def softmax(
     return _softmax(x, mask, float(scale), causal, chosen.target)
 
 
+@replayed
 def argmax(x: Tensor) -> Tensor:
     """The place of each row's largest value, int64; of equal ones the first. On a GPU many programs share a row."""
     _check("argmax", x)
@@ -69,6 +76,7 @@ def argmax(x: Tensor) -> Tensor:
     return by_parts(_flat(x)).view(x.shape[:-1])
 
 
+@replayed
 def weighted_sum(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """y[r] = sum over c of x[r, c] * weight[c], added in float32, in x's dtype."""
     _check("weighted_sum", x)

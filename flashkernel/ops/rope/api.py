@@ -8,9 +8,11 @@ from flashkernel.blocks.rope import half_width, rotary_width
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.rope import spec
 
 
+@replayed
 def rope(
     q: Tensor,
     k: Tensor | None = None,

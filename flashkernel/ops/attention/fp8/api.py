@@ -8,12 +8,14 @@ from flashkernel.blocks.mask import Mask, recalled
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
+from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.fp8 import spec
 from flashkernel.ops.attention.fp8.reference import FP8, SCALE_BLOCK
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@replayed
 def attention_fp8(
     q: Tensor,
     k: Tensor,

@@ -13,7 +13,6 @@ from flashkernel.blocks.mask import Mask
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import described, fields_of, gl
 from flashkernel.core.launch import chained, launch
-from flashkernel.ops.attention import triton as portable
 from flashkernel.ops.attention.hopper.around import attention_finish, attention_prepare
 from flashkernel.ops.attention.hopper.backward import attention_backward
 from flashkernel.ops.attention.hopper.backward_wide import attention_backward_wide
@@ -26,7 +25,6 @@ from flashkernel.ops.attention.hopper.configs import (
     Wide,
     block,
     shares_output,
-    sparse,
 )
 from flashkernel.ops.attention.hopper.forward import attention_forward
 from flashkernel.ops.attention.hopper.order import Lines, order
@@ -50,8 +48,6 @@ def forward(
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     if batch == 0 or queries == 0:
         return o, lse
-    if sparse(keys, span(problem.mask, batch, heads, queries, keys), max(width, values)):
-        return portable.forward(q, k, v, bias, sinks, slopes, problem)  # a walk is over before its pipeline is full
     if keys == 0:  # nothing is seen, and a descriptor of nothing is not allowed
         nothing = lse.new_full((heads,), float("-inf")) if sinks is None else sinks.float()
         return o.zero_(), lse.copy_(nothing.view(1, -1, 1))
@@ -99,9 +95,9 @@ def backward(
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dk, dv, None, dsinks, None)."""
+    if k.shape[1] == 0 or q.numel() == 0:
+        return _backward_of_nothing(dlse, q, k, v, sinks)
     config = _backward_config(q, k, v, problem)
-    if config is None:
-        return portable.backward(do, dlse, q, k, v, bias, sinks, slopes, o, lse, problem, want_bias)
     batch, queries, heads, width = q.shape
     query_tiles = tune.ceil_div(queries, config.rows)
     padded = query_tiles * config.rows
@@ -117,6 +113,16 @@ def backward(
         **chained(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None
+
+
+def _backward_of_nothing(
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:
+    """Gradients where no query sees a key: zeros; the lse is then the sink's logit."""
+    dsinks = None
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum((0, 2)).to(sinks.dtype)
+    return *[torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)], None, dsinks, None
 
 
 def _prepare(
@@ -201,10 +207,7 @@ def _forward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Forwar
     return config
 
 
-def _backward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Backward | Wide | None:
-    """The config for a call; None where there is nothing to do."""
-    if k.shape[1] == 0 or q.numel() == 0:
-        return None
+def _backward_config(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Backward | Wide:
     facts, shape = device.facts(q.device), _shape(q, k, v, problem)
     if max(q.shape[3], v.shape[3]) > 128:
         wide: Wide = tune.pick(WIDE, facts, shape)

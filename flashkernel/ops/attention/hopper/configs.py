@@ -71,11 +71,6 @@ def _packed(shape: Mapping[str, int]) -> int:
     return min(8, shape["group"] & -shape["group"])
 
 
-def sparse(keys: int, span: int, width: int) -> bool:
-    """Whether queries see so few of the keys that the portable forward kernel is faster."""
-    return span <= _SHORT_SPAN and keys >= 4 * _SHORT_SPAN and block(width) > 64
-
-
 def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
     width, pack = max(block(shape["head_dim"]), block(shape["value_dim"])), _packed(shape)
     if width > 128:

@@ -11,7 +11,6 @@ from torch import Tensor
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import described, fields_of, gl
 from flashkernel.core.launch import chained, launch
-from flashkernel.ops.decode import triton as portable
 from flashkernel.ops.decode.configs import COMBINE, RING, Ring, block
 from flashkernel.ops.decode.hopper.kernels import decode_stream
 from flashkernel.ops.decode.triton import Cache, Settings
@@ -24,8 +23,6 @@ LOADER_REGISTERS = 40
 
 def forward(q: Tensor, cache: Cache, sinks: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:
     """(o, lse): o is (batch, new, heads, value_dim) in q's dtype, lse (batch, heads, new) in float32."""
-    if cache.k.numel() == 0 or (cache.k.data_ptr() | cache.v.data_ptr()) % 16:
-        return portable.forward(q, cache, sinks, settings)  # a descriptor needs a tensor, 16 bytes aligned
     batch, queries, heads, width = q.shape
     kv_heads = cache.k.shape[2]
     group, facts = heads // kv_heads, device.facts(q.device)
@@ -33,6 +30,9 @@ def forward(q: Tensor, cache: Cache, sinks: Tensor | None, settings: Settings) -
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse
+    if cache.k.numel() == 0:  # nothing is seen, and a descriptor of nothing is not allowed
+        nothing = lse.new_full((heads,), float("-inf")) if sinks is None else sinks.float()
+        return o.zero_(), lse.copy_(nothing.view(1, -1, 1))
     span = min(cache.capacity, settings.window + queries - 1 + settings.sink_tokens)
     shape = {
         "batch": batch, "rows": queries * group, "kv_heads": kv_heads, "head_dim": width, "page": cache.page,
@@ -76,6 +76,8 @@ def _registers(config: Ring, width: int) -> int:
 
 def _boxes(x: Tensor, height: int) -> Any:
     """Keys or values in boxes of `height` positions of one head, 64 columns wide; what lies outside reads as zero."""
+    if x.data_ptr() % 16:  # dispatch declines this where it can see the address
+        x = x.clone(memory_format=torch.contiguous_format)
     # A stride along one element is never taken, but must be a legal one.
     strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride())]
     strides[3] = 1

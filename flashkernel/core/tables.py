@@ -1,0 +1,3 @@
+"""Stub until merged."""
+_pinned = []
+def pin(tensors): _pinned.extend(tensors)
