@@ -23,8 +23,8 @@ from flashkernel.ops.attention import registered as attention
 from flashkernel.ops.norm import api as norm
 from flashkernel.ops.norm.configs import FORWARD
 
-# Weights come as a tuple; torch multiplies; on a CPU, a workspace of one width is read as another.
-NEVER = {"linear", "linear_cross_entropy", "paged_attention"}
+# torch multiplies, into parts of what it allocated; on a CPU, a workspace of one width is read as another.
+NEVER = {"linear_cross_entropy", "paged_attention"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -114,14 +114,15 @@ def test_gradients_of_sinks_are_repeated(repeated: list[Any]) -> None:
     assert len(repeated) == 2
 
 
-def test_unaligned_arguments_are_not_recorded(repeated: list[Any]) -> None:
+def test_unaligned_arguments_have_recordings_of_their_own(repeated: list[Any]) -> None:
     memory = torch.randn(1 + 8 * 64)
     for _ in range(4):
         _rms(memory[1:].view(8, 64))
-    assert not repeated
+    assert len(set(repeated)) == 1
     for _ in range(4):
         _rms(memory[:-1].view(8, 64))
-    assert len(repeated) == 2
+    assert len(repeated) == 4
+    assert len(set(repeated)) == 2
 
 
 def test_arguments_in_the_same_memory_are_told_apart_or_not_recorded(repeated: list[Any]) -> None:

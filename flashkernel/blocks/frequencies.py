@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flashkernel.core.replay import CONSTANT
 
-
 _cache_keys: dict[tuple[tuple[float, ...], float], object] = {}  # one short key for equal frequencies (core/replay.py)
 
 

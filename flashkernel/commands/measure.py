@@ -83,10 +83,15 @@ def bench(
     scale: Annotated[
         int | None, typer.Option(min=0, help="Shrink cases to this many input elements; 0: never. On a CPU 2^20.")
     ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Time the host's part of calls instead, beside torch's own calls.")
+    ] = False,
     commit: Commit = None,
     format: Formatted = Format.table,
 ) -> None:
     """Time operators against their baselines, all in one run, each checked first. Ctrl-C keeps what was measured."""
+    if host:
+        return _bench_host(names, case, device, save, commit, format)
     with screen.clear_errors():
         from flashkernel.lab import selection
         from flashkernel.lab.bench import Settings
@@ -112,6 +117,36 @@ def bench(
     for note in notes:
         screen.tell(note)
     screen.leave(stopped, failed=any(record.kind == "backend" and not record.counts for record in records))
+
+
+def _bench_host(
+    names: Sequence[str] | None, only: Sequence[str] | None, device: str | None, save: Path | None, commit: str | None,
+    format: Format,
+) -> None:  # fmt: skip
+    """Host microseconds of public functions; exit 1 if a result is wrong."""
+    with screen.clear_errors():
+        from flashkernel.core import roofline
+        from flashkernel.lab import host, selection
+        from flashkernel.lab.results import ResultsFile, describe_run
+
+        place = selection.device(device)
+        wanted = {op.name for op in selection.operators(names)}
+        known = selection.known("case", only, [case.name for case in host.CASES]) if only else None
+        cases = [case for case in host.CASES if case.op in wanted and (known is None or case.name in known)]
+        file = None
+        if save is not None:
+            ceilings = roofline.ceilings(place, ["bfloat16"])
+            file = ResultsFile(save / f"{host.OP}.json", describe_run(ceilings.device, ceilings.as_dict(), commit))
+    records: list[Record] = []
+    with screen.progress() as progress, screen.keeping_results() as stopped:
+        bar = progress.add_task("", total=len(cases))
+        for case, found in zip(cases, host.measure(cases, place)):
+            progress.update(bar, description=case.name, advance=1)
+            records += found
+            if file is not None:
+                file.add(found)
+    screen.show(format, [record.as_dict() for record in records], [screen.host_table(records)])
+    screen.leave(stopped, failed=any(not record.correct for record in records))
 
 
 def step(

@@ -58,7 +58,8 @@ ARGUMENT_TYPES: dict[str, type] = {
 }
 
 _FORMATS = {
-    "pointer": "P", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f", "float64": "d", "bool": "?",
+    "pointer": "P", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f", "float64": "d",
+    "bool": "?",
 }  # fmt: skip
 
 _has_gpu = cache(torch.cuda.is_available)
@@ -229,7 +230,9 @@ class Kernel:
         if self.arguments is None:
             return f"{self.name} has no declared arguments"
         grid, block, shared, programmatic = key
-        (x, y, z), (u, v, w) = (((*sizes, 1, 1) if isinstance(sizes, tuple) else (sizes, 1, 1))[:3] for sizes in (grid, block))
+        (x, y, z), (u, v, w) = (
+            ((*sizes, 1, 1) if isinstance(sizes, tuple) else (sizes, 1, 1))[:3] for sizes in (grid, block)
+        )
         params = tuple((_FORMATS[kind], value) for kind, value in zip(self.arguments, args))
         function = int(_driver("cuKernelGetFunction", kernel.handle))
         return Launched(

@@ -1,6 +1,6 @@
 """The one place that launches a Triton kernel, records a launch, or compiles one for a GPU that is not here.
 
-Rooms call `launch(kernel, grid, *args, **constants)`. A `listener` is told of launches, and what it takes to repeat them.
+Rooms call `launch(kernel, grid, *args, **constants)`. A `listener` is told of launches and how to repeat them.
 Inside `recording()` nothing runs: the launches are kept, and `compile_for(launch, arch)` turns each into machine code
 with its registers, stack and shared memory, on any machine.
 """

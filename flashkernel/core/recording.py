@@ -84,9 +84,9 @@ def _shape_results(steps: list[Any], result: Any) -> None:
         used = any(isinstance(step, _Operation) and view.slot in step.uses() for step in steps)
         if step is None or view.whole or not alone or used or view.offset or step.dtype != view.dtype:
             continue
-        if _contiguous(step.size, step.stride) and _contiguous(view.size, view.stride):
-            if torch.Size(step.size).numel() == torch.Size(view.size).numel():
-                step.size, step.stride, view.whole = view.size, view.stride, True
+        same = torch.Size(step.size).numel() == torch.Size(view.size).numel()
+        if same and _contiguous(step.size, step.stride) and _contiguous(view.size, view.stride):
+            step.size, step.stride, view.whole = view.size, view.stride, True
 
 
 def _contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
@@ -106,10 +106,12 @@ class _Writer:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"as_strided": torch.as_strided, "lock": threading.RLock(), "void": c_void_p}
         if index >= 0:
+            from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+
             from flashkernel.core.tables import pin
 
             self.names.update(
-                empty=torch._C._dynamo.guards._empty_strided_cuda, launch=driver.launch(), pin=pin,
+                empty=_empty_strided_cuda, launch=driver.launch(), pin=pin,
                 capturing=torch.cuda.is_current_stream_capturing, replace_address=driver.replace_address(),
             )  # fmt: skip
             self.stream = torch._C._cuda_getCurrentRawStream(index)

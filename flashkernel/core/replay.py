@@ -119,7 +119,7 @@ class CallCache:
         self, key: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a call, which is recorded as well."""
-        if self.public and torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        if self.public and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             with _watching() as seen:
                 result = self.function(*args, **kwargs)
             self.calls[key] = _applied(seen, tensors, result)
@@ -218,10 +218,12 @@ class _Applied:
         picked = self.picked
         if picked is None:
             return outputs
-        return outputs[picked] if type(picked) is int else tuple([outputs[place] for place in picked])
+        return outputs[picked] if isinstance(picked, int) else tuple([outputs[place] for place in picked])
 
 
-def _applied(seen: list[tuple[Any, tuple[Any, ...], Any]], tensors: list[Tensor], result: Any) -> _Applied | Uncacheable:
+def _applied(
+    seen: list[tuple[Any, tuple[Any, ...], Any]], tensors: list[Tensor], result: Any
+) -> _Applied | Uncacheable:
     if len(seen) != 1:
         return Uncacheable(f"with gradients it applies {len(seen)} operators, not one")
     op, args, outputs = seen[0]

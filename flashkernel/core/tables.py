@@ -1,3 +1,7 @@
 """Stub until merged."""
-_pinned = []
-def pin(tensors): _pinned.extend(tensors)
+
+_pinned: list = []
+
+
+def pin(tensors):
+    _pinned.extend(tensors)

@@ -42,9 +42,11 @@ class Record:
     roof: float | None = None  # share of the measured roof
     bound: str | None = None  # "memory" or "compute"
     peak_bytes: int | None = None  # above what was allocated before the call
-    mode: str | None = None  # how it was timed: "events", "graph" or "cpu"
+    mode: str | None = None  # how it was timed: "events", "graph", "cpu" or "host"
     note: str | None = None
     error: str | None = None
+    host_us: float | None = None  # mode "host": microseconds until the call returned
+    limit_us: float | None = None  # and what it should be at most
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -110,11 +112,12 @@ class Generation:
 
 
 AnyRecord = Record | Generation
+_OPTIONAL = ("note", "error", "host_us", "limit_us")  # left out of files where there is none
 
 
 def _as_dict(record: AnyRecord) -> dict[str, Any]:
     values = asdict(record)
-    return {name: value for name, value in values.items() if value is not None or name not in ("note", "error")}
+    return {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
 
 
 def _from_dict(values: Mapping[str, Any]) -> AnyRecord:

@@ -80,6 +80,24 @@ def show_records(format: Format, records: Sequence[AnyRecord]) -> None:
             tell(remark)
 
 
+def host_table(records: Sequence[Record]) -> Table:
+    """Host microseconds of each function beside torch's own, and the limit it should keep."""
+    table = Table(
+        "function", "direction", "ours, us", "torch, us", "limit, us", "", title="host time of a call",
+        title_justify="left",
+    )  # fmt: skip
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        rows.setdefault((record.case, record.direction), {})[record.kind] = record
+    for (case, direction), found in rows.items():
+        ours, own = found["backend"], found.get("baseline")
+        mine, limit = ours.host_us or 0.0, ours.limit_us or 0.0
+        verdict = ours.note or "" if not ours.correct else "" if mine <= limit else f"{mine / limit:.2f}x the limit"
+        beside = "" if own is None or own.host_us is None else f"{own.host_us:.1f}"
+        table.add_row(case, direction, f"{mine:.1f}", beside, f"{limit:.1f}", verdict)
+    return table
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
     """A progress bar; nothing where standard error is no terminal."""

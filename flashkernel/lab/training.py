@@ -99,7 +99,7 @@ def measure(
         expected = loss if expected is None else expected
         close = abs(loss - expected) <= LOSS_GAP * abs(expected)
         note = None if close else f"loss {loss:.4f}, expected {expected:.4f}"
-        yield Record(**common, correct=close, ms=_statistics(seconds), peak_bytes=peak, mode="steps", note=note)
+        yield Record(**common, correct=close, ms=statistics(seconds), peak_bytes=peak, mode="steps", note=note)
 
 
 def _run(
@@ -135,7 +135,8 @@ def _run(
     return seconds[2:], peak, losses[0]
 
 
-def _statistics(seconds: Sequence[float]) -> dict[str, float]:
+def statistics(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds of all, as a record keeps them."""
     ms = np.array(seconds) * 1e3
     found = {name: float(np.percentile(ms, share)) for name, share in STATISTICS.items()}
     return {**found, "mean": float(ms.mean()), "std": float(ms.std()), "min": float(ms.min()), "max": float(ms.max())}

@@ -122,7 +122,8 @@ def _backward_of_nothing(
     dsinks = None
     if sinks is not None:
         dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum((0, 2)).to(sinks.dtype)
-    return *[torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)], None, dsinks, None
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return dq, dk, dv, None, dsinks, None
 
 
 def _prepare(

@@ -1,0 +1,280 @@
+"""What a call costs the host: the time until a public function returns, beside torch's own call for the same thing.
+
+Kernels are launched without waiting, so a training or decoding loop of small kernels goes as fast as the host issues
+them. Shapes are small here, such that the GPU is never behind; calls are repeated, as layers and steps repeat them.
+The limit is 1.3 times torch's own time, or 25 us where torch has no such call; attention's limits are 60 us forward
+and 100 us backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashkernel as fk
+from flashkernel.core import replay
+from flashkernel.core.check import compare
+from flashkernel.core.op import Op
+from flashkernel.lab.results import Record
+from flashkernel.lab.training import statistics
+from flashkernel.ops import registry
+
+OP = "host"
+OURS, THEIRS = "flashkernel", "torch"
+SHARE, ALONE_US = 1.3, 25.0
+ATTENTION_US = {"fwd": 60.0, "bwd": 100.0}
+ROUNDS, CALLS = 15, 60  # a round fits the launch queue
+_WARMUP = replay.RECORD_AFTER + 6
+
+Make = Callable[[torch.device, torch.dtype], "Call"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public function with its arguments, and torch's function for the same thing, where there is one."""
+
+    function: Callable[..., Any]
+    tensors: tuple[Tensor, ...]
+    options: Callable[[], dict[str, Any]]
+    torch_own: Callable[..., Any] | None = None
+    differentiable: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement of the host's part."""
+
+    name: str
+    op: str
+    make: Make
+
+
+def _call(
+    function: str, shapes: Sequence[tuple[int, ...]], own: Callable[..., Any] | None = None,
+    differentiable: bool = True, **options: Any,
+) -> Make:  # fmt: skip
+    """Random tensors of these shapes; options that are functions are called anew for each call."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Call:
+        generator = torch.Generator(device).manual_seed(0)
+        tensors = tuple(torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+
+        def given() -> dict[str, Any]:
+            return {name: value() if callable(value) else value for name, value in options.items()}
+
+        return Call(getattr(fk, function), tensors, given, own, differentiable)
+
+    return make
+
+
+def _sdpa(causal: bool) -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=True
+        )
+
+    return run
+
+
+_X, _W = (64, 1024), (1024,)
+_HEADS, _KV = (1, 256, 16, 64), (1, 256, 4, 64)
+_OSS, _OSS_KV = (1, 256, 64, 64), (1, 256, 8, 64)
+_CAUSAL, _SLIDING = fk.causal(), fk.causal() & fk.window(128)
+
+
+def _cross_entropy(device: torch.device, dtype: torch.dtype) -> Call:
+    target = torch.randint(0, 1024, (64,), device=device)
+    logits = torch.randn(64, 1024, device=device).to(dtype)
+    own = lambda logits: F.cross_entropy(logits, target)  # noqa: E731
+    return Call(lambda logits, **options: fk.cross_entropy(logits, target, **options), (logits,), dict, own)
+
+
+def _linear_cross_entropy(device: torch.device, dtype: torch.dtype) -> Call:
+    target = torch.randint(0, 1024, (64,), device=device)
+    x, weight = torch.randn(64, 256, device=device).to(dtype), torch.randn(1024, 256, device=device).to(dtype)
+    own = lambda x, weight: F.cross_entropy(F.linear(x, weight), target)  # noqa: E731
+    return Call(
+        lambda x, weight, **options: fk.linear_cross_entropy(x, weight, target, **options), (x, weight), dict, own
+    )
+
+
+def _decode(device: torch.device, dtype: torch.dtype) -> Call:
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 1, 16, 128), *[(4, 256, 4, 128)] * 2))
+    lengths = torch.full((4,), 256, dtype=torch.int32, device=device)
+    own = _sdpa(False)
+    return Call(
+        lambda q, k, v, **options: fk.decode_attention(q, k, v, lengths, **options), (q, k, v), dict, own, False
+    )
+
+
+def _pages(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = torch.full((4,), 256, dtype=torch.int32, device=device)
+    table = torch.arange(64, dtype=torch.int32, device=device).view(4, 16)
+    return lengths, table, torch.tensor([0, 16, 32, 48, 64], dtype=torch.int32, device=device)
+
+
+def _paged(device: torch.device, dtype: torch.dtype) -> Call:
+    lengths, table, starts = _pages(device)
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in ((64, 16, 64), *[(64, 16, 4, 64)] * 2))
+    return Call(
+        lambda q, k, v, **options: fk.paged_attention(q, k, v, starts, lengths, table, **options), (q, k, v), dict,
+        differentiable=False,
+    )  # fmt: skip
+
+
+def _append(device: torch.device, dtype: torch.dtype) -> Call:
+    pages = [torch.zeros(64, 16, 4, 64, device=device, dtype=dtype) for _ in range(2)]
+    slots = torch.arange(8, device=device)
+    k, v = (torch.randn(8, 4, 64, device=device).to(dtype) for _ in range(2))
+
+    def run(k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+        fk.append_kv(k, v, pages[0], pages[1], slots, backend=backend)
+        return pages[0].view(-1, 4, 64)[:8]
+
+    return Call(run, (k, v), dict, differentiable=False)
+
+
+def _rope(device: torch.device, dtype: torch.dtype) -> Call:
+    frequencies = fk.Frequencies.plain(64)
+    return _call("rope", [_HEADS, _KV], frequencies=frequencies)(device, dtype)
+
+
+def _rope_tables(device: torch.device, dtype: torch.dtype) -> Call:
+    """As Transformers calls it: cos and sin of each token."""
+    cos, sin = (torch.randn(1, 256, 64, device=device).to(dtype) for _ in range(2))
+    call = _call("rope", [_HEADS, _KV])(device, dtype)
+    return Call(lambda q, k, **options: fk.rope(q, k, cos, sin, **options), call.tensors, dict)
+
+
+CASES = (
+    Case("rms_norm", "rms_norm", _call("rms_norm", [_X, _W], lambda x, w: F.rms_norm(x, (1024,), w, 1e-6))),
+    Case("rms_norm-residual", "rms_norm", _call("rms_norm", [_X, _W], residual=lambda: _RESIDUAL[0])),
+    Case("layer_norm", "layer_norm", _call("layer_norm", [_X, _W, _W], lambda x, w, b: F.layer_norm(x, (1024,), w, b))),
+    Case("gelu", "gelu", _call("gelu", [_X], F.gelu)),
+    Case("silu", "silu", _call("silu", [_X], F.silu)),
+    Case("relu", "relu", _call("relu", [_X], F.relu)),
+    Case("squared_relu", "squared_relu", _call("squared_relu", [_X])),
+    Case("swiglu", "swiglu", _call("swiglu", [_X, _X])),
+    Case("geglu", "geglu", _call("geglu", [_X, _X])),
+    Case("reglu", "reglu", _call("reglu", [_X, _X])),
+    Case("gpt_oss_glu", "gpt_oss_glu", _call("gpt_oss_glu", [(64, 2048)])),
+    Case("sum", "sum", _call("sum", [_X], lambda x: torch.sum(x, -1))),
+    Case("mean", "mean", _call("mean", [_X], lambda x: torch.mean(x, -1))),
+    Case("max", "max", _call("max", [_X], lambda x: torch.amax(x, -1))),
+    Case("logsumexp", "logsumexp", _call("logsumexp", [_X], lambda x: torch.logsumexp(x, -1))),
+    Case("softmax", "softmax", _call("softmax", [_X], lambda x: torch.softmax(x, -1))),
+    Case("weighted_sum", "weighted_sum", _call("weighted_sum", [_X, _W], torch.mv)),
+    Case("rope", "rope", _rope),
+    Case("rope-tables", "rope", _rope_tables),
+    Case("cross_entropy", "cross_entropy", _cross_entropy),
+    Case("linear_cross_entropy", "linear_cross_entropy", _linear_cross_entropy),
+    Case("linear-1", "linear", _call("linear", [(1, 1024), (1024, 1024)], F.linear)),
+    Case("linear-64", "linear", _call("linear", [(64, 1024), (1024, 1024)], F.linear)),
+    Case("linear-1-swiglu", "linear", _call("linear", [(1, 1024), (2048, 1024)], activation="swiglu")),
+    Case("attention", "attention", _call("attention", [_HEADS, _KV, _KV], _sdpa(False))),
+    Case("attention-causal", "attention", _call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=_CAUSAL)),
+    Case("attention-mask-anew", "attention",
+         _call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=lambda: fk.causal() & fk.window(64))),
+    Case("attention-gpt-oss", "attention",
+         _call("attention", [_OSS, _OSS_KV, _OSS_KV], mask=_SLIDING, sinks=lambda: _SINKS[0])),
+    Case("decode_attention", "decode_attention", _decode),
+    Case("paged_attention", "paged_attention", _paged),
+    Case("append_kv", "append_kv", _append),
+)  # fmt: skip
+_RESIDUAL: list[Tensor] = []
+_SINKS: list[Tensor] = []
+
+
+def measure(cases: Sequence[Case], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[list[Record]]:
+    """The records of each case, one case at a time."""
+    generator = torch.Generator(device).manual_seed(1)
+    _RESIDUAL[:] = [torch.randn(_X, generator=generator, device=device).to(dtype)]
+    _SINKS[:] = [torch.randn(64, generator=generator, device=device)]
+    for case in cases:
+        yield _measure(case, device, dtype)
+
+
+def _measure(case: Case, device: torch.device, dtype: torch.dtype) -> list[Record]:
+    call = case.make(device, dtype)
+    wrong = _check(registry()[case.op], call)
+    records: list[Record] = []
+    for direction in ("fwd", "fwd-grad", "bwd") if call.differentiable else ("fwd",):
+        times: dict[str, list[float]] = {}
+        runners = {OURS: lambda *given: call.function(*given, **call.options())}
+        if call.torch_own is not None:
+            runners[THEIRS] = call.torch_own
+        steps = {name: _step(run, call.tensors, direction) for name, run in runners.items()}
+        for step in steps.values():
+            for _ in range(_WARMUP):
+                step()
+        for _ in range(ROUNDS):  # in turn: a host that is busy slows both alike
+            for name, step in steps.items():
+                times.setdefault(name, []).append(_seconds(step, device))
+        own = float(np.median(times[THEIRS])) * 1e6 if THEIRS in times else None
+        for name, seconds in times.items():
+            ours, kind = name == OURS, str(dtype).removeprefix("torch.")
+            record = Record(
+                OP, case.name, {}, kind, direction, name, "backend" if ours else "baseline",
+                not wrong, statistics(seconds), mode="host", note=wrong, host_us=float(np.median(seconds)) * 1e6,
+                limit_us=_limit(case, direction, own) if ours else None,
+            )  # fmt: skip
+            records.append(record)
+    return records
+
+
+def _limit(case: Case, direction: str, own_us: float | None) -> float:
+    if case.op == "attention":
+        return ATTENTION_US["bwd" if direction == "bwd" else "fwd"]
+    return ALONE_US if own_us is None else SHARE * own_us
+
+
+def _step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) -> Callable[[], Any]:
+    if direction == "fwd":
+        leaves = tuple(tensor.detach() for tensor in tensors)
+        return lambda: run(*leaves)
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
+    if direction == "fwd-grad":
+        return lambda: run(*leaves)
+    outputs = run(*leaves)
+    roots = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [torch.randn_like(root) for root in roots]
+    return lambda: torch.autograd.grad(roots, leaves, weights, retain_graph=True)
+
+
+def _seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Host seconds of a call; the device is drained first."""
+    _drain(device)
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        step()
+    return (time.perf_counter() - began) / CALLS
+
+
+def _drain(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _check(op: Op, call: Call) -> str | None:
+    """What is wrong with the function's result, by the reference in float64."""
+    options = call.options()
+    with torch.no_grad():
+        for _ in range(_WARMUP):  # such that what is checked is what is timed
+            found = call.function(*call.tensors, **options)
+        wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in options.items()}
+        exact = call.function(*[tensor.double() for tensor in call.tensors], **wide, backend="reference")
+        own = call.function(*call.tensors, **options, backend="torch")
+    results = [value if isinstance(value, tuple) else (value,) for value in (found, exact, own)]
+    coarse = call.tensors[0].dtype if op.tolerance.of_inputs == "all" else None
+    for mine, right, theirs in zip(*results):
+        report = compare("output", mine, right, theirs, op.tolerance, coarse)
+        if not report.ok:
+            return report.message
+    return None
