@@ -306,3 +306,46 @@ def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
         assert y.grad_fn is not None
     assert repeated
     assert attention._attention.function is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_repeated_call_tells_autograd_what_it_wrote(device: str, repeated: list[Any]) -> None:
+    frequencies = fk.Frequencies.plain(16)
+    for _ in range(4):
+        q = torch.randn(1, 8, 2, 16, device=device)
+        wanted = fk.rope(q, frequencies=frequencies, backend="torch")
+        before = q._version
+        fk.rope(q, frequencies=frequencies, in_place=True, backend="triton")
+        assert q._version > before
+        torch.testing.assert_close(q, wanted)
+    assert len(repeated) == 2
+
+
+@pytest.mark.gpu
+def test_hopper_linear_and_cuda_calls_are_repeated(repeated: list[Any]) -> None:
+    """Tensor maps, tuples of pointers and CUDA C++ launches are packed as their kernels expect."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    for seed in range(5):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(2, 300, heads, 64, **half).requires_grad_() for heads in (8, 2, 2))
+        sinks = torch.randn(8, device="cuda", requires_grad=True)
+        mask = fk.causal() & fk.window(128)
+        o = fk.attention(q, k, v, sinks=sinks, mask=mask, backend="hopper")
+        wanted = fk.attention(q, k, v, sinks=sinks, mask=mask, backend="torch")
+        do = torch.randn_like(o)
+        pairs = zip(
+            (o, *torch.autograd.grad(o, (q, k, v, sinks), do)),
+            (wanted, *torch.autograd.grad(wanted, (q, k, v, sinks), do)),
+        )
+        x, weights = torch.randn(3, 256, **half), [torch.randn(64, 256, **half) / 16 for _ in range(3)]
+        with torch.no_grad():
+            linear = zip(fk.linear(x, weights, backend="triton"), fk.linear(x, weights, backend="torch"))
+            total = [(fk.sum(x, backend="cuda"), fk.sum(x, backend="torch"))]
+        for found, expected in (*pairs, *linear, *total):
+            torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
+    names = {step.launched.name for recording in repeated for step, _ in recording.steps if hasattr(step, "launched")}
+    assert {"attention_forward", "attention_backward"} <= names
+    assert any("linear" in name for name in names)
+    assert any("row" in name or "sum" in name or "reduce" in name for name in names)

@@ -254,15 +254,6 @@ def _tensor_map(descriptor: Any, shape: list[int], strides: list[int], meta: Any
     )  # fmt: skip
 
 
-def hooked() -> bool:
-    """Whether a profiler has hooked Triton's launches, which must then go through Triton."""
-    import triton
-
-    runtime = triton.knobs.runtime
-    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in
-               (runtime.launch_enter_hook, runtime.launch_exit_hook))  # fmt: skip
-
-
 @contextmanager
 def listener(listening: Any) -> Iterator[None]:
     """Tell `listening.launched` of every launch inside: a `Launched`, or the reason (str) why it cannot be repeated.
@@ -273,6 +264,15 @@ def listener(listening: Any) -> Iterator[None]:
             yield
     finally:
         _listener.reset(token)
+
+
+def mark_written(x: torch.Tensor) -> None:
+    """Let autograd notice a write to an argument that torch did not make."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+    listening = _listener.get()
+    if listening is not None:
+        listening.written(x)
 
 
 def heard(launched: Launched | str) -> None:

@@ -63,13 +63,27 @@ class KernelOp:
 
 def _autograd_function(name, forward, setup_context, backward):
     def run_forward(ctx, *given):
-        # The last argument is None, or a recording of this call with the tensors it takes.
-        *args, recorded = given
-        output = forward(tuple(args), {}) if recorded is None else recorded[0].run(recorded[1])
+        # The last argument is None, or (a recording of this call, the tensors it takes, the outputs that are wanted).
+        args, recorded = given[:-1], given[-1]
+        if recorded is None:
+            output = forward(args, {})
+            setup_context(ctx, args, output)
+            return output
+        recording, tensors, ctx.picked = recorded
+        output = recording.run(tensors)
         setup_context(ctx, args, output)
-        return output
+        if ctx.picked is None:
+            return output
+        ctx.outputs = len(output)
+        return output[ctx.picked[0]] if len(ctx.picked) == 1 else tuple([output[place] for place in ctx.picked])
 
     def run_backward(ctx, *gradients):
+        picked = getattr(ctx, "picked", None)
+        if picked is not None:  # of the operator's outputs only these were returned
+            padded = [None] * ctx.outputs
+            for place, gradient in zip(picked, gradients):
+                padded[place] = gradient
+            gradients = tuple(padded)
         # torch.library wants a list of gradients for a list of tensors, autograd.Function a plain None.
         results = backward(ctx, *gradients)
         return *[None if isinstance(value, list) else value for value in results], None

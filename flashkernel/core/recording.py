@@ -26,6 +26,7 @@ _OPERATIONS = {
     _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default, _aten.full.default, _aten.new_full.default,
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default, _aten.ne.Scalar,
 }  # fmt: skip
+_SUMS = {_aten.sum.dim_IntList, _aten.sum.default}
 _METHODS = {_aten.zero_.default: "zero_", _aten.fill_.Scalar: "fill_", _aten.copy_.default: "copy_"}
 _SHARED_MEMORY = "two of its arguments begin at the same address"
 PASSING = {_SHARED_MEMORY}  # reasons that another call of the same shapes need not have
@@ -47,6 +48,9 @@ class Recording:
     """A recorded call. `run(tensors)` gives its result for other tensors of the same shapes, strides and dtypes."""
 
     def __init__(self, steps: list[Any], given: Sequence[Tensor], result: Any) -> None:
+        from triton import knobs
+
+        self._knobs = knobs.runtime
         self.steps = list(zip(steps, _dead(steps, len(given), result)))
         out = _Writer(given[0].get_device())
         kept = [tensor for step in steps if isinstance(step, _Launch) for tensor in step.kept]
@@ -68,7 +72,11 @@ class Recording:
 
     def hooked(self) -> bool:
         """Whether a profiler has hooked Triton's launches, which a recording would pass by."""
-        return launch.hooked()
+        knobs = self._knobs
+        try:
+            return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
+        except AttributeError:  # a function was put in the place of a list of hooks
+            return knobs.launch_enter_hook is not None or knobs.launch_exit_hook is not None
 
 
 def _views(result: _View | tuple[_View, ...] | None) -> tuple[_View, ...]:
@@ -255,6 +263,20 @@ class _Launch:
         out.line(f"    if status: {named}.failed(status)")
 
 
+class _Written:
+    """Autograd learns that a kernel has written to an argument."""
+
+    def __init__(self, view: _View) -> None:
+        self.view = view
+
+    def uses(self) -> list[int]:
+        return [self.view.slot]
+
+    def emit(self, out: _Writer) -> None:
+        out.names["increment_version"] = torch.autograd.graph.increment_version
+        out.line(f"if not v{self.view.slot}.is_inference(): increment_version(v{self.view.slot})")
+
+
 def _address(slot: int, offset: int) -> str:
     return f"v{slot}.data_ptr() + {offset}" if offset else f"v{slot}.data_ptr()"
 
@@ -295,6 +317,11 @@ class _Tape(TorchDispatchMode):
         """A kernel was launched; a string says why that cannot be repeated."""
         if self.reason is None:
             self._try(lambda: self.steps.append(self._launch(launched)))
+
+    def written(self, x: Tensor) -> None:
+        """An argument was written to by a kernel, which autograd was told of."""
+        if self.reason is None:
+            self._try(lambda: self.steps.append(_Written(self._view(x))))
 
     def _launch(self, launched: Launched | str) -> _Launch:
         if isinstance(launched, str):
@@ -350,8 +377,9 @@ class _Tape(TorchDispatchMode):
         given = set(map(_memory, tensors))
         if not func._schema.is_mutable and all(_memory(one) in given for one in made):
             return  # views, which whatever uses them is traced through
-        if func not in _OPERATIONS and not (func is _aten.sum.dim_IntList and args[0].dtype is torch.float32):
-            raise CannotRecord(f"it asks torch for {func}")  # a sum of other dtypes has the one that autocast wants
+        exact = func in _SUMS and args[0].dtype in (torch.float32, torch.bool)  # else autocast decides on the dtype
+        if func not in _OPERATIONS and not exact:
+            raise CannotRecord(f"it asks torch for {func}")
         places = [self._argument(value) for value in args]
         named = {name: self._argument(value) for name, value in kwargs.items()}
         slot = None if func._schema.is_mutable else self._keep(result)

@@ -34,6 +34,12 @@ from flashkernel.core import recording as rec
 RECORD_AFTER = 64  # calls: decoding changes the shapes of every step, and no step has that many layers
 MOST_CALLS = 4096  # kept for each function
 CONSTANT = "_flashkernel_constant"  # attribute of tensors that follow from a call's plain arguments alone
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_current_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else lambda: -1
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+_allow_tf32 = torch._C._get_cublas_allow_tf32
+_autocast, _grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _PARAMETER = torch.nn.Parameter
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -56,12 +62,7 @@ class CallCache:
         _caches.append(self)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            state.suspensions
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or forward_ad._current_level >= 0
-        ):
+        if state.suspensions or _dispatch_modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
         key = self.key(args, kwargs, tensors)
@@ -94,18 +95,18 @@ class CallCache:
         if index < 0:
             if not env.interpreting() or tensors[0].device.type != "cpu":
                 return None
-        elif index != torch._C._cuda_getDevice():
+        elif index != _current_device():
             return None
         else:  # kernels that keep counters keep a row of them for each stream
-            parts.append(torch._C._cuda_getCurrentRawStream(index))
+            parts.append(_current_stream(index))
         for tensor in tensors:
             if tensor.get_device() != index:
                 return None
-        parts += (index, tune.generation(), torch._C._get_cublas_allow_tf32())
-        if torch.is_autocast_enabled():
+        parts += (index, tune.generation, _allow_tf32())
+        if _autocast():
             parts.append(torch.get_autocast_gpu_dtype())
-        if self.public and torch.is_grad_enabled():
-            parts.append(tuple([tensor.requires_grad for tensor in tensors]))
+        if self.public and _grad_enabled():
+            parts += [tensor.requires_grad for tensor in tensors]
         return tuple(parts)
 
     def _count(self, key: tuple[Any, ...], seen: int) -> None:
@@ -201,7 +202,7 @@ def applied(op: Any, args: tuple[Any, ...], outputs: Any) -> None:
 class _Applied:
     """A call with gradients that ends in one operator: its arguments, and which of its outputs are the result."""
 
-    def __init__(self, op: Any, template: list[tuple[bool, Any]], picked: int | tuple[int, ...] | None) -> None:
+    def __init__(self, op: Any, template: list[tuple[bool, Any]], picked: tuple[int, ...] | None) -> None:
         self.op, self.template, self.picked = op, template, picked
         self.recording: rec.Recording | None = None
 
@@ -214,11 +215,11 @@ class _Applied:
             outputs = self.op.function.apply(*args, None)
         else:
             given = [value for value in args if isinstance(value, Tensor)]
-            outputs = self.op.function.apply(*args, (recording, given))
+            return self.op.function.apply(*args, (recording, given, self.picked))
         picked = self.picked
         if picked is None:
             return outputs
-        return outputs[picked] if isinstance(picked, int) else tuple([outputs[place] for place in picked])
+        return outputs[picked[0]] if len(picked) == 1 else tuple([outputs[place] for place in picked])
 
 
 def _applied(
@@ -231,7 +232,7 @@ def _applied(
     template: list[tuple[bool, Any]] = []
     for value in args:
         if not isinstance(value, Tensor):
-            if isinstance(value, list) and value:
+            if isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
                 return Uncacheable("with gradients, it gives its operator a list of tensors")
             template.append((False, value))
         elif id(value) in places:
@@ -246,8 +247,9 @@ def _applied(
     whole = result if isinstance(result, tuple) else (result,)
     if any(id(one) not in made for one in whole):
         return Uncacheable("with gradients, its result is computed from the operator's outputs")
-    picked = tuple([made[id(one)] for one in whole])
-    return _Applied(op, template, picked if isinstance(result, tuple) else picked[0])
+    if isinstance(result, tuple) and len(result) == 1:
+        return Uncacheable("with gradients, its result is a tuple of one")
+    return _Applied(op, template, tuple([made[id(one)] for one in whole]))
 
 
 def status() -> str:

@@ -71,7 +71,7 @@ _watchers: list[dict[tuple[Tunable, tuple[Any, ...]], Shape]] = []
 _recent: dict[tuple[Any, ...], Any] = {}  # by exact shape, in front of the buckets, which take longer to work out
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[Path] = set()
-_generation = 0
+generation = 0  # changes where the answers may have
 
 
 def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
@@ -92,11 +92,6 @@ def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
             _recent.clear()
         _recent[exact] = config
     return config
-
-
-def generation() -> int:
-    """A number that changes where the answers may have."""
-    return _generation
 
 
 @contextmanager
@@ -177,9 +172,9 @@ def forget() -> None:
 
 
 def _changed() -> None:
-    global _generation
+    global generation
     _recent.clear()
-    _generation += 1
+    generation += 1
 
 
 def cache_path(tunable: Tunable, device: Device) -> Path:

@@ -6,6 +6,7 @@ from torch import Tensor
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.blocks.rope import half_width, rotary_width
 from flashkernel.core.dispatch import choose
+from flashkernel.core.launch import mark_written
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
@@ -215,8 +216,8 @@ def _forward(
         k, v, k_pages, v_pages, slots, k_scale, v_scale, q, cos, sin, rates, positions, scaling, rotary, interleaved
     )
     for x in (k_pages, v_pages, k_scale, v_scale):
-        if x is not None and not x.is_inference():
-            torch.autograd.graph.increment_version(x)  # autograd must notice a write that torch did not make
+        if x is not None:
+            mark_written(x)
     return turned
 
 

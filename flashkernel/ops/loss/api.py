@@ -125,7 +125,7 @@ def _row(target: Tensor) -> Tensor:
 
 def _flat(values: Tensor) -> Tensor:
     """[rows, last] with unit stride along the row; a view where the layout allows one."""
-    flat = values.reshape(values.shape[:-1].numel(), values.shape[-1])
+    flat = values if values.ndim == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.blocks.rope import half_width, rotary_width
 from flashkernel.core.dispatch import choose
+from flashkernel.core.launch import mark_written
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
@@ -56,8 +57,6 @@ def rope(
     rates, scaling = None, 1.0
     if frequencies is not None:
         rates, scaling = frequencies.rates(q.device), frequencies.scaling
-    if cos is not None and sin is not None:
-        cos, sin = half_width(cos, width, interleaved), half_width(sin, width, interleaved)
     if in_place:
         _rope_in_place(q, k, cos, sin, rates, positions, scaling, width, interleaved, chosen.target)
         return q if k is None else (q, k)
@@ -157,6 +156,7 @@ def _forward(
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """(q', k'); k' is empty without a k."""
+    cos, sin = _halves(cos, sin, rotary, interleaved)
     return resolve(kernels).forward(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, inverse)
 
 
@@ -176,10 +176,20 @@ def _forward_in_place(
     interleaved: bool,
     kernels: str,
 ) -> None:
+    cos, sin = _halves(cos, sin, rotary, interleaved)
     resolve(kernels).forward_in_place(q, k, cos, sin, rates, positions, scaling, rotary, interleaved)
     for x in (q, k):
-        if x is not None and not x.is_inference():
-            torch.autograd.graph.increment_version(x)  # autograd must notice a write that torch did not make
+        if x is not None:
+            mark_written(x)
+
+
+def _halves(
+    cos: Tensor | None, sin: Tensor | None, rotary: int, interleaved: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tables with one column for each pair."""
+    if cos is None or sin is None:
+        return cos, sin
+    return half_width(cos, rotary, interleaved), half_width(sin, rotary, interleaved)
 
 
 def _fake_forward_in_place(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, kernels):
