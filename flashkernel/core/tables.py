@@ -1,7 +1,0 @@
-"""Stub until merged."""
-
-_pinned: list = []
-
-
-def pin(tensors):
-    _pinned.extend(tensors)
