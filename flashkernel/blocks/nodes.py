@@ -6,6 +6,8 @@ traced; whatever is built runs in torch, in Triton and on intervals alike.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -185,6 +187,10 @@ class Operation(Expression):
 
 _CONDITIONS = ("lt", "le", "eq", "and", "or", "not")
 _FLOATS = ("div", "tanh", "exp")
+_OF_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+    "lt": operator.lt, "le": operator.le, "eq": operator.eq,
+}  # fmt: skip
 NARROW = (torch.uint8, torch.int8, torch.int16)
 _READABLE = (
     torch.bool, *NARROW, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -244,7 +250,10 @@ def _kinds(*expressions: Expression) -> str:
 
 
 def _arithmetic(name: str, left: Any, right: Any) -> Expression:
-    return Operation(name, (number(left), number(right)))
+    a, b = number(left), number(right)
+    if isinstance(a, Constant) and isinstance(b, Constant) and name in _OF_CONSTANTS:
+        return lift(_OF_CONSTANTS[name](a.value, b.value))
+    return Operation(name, (a, b))
 
 
 def _integer_division(name: str, sign: str, left: Any, right: Any) -> Expression:
@@ -256,7 +265,7 @@ def _integer_division(name: str, sign: str, left: Any, right: Any) -> Expression
     divided = number(left)
     if divided.kind != INTEGER:
         raise TypeError(f"{sign} takes an integer on the left, not {_kinds(divided)}; compare with / instead")
-    return Operation(name, (divided, lift(right)))
+    return _arithmetic(name, divided, right)
 
 
 def _negated(condition: Expression) -> Expression:
@@ -319,7 +328,8 @@ def exp(value: Any) -> Expression:
 
 
 def absolute(value: Any) -> Expression:
-    return Operation("abs", (number(value),))
+    given = number(value)
+    return Constant(abs(given.value)) if isinstance(given, Constant) else Operation("abs", (given,))
 
 
 def variables(expression: Expression) -> set[str]:
