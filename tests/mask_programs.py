@@ -99,7 +99,13 @@ def mask_of(tree: Tree) -> fk.Mask:
     return fk.custom(lambda b, h, q, k: build(tree, {"b": b, "h": h, "q": q, "k": k}))
 
 
+def _varies(tree: Tree) -> bool:
+    return tree[0] == "index" or any(isinstance(arg, tuple) and _varies(arg) for arg in tree[1:])
+
+
 def _indices(name: str, integers: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    """Of numbers without a shape Triton's interpreter compares integers only: some index varies."""
+    integers = integers.filter(_varies)
     own = [st.just(("index", axis)) for axis in name.split("_")[1]]
     return st.one_of(st.tuples(*own), st.tuples(*(st.one_of(one, integers) for one in own))).map(
         lambda indices: ("table", name, *indices)

@@ -6,6 +6,7 @@ traced; whatever is built runs in torch, in Triton and on intervals alike.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ _FLOATS = ("div", "tanh", "exp")
 _OF_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
     "lt": operator.lt, "le": operator.le, "eq": operator.eq,
+    "min": lambda a, b: a if a != a or a < b else b, "max": lambda a, b: a if a != a or a > b else b,
+    "div": lambda a, b: a / b if b else math.copysign(math.inf, a) if a else math.nan,
 }  # fmt: skip
 NARROW = (torch.uint8, torch.int8, torch.int16)
 _READABLE = (
