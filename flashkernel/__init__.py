@@ -21,6 +21,7 @@ from flashkernel.ops.attention import (
     prefix,
     quantize_fp8,
     sink_tokens,
+    tensor_mask,
     window,
 )
 from flashkernel.ops.decode import decode_attention, paged_attention
@@ -74,6 +75,7 @@ __all__ = [
     "squared_relu",
     "sum",
     "swiglu",
+    "tensor_mask",
     "use_backend",
     "weighted_sum",
     "where",

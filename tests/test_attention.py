@@ -389,8 +389,10 @@ def test_wrong_inputs(change: dict[str, Any], message: str) -> None:
 
 def test_wrong_kinds() -> None:
     inputs = _inputs()
-    with pytest.raises(TypeError, match="attention: mask is a Tensor; it must be a Mask"):
-        attention(**inputs, mask=torch.ones(20, 20, dtype=torch.bool))
+    with pytest.raises(TypeError, match="goes into bias="):
+        attention(**inputs, mask=torch.ones(20, 20))
+    with pytest.raises(TypeError, match="attention: mask is a function; .* flashkernel.custom"):
+        attention(**inputs, mask=lambda b, h, q, k: k <= q)
     with pytest.raises(TypeError, match="attention: score is a Tensor"):
         attention(**inputs, score=torch.zeros(20, 20))
     with pytest.raises(TypeError, match="cannot branch"):

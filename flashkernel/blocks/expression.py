@@ -14,136 +14,60 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.derivative import derivative
+from flashkernel.blocks.nodes import (
+    BOOLEAN,
+    Constant,
+    Expression,
+    Gather,
+    Operation,
+    Table,
+    Variable,
+    absolute,
+    children,
+    exp,
+    lift,
+    maximum,
+    minimum,
+    read_dtype,
+    tanh,
+    variables,
+    where,
+)
+from flashkernel.blocks.source import score_source, table_arguments, triton_source
 
-class Expression:
-    """A number or a truth value computed from indices."""
-
-    def __add__(self, other: Any) -> Expression:
-        return Operation("add", (self, lift(other)))
-
-    def __radd__(self, other: Any) -> Expression:
-        return Operation("add", (lift(other), self))
-
-    def __sub__(self, other: Any) -> Expression:
-        return Operation("sub", (self, lift(other)))
-
-    def __rsub__(self, other: Any) -> Expression:
-        return Operation("sub", (lift(other), self))
-
-    def __mul__(self, other: Any) -> Expression:
-        return Operation("mul", (self, lift(other)))
-
-    def __rmul__(self, other: Any) -> Expression:
-        return Operation("mul", (lift(other), self))
-
-    def __truediv__(self, other: Any) -> Expression:
-        return Operation("div", (self, lift(other)))
-
-    def __rtruediv__(self, other: Any) -> Expression:
-        return Operation("div", (lift(other), self))
-
-    def __floordiv__(self, other: Any) -> Expression:
-        return Operation("floordiv", (self, _positive(other)))
-
-    def __mod__(self, other: Any) -> Expression:
-        return Operation("mod", (self, _positive(other)))
-
-    def __neg__(self) -> Expression:
-        return Operation("sub", (Constant(0), self))
-
-    def __lt__(self, other: Any) -> Expression:
-        return Operation("lt", (self, lift(other)))
-
-    def __le__(self, other: Any) -> Expression:
-        return Operation("le", (self, lift(other)))
-
-    def __gt__(self, other: Any) -> Expression:
-        return Operation("lt", (lift(other), self))
-
-    def __ge__(self, other: Any) -> Expression:
-        return Operation("le", (lift(other), self))
-
-    def __eq__(self, other: object) -> Any:
-        return Operation("eq", (self, lift(other)))
-
-    def __ne__(self, other: object) -> Any:
-        return Operation("not", (Operation("eq", (self, lift(other))),))
-
-    def __and__(self, other: Any) -> Expression:
-        return Operation("and", (self, lift(other)))
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Expression:
-        return Operation("or", (self, lift(other)))
-
-    __ror__ = __or__
-
-    def __invert__(self) -> Expression:
-        return Operation("not", (self,))
-
-    def __bool__(self) -> bool:
-        raise TypeError(
-            "the function is called once, with variables in place of indices, so it cannot branch on them; write & for "
-            "and, | for or, ~ for not, and flashkernel.where(condition, a, b) for if"
-        )
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-@dataclass(frozen=True, eq=False)
-class Variable(Expression):
-    """b and h count batches and query heads, q and k positions; sq and sk are the lengths; score is q . k scaled."""
-
-    name: str
-
-
-@dataclass(frozen=True, eq=False)
-class Constant(Expression):
-    value: float | int | bool
-
-
-@dataclass(frozen=True, eq=False)
-class Gather(Expression):
-    """table[indices]; reads outside the table give 0."""
-
-    table: Tensor
-    indices: tuple[Expression, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Operation(Expression):
-    name: str
-    args: tuple[Expression, ...]
-
-
-class Table:
-    """A tensor that a traced function may index: `ids = Table(ids)`, then `ids[b, q] == ids[b, k]`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __getitem__(self, indices: Any) -> Gather:
-        given = indices if isinstance(indices, tuple) else (indices,)
-        if len(given) != self.tensor.ndim:
-            raise IndexError(f"a table of {self.tensor.ndim} dims was indexed by {len(given)}; give every index")
-        return Gather(self.tensor, tuple(lift(index) for index in given))
-
-
-def lift(value: Any) -> Expression:
-    """A Python number as an expression."""
-    if isinstance(value, Expression):
-        return value
-    if isinstance(value, (bool, int, float)):
-        return Constant(value)
-    raise TypeError(f"{value!r} cannot stand in a traced function; use numbers, operators and Table(tensor)[index]")
-
-
-def _positive(value: Any) -> Expression:
-    if not isinstance(value, int) or value <= 0:
-        raise TypeError(f"// and % take a positive integer on the right, not {value!r}")
-    return Constant(value)
+__all__ = [
+    "BOOLEAN",
+    "Constant",
+    "Expression",
+    "Gather",
+    "Operation",
+    "Table",
+    "Traced",
+    "Variable",
+    "absolute",
+    "as_tensors",
+    "bind",
+    "children",
+    "derivative",
+    "evaluate",
+    "exp",
+    "lift",
+    "maximum",
+    "minimum",
+    "read_dtype",
+    "recall",
+    "score_function",
+    "score_source",
+    "table_arguments",
+    "tables",
+    "tanh",
+    "trace",
+    "trace_score",
+    "triton_source",
+    "variables",
+    "where",
+]
 
 
 def bind(expression: Expression, found: list[Tensor], given: list[Tensor]) -> Expression:
@@ -156,36 +80,19 @@ def bind(expression: Expression, found: list[Tensor], given: list[Tensor]) -> Ex
     return expression
 
 
-def where(condition: Any, a: Any, b: Any) -> Expression:
-    """`a` where the condition holds, else `b`: what a traced function writes for if."""
-    return Operation("where", (lift(condition), lift(a), lift(b)))
-
-
-def minimum(a: Any, b: Any) -> Expression:
-    return Operation("min", (lift(a), lift(b)))
-
-
-def maximum(a: Any, b: Any) -> Expression:
-    return Operation("max", (lift(a), lift(b)))
-
-
-def tanh(value: Any) -> Expression:
-    return Operation("tanh", (lift(value),))
-
-
-def exp(value: Any) -> Expression:
-    return Operation("exp", (lift(value),))
-
-
-def absolute(value: Any) -> Expression:
-    return Operation("abs", (lift(value),))
-
-
 def trace(function: Callable[..., Any] | Traced, *names: str) -> Expression:
     """Call a function with variables, and lift what it returns; what is traced already is taken as it is."""
     if isinstance(function, Traced):
         return function.expression
     return lift(function(*(Variable(name) for name in names)))
+
+
+def trace_score(function: Callable[..., Any] | Traced) -> Expression:
+    """The expression of a function of (score, b, h, q, k)."""
+    found = trace(function, "score", "b", "h", "q", "k")
+    if found.kind == BOOLEAN:
+        raise TypeError("a score function returns a number, not a condition; pairs are hidden by mask=")
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +123,7 @@ class Traced:
 
 def score_function(function: Callable[..., Any]) -> Traced:
     """A function of (score, b, h, q, k) for attention's `score`, traced here and now: torch.compile needs it so."""
-    return Traced(trace(function, "score", "b", "h", "q", "k"), "score")
+    return Traced(trace_score(function), "score")
 
 
 _traced: dict[str, tuple[Expression, list[Tensor]]] = {}  # text -> expression over tensors without memory
@@ -226,19 +133,6 @@ def recall(text: str, given: Sequence[Tensor]) -> Expression:
     """The expression that a text names, over these tensors."""
     template, blank = _traced[text]
     return bind(template, blank, list(given)) if blank else template
-
-
-def variables(expression: Expression) -> set[str]:
-    """The names of the variables an expression depends on."""
-    if isinstance(expression, Variable):
-        return {expression.name}
-    return set().union(*(variables(child) for child in children(expression)))
-
-
-def children(expression: Expression) -> tuple[Expression, ...]:
-    if isinstance(expression, Operation):
-        return expression.args
-    return expression.indices if isinstance(expression, Gather) else ()
 
 
 def tables(expression: Expression) -> list[Tensor]:
@@ -269,11 +163,13 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
     "not": lambda a: ~a if isinstance(a, Tensor) else not a,
+    "bitand": lambda a, b: a & b,
+    "bitor": lambda a, b: a | b,
     "min": lambda a, b: torch.minimum(*as_tensors(a, b)),
     "max": lambda a, b: torch.maximum(*as_tensors(a, b)),
-    "where": lambda c, a, b: torch.where(torch.as_tensor(c), *as_tensors(a, b)),
-    "tanh": lambda a: torch.tanh(a),
-    "exp": lambda a: torch.exp(a),
+    "where": lambda c, a, b: torch.where(c, *as_tensors(a, b)) if isinstance(c, Tensor) else a if c else b,
+    "tanh": lambda a: torch.tanh(torch.as_tensor(a)),
+    "exp": lambda a: torch.exp(torch.as_tensor(a)),
     "abs": lambda a: abs(a),
 }
 
@@ -297,85 +193,8 @@ def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
             inside = inside & (index >= 0) & (index < size)
         limits = [index.clamp(0, max(0, size - 1)) for index, size in zip(indices, expression.table.shape)]
         if expression.table.numel() == 0:
-            return torch.zeros_like(inside, dtype=expression.table.dtype)
-        found = expression.table[tuple(torch.broadcast_tensors(*limits))]
+            return torch.zeros_like(inside, dtype=read_dtype(expression.table))
+        found = expression.table[tuple(torch.broadcast_tensors(*limits))].to(read_dtype(expression.table))
         return torch.where(inside, found, torch.zeros((), dtype=found.dtype, device=found.device))
     assert isinstance(expression, Operation)
     return _TORCH[expression.name](*(evaluate(arg, values) for arg in expression.args))
-
-
-_TRITON = {
-    "add": "({} + {})",
-    "sub": "({} - {})",
-    "mul": "({} * {})",
-    "div": "({} / {})",
-    "floordiv": "({} // {})",
-    "mod": "({} % {})",
-    "lt": "({} < {})",
-    "le": "({} <= {})",
-    "eq": "({} == {})",
-    "and": "({} & {})",
-    "or": "({} | {})",
-    "not": "({} == 0)",
-    "min": "tl.minimum({}, {})",
-    "max": "tl.maximum({}, {})",
-    "where": "tl.where({}, {}, {})",
-    "tanh": "(2 * tl.sigmoid(2 * {}) - 1)",
-    "exp": "tl.exp({})",
-    "abs": "tl.abs({})",
-}
-
-
-def table_arguments(found: list[Tensor]) -> tuple[Any, ...]:
-    """The kernel argument `tables`: for each tensor its pointer, its sizes and its strides."""
-    return tuple(value for table in found for value in (table, *table.shape, *table.stride()))
-
-
-def triton_source(expression: Expression, found: list[Tensor]) -> str:
-    """The expression as Triton text over the variables' names and `tables`, the arguments for the tensors of `found`.
-
-    Triton divides towards zero; positions in a mask are not negative, so // and % agree with Python's.
-    """
-    if isinstance(expression, Variable):
-        return expression.name
-    if isinstance(expression, Constant):
-        return repr(expression.value)
-    if isinstance(expression, Gather):
-        before = found[: next(index for index, table in enumerate(found) if table is expression.table)]
-        place, dims = sum(1 + 2 * table.ndim for table in before), expression.table.ndim
-        indices = [triton_source(index, found) for index in expression.indices]
-        offset = " + ".join(f"{index} * tables[{place + 1 + dims + dim}]" for dim, index in enumerate(indices))
-        inside = " & ".join(
-            f"({index} >= 0) & ({index} < tables[{place + 1 + dim}])" for dim, index in enumerate(indices)
-        )
-        return f"tl.load(tables[{place}] + ({offset}), mask={inside}, other=0)"
-    assert isinstance(expression, Operation)
-    return _TRITON[expression.name].format(*(triton_source(arg, found) for arg in expression.args))
-
-
-def derivative(expression: Expression, name: str) -> Expression:
-    """The derivative with respect to a variable, as an expression."""
-    if isinstance(expression, Variable):
-        return Constant(1.0 if expression.name == name else 0.0)
-    if not isinstance(expression, Operation) or name not in variables(expression):
-        return Constant(0.0)
-    rule = _DERIVATIVES.get(expression.name)
-    if rule is None:
-        raise TypeError(
-            f"{expression.name} has no derivative; a score function may use + - * / tanh exp abs min max where"
-        )
-    return rule(expression.args, [derivative(arg, name) for arg in expression.args])
-
-
-_DERIVATIVES: dict[str, Callable[[Any, Any], Expression]] = {
-    "add": lambda x, d: d[0] + d[1],
-    "sub": lambda x, d: d[0] - d[1],
-    "mul": lambda x, d: d[0] * x[1] + x[0] * d[1],
-    "div": lambda x, d: (d[0] * x[1] - x[0] * d[1]) / (x[1] * x[1]),
-    "tanh": lambda x, d: d[0] * (1.0 - tanh(x[0]) * tanh(x[0])),
-    "exp": lambda x, d: d[0] * exp(x[0]),
-    "abs": lambda x, d: where(x[0] < 0, -d[0], d[0]),
-    "min": lambda x, d: where(x[1] < x[0], d[1], d[0]),
-    "max": lambda x, d: where(x[0] < x[1], d[1], d[0]),
-    "where": lambda x, d: where(x[0], d[1], d[2]),
-}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.expression import Constant, Expression, Gather, Operation, Variable, as_tensors
+from flashkernel.blocks.expression import BOOLEAN, Constant, Expression, Gather, Operation, Variable, as_tensors
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Bounds of a number over a tile, both reached or beyond: low <= value <= high."""
+    """Bounds of a number over a tile, both reached or beyond: low <= value <= high.
+
+    A float that may be NaN is bounded by -inf and inf.
+    """
 
     low: Any
     high: Any
@@ -39,7 +43,8 @@ def bounds(expression: Expression, tiles: Mapping[str, Interval], gather: Callab
         value = expression.value
         return Truth(value, value) if isinstance(value, bool) else Interval(value, value)
     if isinstance(expression, Gather):
-        return gather(expression)
+        found = gather(expression)
+        return Truth(found.high != 0, found.low != 0) if expression.kind == BOOLEAN else found
     assert isinstance(expression, Operation)
     return _BOUNDS[expression.name](*(bounds(arg, tiles, gather) for arg in expression.args))
 
@@ -62,18 +67,59 @@ def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any], val
     return result
 
 
+def _interval(low: Any, high: Any) -> Interval:
+    """Bounds that were computed: where inf - inf or 0 * inf made one of them NaN, the value may be NaN as well."""
+    if not (_is_float(low) or _is_float(high)):
+        return Interval(low, high)
+    unknown = (low != low) | (high != high)
+    return Interval(_pick(unknown, -math.inf, low), _pick(unknown, math.inf, high))
+
+
+def _is_float(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+
+
+def _pick(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where the condition holds, else `b`; each may be a tensor or a plain value."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, *as_tensors(a, b))
+    return a if condition else b
+
+
 def _product(a: Interval, b: Interval) -> Interval:
     corners = (a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high)
-    return Interval(_least(*corners), _most(*corners))
+    found = Interval(_least(*corners), _most(*corners))
+    if not _is_float(found.low):
+        return found
+    unknown: Any = False
+    for corner in corners:
+        unknown = unknown | (corner != corner)
+    return Interval(_pick(unknown, -math.inf, found.low), _pick(unknown, math.inf, found.high))
 
 
 def _remainder(a: Interval, b: Interval) -> Interval:
-    if isinstance(a.low, Tensor) or isinstance(a.high, Tensor):
-        low, high = as_tensors(a.low, a.high)
-        together = low // b.low == high // b.low  # no multiple between them: the remainder rises with the value
-        return Interval(torch.where(together, low % b.low, 0), torch.where(together, high % b.low, b.low - 1))
-    together = a.low // b.low == a.high // b.low
-    return Interval(a.low % b.low if together else 0, a.high % b.low if together else b.low - 1)
+    by = b.low
+    together = a.low // by == a.high // by  # no multiple between them: the remainder rises with the value
+    return Interval(_pick(together, a.low % by, 0), _pick(together, a.high % by, by - 1))
+
+
+def _bits(a: Interval, b: Interval) -> tuple[Any, Any]:
+    """Bounds of whatever has no more bits than two integers: at most twice the larger magnitude, either way."""
+    size = 2 * _most(-a.low, a.high, -b.low, b.high, 1)
+    return -size, size
+
+
+def _bitwise_and(a: Interval, b: Interval) -> Interval:
+    low, high = _bits(a, b)
+    for one in (a, b):  # the result has no bits but those of an operand that is not negative
+        low, high = _pick(one.low >= 0, 0, low), _pick(one.low >= 0, _least(high, one.high), high)
+    return Interval(low, high)
+
+
+def _bitwise_or(a: Interval, b: Interval) -> Interval:
+    low, high = _bits(a, b)
+    plain = (a.low >= 0) & (b.low >= 0)
+    return Interval(_pick(plain, _most(a.low, b.low), low), _pick(plain, _least(high, a.high + b.high), high))
 
 
 def _not(a: Any) -> Any:
@@ -86,36 +132,66 @@ def _magnitude(a: Interval) -> Interval:
 
 
 def _unbounded(*_: Any) -> Interval:
-    return Interval(float("-inf"), float("inf"))
+    return Interval(-math.inf, math.inf)
+
+
+def _may_be_nan(*intervals: Interval) -> Any:
+    found: Any = False
+    for one in intervals:
+        if _is_float(one.low) and _is_float(one.high):
+            found = found | ((one.low == -math.inf) & (one.high == math.inf))
+    return found
+
+
+def _at_most(a: Interval, b: Interval) -> Truth:
+    return Truth(a.low <= b.high, _pick(_may_be_nan(a, b), False, a.high <= b.low))
+
+
+def _same(a: Any, b: Any) -> Truth:
+    if isinstance(a, Truth):
+        some = (a.some & b.some) | (_not(a.every) & _not(b.every))
+        return Truth(some, (a.every & b.every) | (_not(a.some) & _not(b.some)))
+    every = (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
+    return Truth((a.low <= b.high) & (b.low <= a.high), every)
+
+
+def _extremum(of: Callable[..., Any], a: Interval, b: Interval) -> Interval:
+    unknown = _may_be_nan(a, b)
+    return Interval(_pick(unknown, -math.inf, of(a.low, b.low)), _pick(unknown, math.inf, of(a.high, b.high)))
+
+
+def _either(condition: Truth, a: Any, b: Any) -> Any:
+    """The bounds of the branch that a whole tile takes, or of both together."""
+    first, second = condition.every, _not(condition.some)
+    if isinstance(a, Truth):
+        some = (condition.some & a.some) | (_not(condition.every) & b.some)
+        return Truth(some, (a.every & b.every) | (first & a.every) | (second & b.every))
+    low, high = _least(a.low, b.low), _most(a.high, b.high)
+    return Interval(
+        _pick(first, a.low, _pick(second, b.low, low)),
+        _pick(first, a.high, _pick(second, b.high, high)),
+    )
 
 
 _BOUNDS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: Interval(a.low + b.low, a.high + b.high),
-    "sub": lambda a, b: Interval(a.low - b.high, a.high - b.low),
+    "add": lambda a, b: _interval(a.low + b.low, a.high + b.high),
+    "sub": lambda a, b: _interval(a.low - b.high, a.high - b.low),
     "mul": _product,
     "div": _unbounded,
     "floordiv": lambda a, b: Interval(a.low // b.low, a.high // b.low),
     "mod": _remainder,
     "lt": lambda a, b: Truth(a.low < b.high, a.high < b.low),
-    "le": lambda a, b: Truth(a.low <= b.high, a.high <= b.low),
-    "eq": lambda a, b: Truth(
-        (a.low <= b.high) & (b.low <= a.high), (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
-    ),
+    "le": _at_most,
+    "eq": _same,
     "and": lambda a, b: Truth(a.some & b.some, a.every & b.every),
     "or": lambda a, b: Truth(a.some | b.some, a.every | b.every),
     "not": lambda a: Truth(_not(a.every), _not(a.some)),
-    "min": lambda a, b: Interval(_least(a.low, b.low), _least(a.high, b.high)),
-    "max": lambda a, b: Interval(_most(a.low, b.low), _most(a.high, b.high)),
-    "where": lambda c, a, b: _either(c, a, b),
+    "bitand": _bitwise_and,
+    "bitor": _bitwise_or,
+    "min": lambda a, b: _extremum(_least, a, b),
+    "max": lambda a, b: _extremum(_most, a, b),
+    "where": _either,
     "tanh": _unbounded,
     "exp": _unbounded,
     "abs": _magnitude,
 }
-
-
-def _either(condition: Truth, a: Any, b: Any) -> Any:
-    """The bounds of both branches together; a condition of truth values keeps its logic."""
-    if isinstance(a, Truth):
-        some = (condition.some & a.some) | (_not(condition.every) & b.some)
-        return Truth(some, a.every & b.every)
-    return Interval(_least(a.low, b.low), _most(a.high, b.high))

@@ -12,7 +12,6 @@ mask a full one.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,27 +20,74 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.expression import Constant, Expression, Gather, Operation, Table, Traced, Variable
+from flashkernel.blocks.expression import Constant, Expression, Operation, Table, Traced, Variable
+from flashkernel.blocks.gather_bounds import gather_bounds
 from flashkernel.blocks.intervals import Interval, Truth, bounds
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+_AXES = ("batch", "heads", "queries", "keys")
 _B, _H, _Q, _K, _SQ, _SK = (Variable(name) for name in ("b", "h", "q", "k", "sq", "sk"))
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a mask needs of a call: `axis` must have `size`, or at most that where the mask can serve fewer."""
+
+    axis: str  # batch, heads, queries or keys
+    size: int
+    exact: bool
+    given: str  # the argument that says so
 
 
 @dataclass(frozen=True, eq=False)
 class Mask(Traced):
-    """A truth value of (b, h, q, k): True where query q of head h in batch b sees key k."""
+    """A condition on (b, h, q, k): True where query q of head h in batch b sees key k."""
 
     name: str = "mask"
+    requires: tuple[Requirement, ...] = ()
 
-    def __and__(self, other: Mask) -> Mask:
-        return Mask(self.expression & other.expression, f"({self.name} & {other.name})")
+    def __post_init__(self) -> None:
+        if self.expression.kind != ex.BOOLEAN:
+            raise TypeError(
+                f"a mask is a condition, but {self.name} is a number ({self.expression.kind}); write x != 0, or "
+                "compare it with something"
+            )
+        if isinstance(self.expression, Constant):  # kernels take tensors
+            object.__setattr__(self, "expression", _K >= 0 if self.expression.value else _K < 0)
+        super().__post_init__()
 
-    def __or__(self, other: Mask) -> Mask:
-        return Mask(self.expression | other.expression, f"({self.name} | {other.name})")
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        other = _as_mask(other, "&")
+        joined = _joined(self.requires, other.requires)
+        return Mask(self.expression & other.expression, f"({self.name} & {other.name})", joined)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        other = _as_mask(other, "|")
+        joined = _joined(self.requires, other.requires)
+        return Mask(self.expression | other.expression, f"({self.name} | {other.name})", joined)
+
+    __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        return Mask(~self.expression, f"~{self.name}")
+        return Mask(~self.expression, f"~{self.name}", self.requires)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a mask is neither true nor false, so `and`, `or`, `not` and `if` cannot take one; write & for and, | for "
+            "or, ~ for not: causal() & window(128); and `mask is None` to ask whether there is one"
+        )
+
+    def check(self, caller: str, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Refuse a call whose sizes are not those that the mask was made for."""
+        for one in self.requires:
+            size = (batch, heads, queries, keys)[_AXES.index(one.axis)]
+            if size > one.size or (one.exact and size != one.size):
+                raise ValueError(
+                    f"{caller}: {one.given} is made for {'' if one.exact else 'at most '}{one.size} {one.axis}, but "
+                    f"the call has {size}; it is part of the mask {self.name}"
+                )
 
     def __repr__(self) -> str:
         return f"Mask({self.name})"
@@ -95,7 +141,7 @@ class Mask(Traced):
             "sq": Interval(queries, queries), "sk": Interval(keys, keys),
         }  # fmt: skip
         sizes = {"q": (queries, rows), "k": (keys, columns)}
-        truth: Truth = bounds(self.expression, known, lambda gather: _gather_bounds(gather, known, sizes))
+        truth: Truth = bounds(self.expression, known, lambda gather: gather_bounds(gather, known, sizes))
         shape = (b.shape[0], h.shape[1], q.low.shape[2], k.low.shape[3])
         some = torch.as_tensor(truth.some, device=device).expand(shape)
         every = torch.as_tensor(truth.every, device=device).expand(shape)
@@ -135,6 +181,43 @@ class Mask(Traced):
         pyplot.close(figure)
 
 
+def _as_mask(value: Any, sign: str) -> Mask:
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, Tensor):
+        return tensor_mask(value)
+    given = type(value).__name__
+    raise TypeError(f"{sign} joins a mask to a mask or a boolean tensor, not to a {given}{_advice(value)}")
+
+
+def _advice(value: Any) -> str:
+    return "; flashkernel.custom(function) makes a mask of a function of (b, h, q, k)" if callable(value) else ""
+
+
+def _joined(left: tuple[Requirement, ...], right: tuple[Requirement, ...]) -> tuple[Requirement, ...]:
+    return left + tuple([one for one in right if one not in left])
+
+
+def checked(
+    mask: Mask | Tensor | None, caller: str, sizes: tuple[int, int, int, int], device: torch.device
+) -> Mask | None:
+    """What an operator was given as its mask, fit for a call of these (batch, heads, queries, keys) on this device."""
+    if mask is None:
+        return None
+    if isinstance(mask, Tensor):
+        mask = tensor_mask(mask)
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"{caller}: mask is a {type(mask).__name__}; it must be a Mask such as flashkernel.causal(), or a boolean "
+            f"tensor that broadcasts to (batch, heads, queries, keys){_advice(mask)}"
+        )
+    for table in mask.tables:
+        if table.device != device:
+            raise ValueError(f"{caller}: a table of {mask} is on {table.device} but q is on {device}; move one of them")
+    mask.check(caller, *sizes)
+    return mask
+
+
 def recalled(text: str, tables: Sequence[Tensor]) -> Mask:
     """The mask that a text names, over these tensors; without any it is made once."""
     return Mask(ex.recall(text, tables)) if tables else _recalled(text)
@@ -148,61 +231,6 @@ def _recalled(text: str) -> Mask:
 def _tile_bounds(length: int, size: int, device: torch.device | str, view: tuple[int, ...]) -> Interval:
     low = torch.arange(0, length, size, device=device)
     return Interval(low.view(view), (low + size - 1).clamp(max=max(0, length - 1)).view(view))
-
-
-def _gather_bounds(gather: Gather, known: dict[str, Interval], sizes: dict[str, tuple[int, int]]) -> Interval:
-    """Least and most of a table over a tile.
-
-    Exact where one index is q or k itself and the others are b, h or numbers, and where a tile's indices span at most
-    two entries of each dim, as q // block does where the tile is at most twice the block.
-    """
-    table = gather.table if gather.table.dtype != torch.bool else gather.table.to(torch.int8)
-    along = [place for place, index in enumerate(gather.indices) if ex.variables(index) & {"q", "k"}]
-    if table.numel() == 0:
-        return Interval(0, 0)
-    if len(along) > 1 or (along and not isinstance(gather.indices[along[0]], Variable)):
-        return _corner_bounds(gather, table, known, sizes)
-    fixed = {name: interval.low for name, interval in known.items() if name not in ("q", "k")}
-    if not along:
-        value = ex.evaluate(gather, fixed)
-        return Interval(value, value)
-    name = gather.indices[along[0]].name  # type: ignore[attr-defined]
-    length, size = sizes[name]
-    low, high = _by_tile(table.movedim(along[0], -1), length, size)  # [..., tiles]
-    others = [index for place, index in enumerate(gather.indices) if place not in along]
-    tile = torch.arange(low.shape[-1], device=table.device).view((1, 1, -1, 1) if name == "q" else (1, 1, 1, -1))
-    places = [torch.as_tensor(ex.evaluate(index, fixed), device=table.device) for index in others]
-    chosen = tuple(torch.broadcast_tensors(*places, tile))
-    return Interval(low[chosen], high[chosen])
-
-
-def _corner_bounds(
-    gather: Gather, table: Tensor, known: dict[str, Interval], sizes: dict[str, tuple[int, int]]
-) -> Interval:
-    """The values at the corners where a tile's indices span at most two entries of each dim, else the whole table's."""
-    spans = [bounds(index, known, lambda inner: _gather_bounds(inner, known, sizes)) for index in gather.indices]
-    ends = [(torch.as_tensor(span.low), torch.as_tensor(span.high)) for span in spans]
-    near = torch.ones((), dtype=torch.bool)
-    for low, high in ends:
-        near = near.to(low.device) & (high - low <= 1)
-    corners = [
-        ex.evaluate(Gather(table, tuple(Variable(str(place)) for place in range(len(ends)))),
-                    {str(place): ends[place][bit] for place, bit in enumerate(bits)})
-        for bits in itertools.product((0, 1), repeat=len(ends))
-    ]  # fmt: skip
-    least, most = functools.reduce(torch.minimum, corners), functools.reduce(torch.maximum, corners)
-    low, high = table.min().clamp(max=0), table.max().clamp(min=0)  # outside the table it is 0
-    return Interval(torch.where(near, least, low), torch.where(near, most, high))
-
-
-def _by_tile(table: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """(least, most) of each run of `size` entries along the last dim; entries that are missing count as 0."""
-    short = max(0, length - table.shape[-1])
-    table = torch.nn.functional.pad(table[..., :length], (0, short)) if short else table[..., :length]
-    rest = -length % size
-    padded = torch.cat([table, table[..., -1:].expand(*table.shape[:-1], rest)], -1) if rest else table
-    tiles = padded.unflatten(-1, (-1, size))
-    return tiles.amin(-1), tiles.amax(-1)
 
 
 def _linear(node: Expression) -> dict[str, float] | None:
@@ -276,37 +304,97 @@ def sink_tokens(count: int) -> Mask:
 
 def prefix(lengths: int | Tensor) -> Mask:
     """Every query sees the first `lengths` keys, one number or one a batch; prefix-LM is prefix(n) | causal()."""
-    bound = Table(lengths)[_B] if isinstance(lengths, Tensor) else ex.lift(lengths)
-    return Mask(bound > _K, "prefix")
+    if not isinstance(lengths, Tensor):
+        return Mask(ex.lift(lengths) > _K, "prefix")
+    if lengths.ndim != 1:
+        raise ValueError(f"prefix: lengths has shape {tuple(lengths.shape)}; it must be (batch,), or a number")
+    return Mask(Table(lengths)[_B] > _K, "prefix", _needs("prefix: lengths", batch=lengths.shape[0]))
 
 
 def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     """Queries and keys see each other within a document; ids are (seq,) or (batch, seq), documents contiguous."""
     key_ids = query_ids if key_ids is None else key_ids
-    left = Table(query_ids)[_Q] if query_ids.ndim == 1 else Table(query_ids)[_B, _Q]
-    right = Table(key_ids)[_K] if key_ids.ndim == 1 else Table(key_ids)[_B, _K]
-    return Mask(left == right, "documents")
+    left, of_queries = _along("documents: query_ids", query_ids, _Q)
+    right, of_keys = _along("documents: key_ids", key_ids, _K)
+    return Mask(left == right, "documents", _joined(of_queries, of_keys))
 
 
 def block_sparse(layout: Tensor, block: int) -> Mask:
     """Pairs whose block is set in layout: bool (q blocks, k blocks), with heads before, or batch and heads."""
     indices: tuple[Expression, ...] = (_Q // block, _K // block)
+    sizes = {"queries": block * layout.shape[-2], "keys": block * layout.shape[-1]} if layout.ndim >= 2 else {}
     if layout.ndim == 3:
         indices = (_H, *indices)
+        sizes |= {"heads": layout.shape[0]}
     elif layout.ndim == 4:
         indices = (_B, _H, *indices)
+        sizes |= {"batch": layout.shape[0], "heads": layout.shape[1]}
     elif layout.ndim != 2:
         raise ValueError(f"block_sparse: layout has {layout.ndim} dims; it must be 2 (blocks), 3 (heads) or 4 (batch)")
-    return Mask(Table(layout.to(torch.int8))[indices] == 1, f"block_sparse({block})")
+    needs = _needs(f"block_sparse of blocks of {block}: layout", **sizes)
+    return Mask(Table(layout.to(torch.int8))[indices] == 1, f"block_sparse({block})", needs)
 
 
 def column_intervals(start: Tensor, end: Tensor) -> Mask:
     """FlashMask: key k is hidden from the queries in [start[k], end[k]); tables are (keys,) or (batch, keys)."""
-    first = Table(start)[_K] if start.ndim == 1 else Table(start)[_B, _K]
-    last = Table(end)[_K] if end.ndim == 1 else Table(end)[_B, _K]
-    return Mask((first > _Q) | (last <= _Q), "column_intervals")
+    first, of_first = _along("column_intervals: start", start, _K)
+    last, of_last = _along("column_intervals: end", end, _K)
+    return Mask((first > _Q) | (last <= _Q), "column_intervals", _joined(of_first, of_last))
+
+
+def tensor_mask(visible: Tensor) -> Mask:
+    """A boolean tensor as a mask, True where a pair is visible, as scaled_dot_product_attention takes it.
+
+    It must broadcast to (batch, heads, queries, keys): (queries, keys), (heads, queries, keys), (batch, 1, 1, keys).
+    The tensor is read where it is. Tiles in which nothing is visible are skipped.
+    """
+    if visible.dtype != torch.bool or not 1 <= visible.ndim <= 4:
+        added = visible.is_floating_point()
+        raise TypeError(
+            f"a mask may be a boolean tensor that broadcasts to (batch, heads, queries, keys), not {visible.dtype} "
+            f"{tuple(visible.shape)}; "
+            f"{'what is added to the scores goes into bias=' if added else 'write tensor != 0 for whole numbers'}"
+        )
+    first = 4 - visible.ndim
+    kept: list[Expression] = []
+    needs: list[Requirement] = []
+    table = visible
+    for dim, axis, index in zip(range(visible.ndim), _AXES[first:], (_B, _H, _Q, _K)[first:]):
+        if visible.shape[dim] != 1:
+            needs.append(Requirement(axis, visible.shape[dim], True, "the boolean tensor"))
+        if visible.shape[dim] == 1 or visible.stride(dim) == 0:  # one entry serves all
+            table = table.select(len(kept), 0)
+        else:
+            kept.append(index)
+    if not kept:
+        table, kept = table.unsqueeze(0), [Constant(0)]
+    return Mask(Table(table)[tuple(kept)], "tensor", tuple(needs))
+
+
+def _along(label: str, table: Tensor, position: Variable) -> tuple[Expression, tuple[Requirement, ...]]:
+    """An entry of a table (positions,) or (batch, positions), and what that needs of a call."""
+    if table.ndim not in (1, 2):
+        raise ValueError(f"{label} has shape {tuple(table.shape)}; it must be (positions,) or (batch, positions)")
+    sizes = {"queries" if position is _Q else "keys": table.shape[-1]}
+    if table.ndim == 2:
+        sizes["batch"] = table.shape[0]
+    read = Table(table)[position] if table.ndim == 1 else Table(table)[_B, position]
+    return read, _needs(label, **sizes)
+
+
+def _needs(label: str, **sizes: int) -> tuple[Requirement, ...]:
+    """Batches and heads must be as many as in a table; a sequence may be shorter."""
+    return tuple([Requirement(axis, size, axis in ("batch", "heads"), label) for axis, size in sizes.items()])
 
 
 def custom(function: Callable[..., Any], name: str = "custom") -> Mask:
-    """Any function of (b, h, q, k) written with operators; tensors are read through Table(tensor)[index]."""
+    """Any function of (b, h, q, k) written with operators; tensors are read through Table(tensor)[index].
+
+    Integers are 32 bits wide in kernels. Reads outside a table give 0.
+    """
+    if isinstance(function, Tensor) or not callable(function):
+        raise TypeError(
+            f"custom takes a function of (b, h, q, k), not a {type(function).__name__}; a boolean tensor becomes a "
+            "mask by flashkernel.tensor_mask(tensor)"
+        )
     return Mask(ex.trace(function, "b", "h", "q", "k"), name)

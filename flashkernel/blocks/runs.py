@@ -7,12 +7,14 @@ partial. Inside a run the loop is plain, so that the compiler can keep loads in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.expression import Variable
-from flashkernel.blocks.mask import EMPTY, PARTIAL, Mask
+from flashkernel.blocks.mask import EMPTY, PARTIAL, Mask, recalled
+from flashkernel.core.tables import DeviceTables
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,23 @@ def joined(status: Tensor) -> Tensor:
 
 
 COARSE = 128  # keys of a tile, where it only matters whether a mask leaves few or many
-_spans: dict[tuple[object, ...], int] = {}
+MOST_PLANS = 256
 
 
 def span(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
     """The most keys that a tile of queries walks over; all of them where tables decide, which would ask the device."""
     if mask is None or mask.tables:
         return keys
-    key = (mask.text, batch, heads, queries, keys)
-    known = _spans.get(key)
-    if known is None:
-        if len(_spans) >= MOST_PLANS:
-            _spans.clear()
-        present = mask.tiles(batch, heads, queries, keys, COARSE, COARSE) != EMPTY
-        known = _spans[key] = min(keys, COARSE * int(present.sum(-1).max())) if present.numel() else 0
-    return known
+    return _span(mask.text, batch, heads, queries, keys)
 
 
-_plans: dict[tuple[object, ...], tuple[Runs, Runs]] = {}
-MOST_PLANS = 256
+@lru_cache(maxsize=MOST_PLANS)
+def _span(text: str, batch: int, heads: int, queries: int, keys: int) -> int:
+    present = recalled(text, []).tiles(batch, heads, queries, keys, COARSE, COARSE) != EMPTY
+    return min(keys, COARSE * int(present.sum(-1).max())) if present.numel() else 0
+
+
+_plans: DeviceTables[tuple[Runs, Runs]] = DeviceTables(MOST_PLANS)
 
 
 def plan(
@@ -90,12 +90,11 @@ def plan(
         status = mask.tiles(batch, heads, queries, keys, rows, columns, device)
         turned = status.transpose(-1, -2)
         return runs_of(joined(status), status.shape[-1]), runs_of(joined(turned), turned.shape[-1])
-    key = (None if mask is None else mask.text, batch, heads, queries, keys, rows, columns, device)
-    known = _plans.get(key)
-    if known is None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
+
+    def make() -> tuple[Runs, Runs]:
         seen = Mask(Variable("k") >= 0) if mask is None else mask
         status = seen.tiles(batch, heads, queries, keys, rows, columns, device)
-        known = _plans[key] = runs_of(joined(status)), runs_of(joined(status.transpose(-1, -2)))
-    return known
+        return runs_of(joined(status)), runs_of(joined(status.transpose(-1, -2)))
+
+    key = (None if mask is None else mask.text, batch, heads, queries, keys, rows, columns, device)
+    return _plans.get(key, device, make)

@@ -23,7 +23,7 @@ from transformers.utils.import_utils import is_tracing
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
 from flashkernel.blocks.dropout import draw_seed
-from flashkernel.blocks.expression import Constant, Expression, Operation, Table, Variable
+from flashkernel.blocks.expression import Constant, Expression, Table, Variable
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
 from flashkernel.ops.attention import attention
@@ -56,7 +56,7 @@ class LayerMask:
         """The mask with its tables on another device, for models whose layers are spread over several."""
         tables = ex.tables(self.mask.expression)
         moved = ex.bind(self.mask.expression, tables, [table.to(device) for table in tables])
-        return LayerMask(Mask(moved, self.mask.name), self.shape)
+        return LayerMask(Mask(moved, self.mask.name, self.mask.requires), self.shape)
 
 
 def attention_forward(
@@ -139,7 +139,7 @@ def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: 
             f"{NAME}: the mask is {getattr(given, 'dtype', type(given).__name__)}; it must come from Transformers' "
             f"mask functions, or be bool (True is visible) or float (added to the scores) with 4 dims"
         )
-    return _pairs_mask(_checked_pairs(given, sizes).to(device))
+    return masks.tensor_mask(_checked_pairs(given, sizes).to(device))
 
 
 def sees_all(mask: Any, keys: int) -> bool:
@@ -159,13 +159,6 @@ def _checked_pairs(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor:
             f"(batch, heads or 1, queries, keys)"
         )
     return mask[..., : sizes[2]]
-
-
-def _pairs_mask(visible: Tensor) -> Mask:
-    """A Mask of a bool tensor [batch or 1, heads or 1, queries or 1, keys], which stays in memory as it is."""
-    kept = [(name, size) for name, size in zip("bhqk", visible.shape) if size > 1 or name == "k"]
-    table = visible.to(torch.int8).reshape([size for _, size in kept])
-    return Mask(Table(table)[tuple(Variable(name) for name, _ in kept)] == 1, "pairs")
 
 
 def _implied_mask(causal: bool, sliding_window: int | None, sizes: tuple[int, int, int]) -> Mask | None:
@@ -233,7 +226,7 @@ def layer_mask(
     try:
         seen = _record(mask_function, indices)
         if padding is not None:
-            seen = _join("and", seen, Table(padding.to(torch.int8))[indices[0].expression, indices[3].expression] == 1)
+            seen = seen & (Table(padding.to(torch.int8))[indices[0].expression, indices[3].expression] == 1)
         mask = Mask(seen, "transformers")
     except Unrecordable as reason:
         warnings.warn(
@@ -245,7 +238,7 @@ def layer_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-        mask = _pairs_mask(visible)
+        mask = masks.tensor_mask(visible)
     return LayerMask(mask, shape)
 
 
@@ -301,6 +294,8 @@ def _record(mask_function: Callable[..., Any], indices: tuple[Recorded, ...]) ->
         found = mask_function(*indices)
     if not isinstance(found, Recorded):
         raise Unrecordable(f"it returned {type(found).__name__} whatever the indices")
+    if found.expression.kind != ex.BOOLEAN:
+        raise Unrecordable("it returned numbers, not booleans")
     return found.expression
 
 
@@ -316,13 +311,10 @@ class _RecordIndexing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _join(name: str, a: Any, b: Any) -> Expression:
-    """a and b, or a or b, without constants that do not matter."""
-    a, b = ex.lift(a), ex.lift(b)
-    for one, other in ((a, b), (b, a)):
-        if isinstance(one, Constant) and one.value is (name == "and"):
-            return other
-    return Operation(name, (a, b))
+def _condition(value: Any) -> Expression:
+    """What torch's logical functions see in a value."""
+    lifted = ex.lift(value)
+    return lifted if lifted.kind == ex.BOOLEAN else lifted != 0
 
 
 _OPERATIONS: dict[str, Callable[..., Expression]] = {
@@ -339,15 +331,15 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
     "ge": operator.ge,
     "eq": operator.eq,
     "ne": operator.ne,
-    "and": lambda a, b: _join("and", a, b),
-    "bitwise_and": lambda a, b: _join("and", a, b),
-    "logical_and": lambda a, b: _join("and", a, b),
-    "or": lambda a, b: _join("or", a, b),
-    "bitwise_or": lambda a, b: _join("or", a, b),
-    "logical_or": lambda a, b: _join("or", a, b),
+    "and": lambda a, b: ex.lift(a) & b,
+    "bitwise_and": lambda a, b: ex.lift(a) & b,
+    "logical_and": lambda a, b: _condition(a) & _condition(b),
+    "or": lambda a, b: ex.lift(a) | b,
+    "bitwise_or": lambda a, b: ex.lift(a) | b,
+    "logical_or": lambda a, b: _condition(a) | _condition(b),
     "invert": operator.invert,
     "bitwise_not": operator.invert,
-    "logical_not": operator.invert,
+    "logical_not": lambda a: ~_condition(a),
     "neg": operator.neg,
     "abs": ex.absolute,
     "where": ex.where,

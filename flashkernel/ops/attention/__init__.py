@@ -10,6 +10,7 @@ from flashkernel.blocks.mask import (
     documents,
     prefix,
     sink_tokens,
+    tensor_mask,
     window,
 )
 from flashkernel.ops.attention.api import attention
@@ -30,5 +31,6 @@ __all__ = [
     "prefix",
     "quantize_fp8",
     "sink_tokens",
+    "tensor_mask",
     "window",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.mask import Mask, checked
 from flashkernel.blocks.runs import span
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -23,7 +23,7 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     score: Callable[..., Any] | ex.Traced | None = None,
@@ -40,7 +40,8 @@ def attention(
 
     To a score are applied, in this order: `softcap` (softcap * tanh(s / softcap)), ALiBi (minus slope times distance;
     slopes are (heads,) or (batch, heads)), `bias` (broadcast to (batch, heads, queries, keys)), the function
-    `score(s, b, h, q, k)`, and the mask: see causal, window, documents and their kin, which compose with &, | and ~.
+    `score(s, b, h, q, k)`, and the mask: see causal, window, documents and their kin, which compose with &, | and ~;
+    or a boolean tensor, True where a pair is visible, that broadcasts to (batch, heads, queries, keys).
     `sinks` (heads,) are learned logits that take part in the softmax without a value (gpt-oss).
 
     `dropout` drops probabilities, which ones follows from `seed`: a number, or a tensor of one that stays on the device
@@ -50,7 +51,8 @@ def attention(
     """
     _check_tensors(q, k, v)
     _check_extras(q, k, bias, sinks, alibi_slopes)
-    _check_settings(q, mask, softcap, score, dropout, seed)
+    mask = checked(mask, "attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
+    _check_settings(q, softcap, score, dropout, seed)
     chosen = choose(
         spec.ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], has_tables=mask is not None and len(mask.tables) > 0,
@@ -137,23 +139,11 @@ def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | Non
 
 def _check_settings(
     q: Tensor,
-    mask: Mask | None,
     softcap: float,
     score: Callable[..., Any] | ex.Traced | None,
     dropout: float,
     seed: int | Tensor,
 ) -> None:
-    if mask is not None:
-        if not isinstance(mask, Mask):
-            raise TypeError(
-                f"attention: mask is a {type(mask).__name__}; it must be a Mask such as flashkernel.causal(), and a "
-                "function or a tensor becomes one by flashkernel.custom(...)"
-            )
-        for table in ex.tables(mask.expression):
-            if table.device != q.device:
-                raise ValueError(
-                    f"attention: a table of {mask} is on {table.device} but q is on {q.device}; move one of them"
-                )
     if score is not None and not isinstance(score, ex.Traced) and torch.compiler.is_compiling():
         raise TypeError(
             "attention: torch.compile cannot follow a score function; trace it before, with "

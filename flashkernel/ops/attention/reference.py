@@ -86,6 +86,6 @@ def _changed(
         scores = scores + bias
     if score is None:
         return scores
-    expression = ex.trace(score, "score", "b", "h", "q", "k")
+    expression = ex.trace_score(score)
     changed = ex.evaluate(expression, {"score": scores, "b": b, "h": h, "q": q, "k": k})
     return torch.as_tensor(changed, dtype=scores.dtype, device=scores.device).expand(scores.shape)

@@ -116,6 +116,7 @@ _MASKS = (
     _masked("negated", ~window(4)),
     _masked("by-head", custom(lambda b, h, q, k: (k <= q + 2 * h) & ((q + k) % 3 > 0), "by head"), 17),
     _masked("by-batch", custom(lambda b, h, q, k: k < 3 + 5 * b, "by batch")),
+    _masked("floor", custom(lambda b, h, q, k: ((q - k) // 3 <= 1) & ((q - k) % 5 != 1) & ((k - q) // 4 < 2), "floor")),
     _masked("nothing", custom(lambda b, h, q, k: k < 0, "nothing")),
 )
 _SCORES = (

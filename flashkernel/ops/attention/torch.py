@@ -22,6 +22,7 @@ from flashkernel.blocks.dropout import keep_pairs
 from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal
 from flashkernel.ops.attention import reference
 
+GradientHook = Callable[[Tensor], Tensor]
 TILE = 128  # queries and keys of a tile
 DENSE_LIMIT = 2**22  # pairs up to which a mask, or all scores, may lie in memory
 
@@ -51,7 +52,7 @@ def attention(
             q, k, v, bias, sinks, alibi_slopes,
             mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
         )  # fmt: skip
-    expression = None if score is None else ex.trace(score, "score", "b", "h", "q", "k")
+    expression = None if score is None else ex.trace_score(score)
     problem = Problem(
         q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], scale, softcap, expression, mask, dropout, seed
     )
@@ -196,8 +197,13 @@ class Problem:
             "sk": self.keys,
         }
 
-    def change(self, raw: Tensor, bias: Tensor | None, slopes: Tensor | None, tile: Tile) -> Tensor:
-        """Scores [B, Hq, BM, BN] from scale * q . k: softcap, ALiBi, bias, score function."""
+    def change(
+        self, raw: Tensor, bias: Tensor | None, slopes: Tensor | None, tile: Tile, hook: GradientHook | None = None
+    ) -> Tensor:
+        """Scores [B, Hq, BM, BN] from scale * q . k: softcap, ALiBi, bias, score function.
+
+        `hook` changes the gradient of what goes into the score function.
+        """
         scores, at = raw, self.indices(tile, raw.device)
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -207,6 +213,9 @@ class Problem:
             scores = scores + bias
         if self.score is None:
             return scores
+        if hook is not None:
+            scores = scores.clone()  # of its own, or the hook would see what comes by other ways
+            scores.register_hook(hook)
         changed = ex.evaluate(self.score, {**at, "score": scores})
         return torch.as_tensor(changed, dtype=raw.dtype, device=raw.device).expand(raw.shape)
 
@@ -361,10 +370,12 @@ def _differentiable(problem: Problem, raw: Tensor, extras: Extras, tile: Tile) -
         return raw, lambda gradient: (gradient, None, None)
     raw = raw.detach().requires_grad_()
     bias, slopes = (None if x is None else x.detach().requires_grad_() for x in (bias, extras.slopes))
+    hidden: list[Tensor] = []  # pairs without a gradient, whatever the derivative of the score function is there
     with torch.enable_grad():
-        scores = problem.change(raw, bias, slopes, tile)
+        scores = problem.change(raw, bias, slopes, tile, lambda gradient: gradient.masked_fill(hidden[0], 0))
 
     def pull(gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        hidden.append(gradient == 0)
         leaves = (raw, bias, slopes)
         present = [leaf for leaf in leaves if leaf is not None]
         found: Iterator[Tensor | None] = iter([None] * len(present))

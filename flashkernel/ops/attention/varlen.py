@@ -20,7 +20,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     window: int | None = None,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` over sequences of different lengths: q is (tokens, heads, head_dim), k and v (tokens, kv_heads, ...).

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import Mask, recalled
+from flashkernel.blocks.mask import Mask, checked, recalled
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -24,7 +23,7 @@ def attention_fp8(
     k_scale: Tensor,
     v_scale: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
@@ -44,7 +43,8 @@ def attention_fp8(
     """
     _check_tensors(q, k, v)
     _check_scales(q, k, q_scale, k_scale, v_scale)
-    _check_settings(q, mask, sinks, softcap, out_dtype)
+    mask = checked(mask, "attention_fp8", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
+    _check_settings(q, sinks, softcap, out_dtype)
     chosen = choose(
         spec.ATTENTION_FP8, backend, q.device, q.dtype, head_dim=q.shape[-1], value_dim=v.shape[-1],
     )  # fmt: skip
@@ -103,17 +103,7 @@ def _check_scales(q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, v_scal
             raise ValueError(f"attention_fp8: {label} is on {scale.device} but q is on {x.device}; move one of them")
 
 
-def _check_settings(q: Tensor, mask: Mask | None, sinks: Tensor | None, softcap: float, out_dtype: torch.dtype) -> None:
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(
-            f"attention_fp8: mask is a {type(mask).__name__}; it must be a Mask such as flashkernel.causal(), and a "
-            "function or a tensor becomes one by flashkernel.custom(...)"
-        )
-    for table in () if mask is None else ex.tables(mask.expression):
-        if table.device != q.device:
-            raise ValueError(
-                f"attention_fp8: a table of {mask} is on {table.device} but q is on {q.device}; move one of them"
-            )
+def _check_settings(q: Tensor, sinks: Tensor | None, softcap: float, out_dtype: torch.dtype) -> None:
     if sinks is not None:
         if tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
             raise ValueError(

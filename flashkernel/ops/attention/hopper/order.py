@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
+from flashkernel.core.tables import DeviceTables
 from flashkernel.ops.attention.hopper.walks import MOST_WALKS, Walks
 
 _ITEM = 1.0  # what starting and finishing an item costs, in tiles
 _MERGED = 3  # so many of the last blocks are tried as one
 _MOST_TRIED = 4096  # with more items than this, blocks are nearly even already, and trying takes its time
 
-_orders: dict[tuple[object, ...], Tensor] = {}
+_orders: DeviceTables[Tensor] = DeviceTables(MOST_WALKS)
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,14 @@ def order(mask: Mask | None, walk: Walks, lines: Lines, programs: int, shape: tu
     """
     known = mask is None or not mask.tables
     text = mask.text if mask is not None and known else None
-    key = (known, text, lines, programs, shape, walk.plans.device)
-    found = _orders.get(key)
-    if found is None:
-        if len(_orders) >= MOST_WALKS:
-            _orders.clear()
+    device = walk.plans.device
+
+    def make() -> Tensor:
         costs = lengths(walk, lines) if known and not walk.plans.is_meta else np.ones((lines.count, lines.tiles))
         table = _table(assign(costs, lines.together, programs, lines.turned))
-        found = _orders[key] = _parted(table, lines).to(walk.plans.device)
-    return found
+        return _parted(table, lines).to(device)
+
+    return _orders.get((known, text, lines, programs, shape, device), device, make)
 
 
 def lengths(walk: Walks, lines: Lines) -> np.ndarray:

@@ -12,9 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.expression import Variable
+from flashkernel.blocks.expression import Variable, evaluate
 from flashkernel.blocks.mask import EMPTY, FULL, PARTIAL, Mask, recalled
 from flashkernel.blocks.runs import runs_of
+from flashkernel.core.tables import DeviceTables
 
 _EVERYTHING = Mask(Variable("k") >= 0)
 _SPAN_TILE = 128
@@ -38,8 +39,8 @@ class Walks:
         return heads * programs if batch > 1 else 0, programs if heads > 1 else 0
 
 
-_walks: dict[tuple[object, ...], Walks] = {}
 MOST_WALKS = 256
+_walks: DeviceTables[Walks] = DeviceTables(MOST_WALKS)
 
 
 def walks(
@@ -54,16 +55,13 @@ def walks(
     shape = (batch, heads, queries, keys, rows, columns, groups, device, turned, spare_first)
     if mask is not None and mask.tables:
         return _computed(mask, *shape)
-    key = (None if mask is None else mask.text, *shape)
-    known = _walks.get(key)
-    if known is None:
-        if len(_walks) >= MOST_WALKS:
-            _walks.clear()
-        known = _computed(_EVERYTHING if mask is None else mask, *shape)
-        if mask is None:
-            known = _scattered(known, queries if turned else keys, columns)
-        _walks[key] = known
-    return known
+
+    def make() -> Walks:
+        if mask is not None:
+            return _computed(mask, *shape)
+        return _scattered(_computed(_EVERYTHING, *shape), queries if turned else keys, columns)
+
+    return _walks.get((None if mask is None else mask.text, *shape), device, make)
 
 
 def _computed(
@@ -125,8 +123,23 @@ def _span_of(text: str, batch: int, heads: int, queries: int, keys: int) -> int:
 
 
 def all_see(mask: Mask | None, queries: int, keys: int) -> bool:
-    """Whether every query sees a key, as far as it can be told without looking."""
-    return mask is None or (mask.relative and queries <= keys)
+    """Whether every query is known to see a key: of its own position, the first or the last one."""
+    if mask is None:
+        return keys > 0
+    if mask.tables or mask.depends & {"b", "h"}:  # nothing is asked of the device, nor looked for in every head
+        return False
+    return _all_see(mask.text, queries, keys)
+
+
+@lru_cache(maxsize=MOST_WALKS)
+def _all_see(text: str, queries: int, keys: int) -> bool:
+    if queries == 0 or keys == 0:
+        return queries == 0
+    q = torch.arange(queries).view(-1, 1)
+    own = (q + (keys - queries)).clamp(0, keys - 1)
+    k = torch.cat([own, torch.zeros_like(own), torch.full_like(own, keys - 1)], 1)  # [queries, 3]
+    seen = evaluate(recalled(text, []).expression, {"q": q, "k": k, "sq": queries, "sk": keys})
+    return bool(torch.as_tensor(seen).expand(k.shape).any(1).all())
 
 
 def span(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:

@@ -48,7 +48,7 @@ class Problem:
             derivative = ex.derivative(self.score, "score")
             score_tables = ex.tables(self.score)
             score_tables += [table for table in ex.tables(derivative) if not any(table is t for t in score_tables)]
-            score = jit_function("score_of", f"score, {_INDICES}", ex.triton_source(self.score, score_tables))
+            score = jit_function("score_of", f"score, {_INDICES}", ex.score_source(self.score, score_tables))
             slope = jit_function("slope_of", f"score, {_INDICES}", ex.triton_source(derivative, score_tables))
         return mask, score, slope, ex.table_arguments(score_tables), ex.table_arguments(mask_tables)
 

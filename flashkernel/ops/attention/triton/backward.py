@@ -43,7 +43,8 @@ def _score_gradient(
         upstream -= delta
     gradient = probability * upstream
     if SLOPE is not None:
-        gradient *= SLOPE(before, b, h, q, k, queries, keys, tables)
+        derivative = SLOPE(before, b, h, q, k, queries, keys, tables)
+        gradient = tl.where(probability == 0.0, 0.0, gradient * derivative)  # it may be infinite for a hidden pair
     inner = gradient
     if CAP:
         inner *= 1 - (capped / softcap) * (capped / softcap)
