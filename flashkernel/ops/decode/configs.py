@@ -12,6 +12,7 @@ from flashkernel.core.tune import head_block as block
 _LONG_RING = 32  # tiles a multiprocessor has to read from which two programs on it beat one with twice the ring
 TILE_BYTES = 16384  # of keys, and as much of values: what keeps a multiprocessor's share of the bandwidth in flight
 RING_EXTRA = 2048  # bytes of shared memory beside the Hopper kernel's tiles: barriers, and what the system takes
+RING_SHARED_WIDTH = 128  # head width up to which the registers of a multiprocessor hold two Hopper programs
 RING_LEFT = 16384  # bytes that are left free for the combining kernel, which waits beside it
 SHORT = 512  # keys up to which a unit is one program's: one launch beats a finer split and its combining
 
@@ -134,7 +135,7 @@ def _ring_heuristic(device: Device, shape: Mapping[str, int]) -> Ring:
     keys = max(32, min(128, TILE_BYTES // (2 * width)))
     room = device.shared_per_sm - RING_LEFT
     tiles = shape["batch"] * shape["kv_heads"] * shape["span"] // keys
-    if tiles < _LONG_RING * device.sms:
+    if tiles < _LONG_RING * device.sms or width > RING_SHARED_WIDTH:
         return Ring(keys, max(2, room // (4 * keys * width)), 1)
     if shape["page"] == 0 and width == 128:
         return Ring(2 * keys, max(2, room // (8 * keys * width)), 1)
@@ -155,6 +156,8 @@ def _ring_valid(config: Ring, device: Device, shape: Mapping[str, int]) -> str |
     most = 32 if block(shape["head_dim"]) == 256 else 128  # that the registers hold
     if config.keys not in (32, 64, 128) or config.keys > most:
         return f"a tile cannot have {config.keys} keys; it has 32, 64 or 128, and at most {most} of such heads"
+    if config.per_sm > 1 and block(shape["head_dim"]) > RING_SHARED_WIDTH:
+        return f"heads of {shape['head_dim']} need the registers of a multiprocessor for one program"
     needed = _ring_bytes(config, shape)
     if needed > device.shared_per_block or config.per_sm * needed > device.shared_per_sm:
         return f"{config.per_sm} programs of {needed} bytes do not fit a multiprocessor's shared memory"
