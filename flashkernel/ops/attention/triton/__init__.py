@@ -67,7 +67,7 @@ def forward(
     tiles = tune.ceil_div(queries, config.rows)
     (q_tiles, k_tiles, v_tiles), described = sources((q, config.rows), (k, config.columns), (v, config.columns))
     launch(
-        attention_forward, (tiles, heads, batch),
+        attention_forward, (tiles * heads * batch,),
         q_tiles, k_tiles, v_tiles, q if bias is None else bias, sinks, slopes, o, lse,
         tables, mask_tables, runs.table, runs.count,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_bias_strides(bias), _slope_stride(slopes),
@@ -129,7 +129,7 @@ def _backward_queries(
         (q, config.rows), (k, config.columns), (v, config.columns), (do, config.rows)
     )
     launch(
-        attention_backward_queries, (tiles, heads, batch),
+        attention_backward_queries, (tiles * heads * batch,),
         q_tiles, k_tiles, v_tiles, q if bias is None else bias, sinks, slopes, o, do_tiles, lse, dlse, delta,
         dq, q if dbias is None else dbias, dsinks, dslopes, tables, mask_tables, runs.table, runs.count,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
@@ -156,7 +156,7 @@ def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> t
     )
     for want in ("kv",) if max(width, values) <= WIDEST_TOGETHER else ("k", "v"):
         launch(
-            attention_backward_keys, (tune.ceil_div(keys, config.columns), pairs, batch),
+            attention_backward_keys, (tune.ceil_div(keys, config.columns) * pairs * batch,),
             q_tiles, k_tiles, v_tiles, q if bias is None else bias, slopes, do_tiles, lse, delta, dk, dv,
             tables, mask_tables, runs.table, runs.count,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
