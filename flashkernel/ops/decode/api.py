@@ -120,6 +120,7 @@ def paged_attention(
     chosen = choose(
         spec.PAGED_ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=lengths.shape[0],
+        group=q.shape[1] // k.shape[2],
     )  # fmt: skip
     if chosen.composite:
         return chosen.run(

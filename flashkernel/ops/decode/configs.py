@@ -96,6 +96,10 @@ def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
         config = replace(config, keys=64, heads=1, stages=4)  # small, so that several fit a multiprocessor
     while _walk_valid(config, device, shape) and config.stages > 1:
         config = replace(config, stages=config.stages - 1)
+    if _walk_valid(config, device, shape):
+        config = replace(config, per_sm=1)
+    while _walk_valid(config, device, shape) and config.rows > 16:
+        config = replace(config, rows=config.rows // 2)
     return config
 
 
@@ -123,7 +127,17 @@ def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str |
     programs = config.per_sm if config.split else 1
     if device.shared_per_sm and programs * (needed + 4096) > device.shared_per_sm:
         return f"{programs} programs of {needed} bytes do not fit a multiprocessor's shared memory"
+    needed += _extra(config.rows, config.keys * config.heads, shape)
+    if device.shared_per_block and needed > device.shared_per_block - 2048:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     return None
+
+
+def _extra(rows: int, keys: int, shape: Mapping[str, int]) -> int:
+    """Bytes of shared memory beside the tiles: a tile of keys, or of values, that is widened from a quantised cache
+    before it is multiplied, and the probabilities, which go through it in float32."""
+    widened = keys * _width(shape) * shape["compute"] if shape["bytes"] < shape["compute"] else 0
+    return widened + (4 * rows * keys if shape["compute"] == 4 else 0)
 
 
 def _ring_bytes(config: Ring, shape: Mapping[str, int]) -> int:
@@ -205,9 +219,22 @@ def _tiles_heuristic(device: Device, shape: Mapping[str, int]) -> Tiles:
     rows = max(16, min(config.rows, power_of_2(shape["tokens"] * shape["group"])))
     keys = max(16, min(config.keys, power_of_2(shape["span"])))
     config = replace(config, rows=max(rows, power_of_2(shape["group"])), keys=keys)
-    while _tiles_valid(config, device, shape) and config.stages > 1:
-        config = replace(config, stages=config.stages - 1)
+    while reason := _tiles_valid(config, device, shape):
+        if config.stages > 1:
+            config = replace(config, stages=config.stages - 1)
+        elif config.rows > max(16, power_of_2(shape["group"])):
+            config = replace(config, rows=config.rows // 2)
+        elif config.keys > 16:
+            config = replace(config, keys=config.keys // 2)
+        else:
+            raise ValueError(reason)
     return config
+
+
+def too_large(device: Device, group: int, head_dim: int, value_dim: int, stored: int, compute: int) -> str | None:
+    """Why not even the smallest tiles of prefill fit in a block's shared memory; None where they do."""
+    shape = {"group": group, "head_dim": head_dim, "value_dim": value_dim, "bytes": stored, "compute": compute}
+    return _tiles_valid(Tiles(max(16, power_of_2(group)), 16, 8, 1), device, shape)
 
 
 def _tiles_space(device: Device, shape: Mapping[str, int]) -> Iterator[Tiles]:
@@ -223,6 +250,7 @@ def _tiles_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str
         return f"a tile of {config.rows} rows cannot hold one query of {shape['group']} heads"
     tile = 2 * config.keys * _width(shape) * shape["bytes"]
     needed = config.stages * tile + config.rows * _width(shape) * shape["compute"]
+    needed += _extra(config.rows, config.keys, shape)
     if device.shared_per_block and needed > device.shared_per_block - 2048:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     return None
