@@ -1,4 +1,4 @@
-"""The compile tier at the ends of what dispatch accepts: widest heads, largest groups, float32, GPUs with little memory.
+"""The compile tier at the ends of what dispatch accepts: widest heads, largest groups, float32, GPUs with small blocks.
 
 test_compile.py compiles what is benchmarked, and watches spills; here a kernel has to compile, and to fit in a block's
 shared memory. tests/test_config_ranges.py has the rules for all shapes between these.
