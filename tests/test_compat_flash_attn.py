@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -189,6 +190,15 @@ def test_packed_tensors(causal: bool) -> None:
     agree(compat.flash_attn_varlen_qkvpacked_func(flat, lengths, 7, causal=causal), expected.flatten(0, 1), [qkv])
     found = compat.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], lengths, lengths, 7, 7, causal=causal)
     agree(found, expected.flatten(0, 1), [qkv])
+
+
+@pytest.mark.parametrize("integer, number", [(np.int64, np.float32), (torch.tensor, torch.tensor)])
+def test_settings_may_be_numpy_scalars_or_tensors(integer, number) -> None:
+    q, k, v = (torch.randn(2, 9, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    got = compat.flash_attn_func(
+        q, k, v, number(0.0), number(0.5), np.bool_(False), (integer(3), integer(-1)), number(1.5)
+    )
+    assert torch.equal(got, compat.flash_attn_func(q, k, v, 0.0, 0.5, False, (3, -1), 1.5))
 
 
 def test_dropout_follows_torchs_generator() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from flashkernel.compat import kvcache
 from flashkernel.compat.flash_attn import flash_attn_with_kvcache
+from flashkernel.ops.decode import decode_attention
 
 BATCH, HEADS, KV_HEADS, DIM, CAPACITY = 3, 4, 2, 16, 48
 LENGTHS = [5, 0, 31]
@@ -136,6 +139,37 @@ def test_nothing_is_written_beyond_the_cache() -> None:
     flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=15)
     assert torch.equal(cache[:, 15], new[:, 0])
     assert not cache[:, :15].any()
+
+
+@pytest.mark.parametrize("integer, number", [(np.int64, np.float32), (torch.tensor, torch.tensor)])
+def test_settings_may_be_numpy_scalars_or_tensors(integer, number) -> None:
+    """On a GPU they become arguments of kernels, which take Python's numbers alone: hence the types are looked at."""
+    q, cache = draw(2, 3, HEADS, DIM), draw(2, 32, KV_HEADS, DIM, seed=1)
+    seen = {}
+
+    def note(*args, **options):
+        seen.update(options, lengths=args[3])
+        return decode_attention(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvcache, "decode_attention", note)
+        got = flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=integer(20), causal=np.bool_(True), softcap=number(1.5),
+            window_size=(integer(6), integer(0)), softmax_scale=number(0.5),
+        )  # fmt: skip
+    want = flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=20, causal=True, softcap=1.5, window_size=(6, 0), softmax_scale=0.5
+    )
+    assert torch.equal(got, want)
+    assert (type(seen["window"]), type(seen["softcap"]), type(seen["scale"])) == (int, float, float)
+    assert seen["lengths"].shape == (2,)
+
+
+@pytest.mark.parametrize("settings", [{"window_size": (2.5, 0)}, {"softcap": "much"}, {"cache_seqlens": 3.5}])
+def test_what_is_no_number_is_refused(settings: dict) -> None:
+    q, cache = draw(2, 1, HEADS, DIM), draw(2, 16, KV_HEADS, DIM)
+    with pytest.raises(TypeError, match=f"flash_attn_with_kvcache: {next(iter(settings))}.* it must be a"):
+        flash_attn_with_kvcache(q, cache, cache, **settings)
 
 
 def test_signature_is_flash_attns() -> None:

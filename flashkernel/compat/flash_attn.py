@@ -20,6 +20,7 @@ from flashkernel.blocks.expression import Table
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
 from flashkernel.compat.kvcache import flash_attn_with_kvcache
+from flashkernel.compat.settings import number, optional_number, window_sides
 from flashkernel.ops.attention import attention
 
 __all__ = [
@@ -54,11 +55,10 @@ def flash_attn_func(
     limit; causal is right = 0. ALiBi slopes are (heads,) or (batch, heads). With return_attn_probs the result is
     (out, lse, None), lse float32 (batch, heads, seqlen_q).
     """
-    options = _options(q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
-    return _result(
-        attention(q, k, v, alibi_slopes=alibi_slopes, mask=_window_mask(causal, window_size), **options),
-        return_attn_probs,
-    )
+    name = "flash_attn_func"
+    options = _options(name, q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    mask = _window_mask(name, causal, window_size)
+    return _result(attention(q, k, v, alibi_slopes=alibi_slopes, mask=mask, **options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -130,9 +130,9 @@ def flash_attn_varlen_func(
         if tensor.ndim != 3:
             raise ValueError(f"{name}: {label} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim)")
     lengths = _check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
-    left, right = _sides(causal, window_size)
+    left, right = _sides(name, causal, window_size)
     mask, diagonal = packed_mask(*lengths, q.shape[0], left, right)
-    options = _options(q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(name, q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     if alibi_slopes is not None:
         options |= _packed_alibi(alibi_slopes, diagonal, lengths, q.shape[1])
     found = attention(q[None], k[None], v[None], mask=mask, **options)
@@ -186,16 +186,14 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-def _sides(is_causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+def _sides(name: str, is_causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """How many keys a query sees before and behind the one it is aligned with; None for all."""
-    if len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size}; give (left, right), -1 for no limit")
-    left, right = (None if side < 0 else int(side) for side in window_size)
+    left, right = (None if side < 0 else side for side in window_sides(name, window_size))
     return left, 0 if is_causal else right
 
 
-def _window_mask(is_causal: bool, window_size: tuple[int, int]) -> Mask | None:
-    left, right = _sides(is_causal, window_size)
+def _window_mask(name: str, is_causal: bool, window_size: tuple[int, int]) -> Mask | None:
+    left, right = _sides(name, is_causal, window_size)
     if left is None:
         return None if right is None else masks.causal() if right == 0 else masks.window(None, right)
     seen = left + 1  # flash-attn does not count the key a query is aligned with
@@ -203,15 +201,22 @@ def _window_mask(is_causal: bool, window_size: tuple[int, int]) -> Mask | None:
 
 
 def _options(
-    q: Tensor, dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
+    name: str,
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    softcap: float,
+    deterministic: bool,
+    return_lse: bool,
 ) -> dict[str, Any]:
+    dropout = number(name, "dropout_p", dropout_p)
     return {
-        "scale": softmax_scale,
-        "softcap": max(0.0, softcap),  # flash-attn: 0 or less is none
-        "dropout": dropout_p,
-        "seed": draw_seed(dropout_p, q.device),
-        "deterministic": deterministic,
-        "return_lse": return_lse,
+        "scale": optional_number(name, "softmax_scale", softmax_scale),
+        "softcap": max(0.0, number(name, "softcap", softcap)),  # flash-attn: 0 or less is none
+        "dropout": dropout,
+        "seed": draw_seed(dropout, q.device),
+        "deterministic": bool(deterministic),
+        "return_lse": bool(return_lse),
     }
 
 

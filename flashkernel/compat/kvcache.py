@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.compat.settings import integer, number, optional_number, window_sides
 from flashkernel.ops.append_kv import append_kv
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.rope import rope
@@ -51,8 +52,10 @@ def flash_attn_with_kvcache(
     """
     _refuse(cache_leftpad, alibi_slopes, cache_batch_idx, block_table)
     batch, queries = q.shape[:2]
+    causal, interleaved = bool(causal), bool(rotary_interleaved)
+    sides = window_sides(NAME, window_size)
     before = _lengths(cache_seqlens, batch, k_cache, block_table, q.device)
-    masked = causal or window_size[0] >= 0 or window_size[1] >= 0
+    masked = causal or sides[0] >= 0 or sides[1] >= 0
     if k is None or v is None:
         if k is not None or v is not None or rotary_cos is not None:
             raise ValueError(f"{NAME}: k and v come together, and rotary_cos only with them; give both, or none")
@@ -61,19 +64,19 @@ def flash_attn_with_kvcache(
         if cache_seqlens is None:
             raise ValueError(f"{NAME}: cache_seqlens is missing; it says where the new k and v go")
         q = _append(
-            q, k, v, k_cache, v_cache, before, cache_batch_idx, block_table, rotary_cos, rotary_sin,
-            rotary_interleaved, masked,
-        )  # fmt: skip
+            q, k, v, k_cache, v_cache, before, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, masked
+        )
         after = before + k.shape[1]
     if cache_batch_idx is not None:
         k_cache, block_table = _rows_as_pages(k_cache, cache_batch_idx)
         v_cache, _ = _rows_as_pages(v_cache, cache_batch_idx)
-    window = _window(queries, causal, window_size)
+    window = _window(queries, causal, sides)
     folded = queries > 1 and not masked  # every query sees every key: queries are so many more heads of a group
     rows = _fold(q, k_cache.shape[2]) if folded else q
     out, lse = decode_attention(
-        rows, k_cache, v_cache, after, block_table, window=window, softcap=max(0.0, softcap), scale=softmax_scale,
-        return_lse=True,
+        rows, k_cache, v_cache, after, block_table, window=window,
+        softcap=max(0.0, number(NAME, "softcap", softcap)),  # flash-attn: 0 or less is none
+        scale=optional_number(NAME, "softmax_scale", softmax_scale), return_lse=True,
     )  # fmt: skip
     if folded:
         out, lse = _unfold(out, queries, k_cache.shape[2]), lse.view(batch, -1, queries)
@@ -96,11 +99,14 @@ def _refuse(
 def _lengths(
     given: int | Tensor | None, batch: int, cache: Tensor, block_table: Tensor | None, device: torch.device
 ) -> Tensor:
+    """Keys in the cache, int32 (batch,); a number or a tensor of one holds for all sequences."""
     if isinstance(given, Tensor):
-        return given.to(torch.int32)
+        if given.is_floating_point() or given.dtype is torch.bool:
+            raise TypeError(f"{NAME}: cache_seqlens is {given.dtype} {tuple(given.shape)}; it must be int32 ({batch},)")
+        return given.to(device, torch.int32).expand(batch) if given.ndim == 0 else given.to(torch.int32)
     if given is None:
         given = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    return torch.full((batch,), given, dtype=torch.int32, device=device)
+    return torch.full((batch,), integer(NAME, "cache_seqlens", given), dtype=torch.int32, device=device)
 
 
 def _window(queries: int, causal: bool, window_size: tuple[int, int]) -> int | None:

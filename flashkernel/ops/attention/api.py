@@ -1,5 +1,6 @@
 """The public attention: argument checks and dispatch."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,8 @@ def attention(
         score = ex.score_function(score)
     out, lse = registered.run(
         chosen.target, q, k, v, bias, sinks, alibi_slopes, mask, score,
-        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout), seed,
+        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout),
+        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -21,37 +21,57 @@ class Tiles:
     stages: int
 
 
-def _width(shape: Mapping[str, int]) -> int:
-    return max(16, power_of_2(max(shape["head_dim"], shape["value_dim"])))
+def _widths(shape: Mapping[str, int]) -> tuple[int, int]:
+    """What a row of q or k, and one of v or o, take in a tile."""
+    return max(16, power_of_2(shape["head_dim"])), max(16, power_of_2(shape["value_dim"]))
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
-        power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), _width(shape),
-        shape["bytes"],
+        power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), *_widths(shape),
+        shape["bytes"], shape["gathers"],
     )  # fmt: skip
 
 
 def _too_much(device: Device, shape: Mapping[str, int], config: Tiles, held: int, streamed: int) -> str | None:
-    """Why rows held for the whole walk, and those in flight, do not fit in shared memory."""
-    needed = (held + streamed * config.stages) * _width(shape) * shape["bytes"]
+    """Why elements held for the whole walk, and those in flight, do not fit in shared memory.
+
+    In float32 probabilities go through it as well, and so does a bias; the tile that is multiplied is one of those in
+    flight.
+    """
+    needed = (held + streamed * config.stages) * shape["bytes"]
+    if shape["bytes"] == 4:
+        pairs = config.rows * config.columns * (1 + shape["gathers"])
+        full = (held + streamed * max(1, config.stages - 1) + pairs) * 4
+        needed = max(needed, full) if device.arch >= 90 else full
     if device.shared_per_block == 0 or needed <= device.shared_per_block - 2048:
         return None
     return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
 
 
 def _forward_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
-    return _too_much(device, shape, config, config.rows, 2 * config.columns)
+    width, values = _widths(shape)
+    return _too_much(device, shape, config, config.rows * width, config.columns * (width + values))
 
 
 def _queries_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
-    return _too_much(device, shape, config, 2 * config.rows, 2 * config.columns)
+    both = sum(_widths(shape))
+    return _too_much(device, shape, config, config.rows * both, config.columns * both)
 
 
 def _keys_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
-    return _too_much(device, shape, config, 2 * config.columns, 2 * config.rows)
+    both = sum(_widths(shape))
+    return _too_much(device, shape, config, config.columns * both, config.rows * both)
 
 
+def too_wide(device: Device, head_dim: int, value_dim: int, element_size: int) -> str | None:
+    """Why not even the smallest tiles of such heads fit in a block's shared memory; None where they do."""
+    shape = {"head_dim": head_dim, "value_dim": value_dim, "bytes": element_size, "gathers": 1}
+    reasons = (valid(_SMALLEST, device, shape) for valid in (_forward_valid, _queries_valid, _keys_valid))
+    return next((reason for reason in reasons if reason), None)
+
+
+_SMALLEST = Tiles(16, 16, 8, 1)
 # Tiles by head size: the best that were tried. On Hopper that is one warpgroup, and several programs on a
 # multiprocessor: while one waits, the next computes.
 _HOPPER = {
@@ -78,7 +98,7 @@ _AMPERE = {
 
 def _heuristic(kind: str, valid: Valid) -> Callable[[Device, Mapping[str, int]], Tiles]:
     def choose(device: Device, shape: Mapping[str, int]) -> Tiles:
-        width = max(64, _width(shape))
+        width = max(64, *_widths(shape))
         if device.arch < 90 and device.kind != "cpu":
             return _shrunk(_AMPERE[kind][width], device, shape, valid)
         most, short = _HOPPER_SHORT.get((kind, width), (0, _HOPPER[kind][width]))

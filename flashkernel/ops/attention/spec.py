@@ -12,6 +12,7 @@ from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal, custom, prefix, s
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.attention.configs import too_wide
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
 
 _ROOM = "flashkernel.ops.attention"
@@ -23,6 +24,9 @@ def _kernels(call: Call) -> str | None:
     widest = max(call.facts["head_dim"], call.facts["value_dim"])
     if widest > 512:
         return f"heads must be at most 512 wide, not {widest}"
+    reason = too_wide(call.device, call.facts["head_dim"], call.facts["value_dim"], call.dtype.itemsize)
+    if reason is not None:
+        return f"heads of {widest} are too wide in {str(call.dtype).removeprefix('torch.')}: {reason}"
     if call.facts["deterministic"] and call.facts["has_bias"]:
         return "the gradient of a bias is added by atomics, in no fixed order; leave deterministic off or the bias out"
     return None
@@ -98,10 +102,16 @@ _SHAPES = (
     Case("wide-heads", _axes(1, 17, 2, 96), {"mask": causal()}),
     Case("narrow-values", _axes(1, 18, (4, 2), (48, 32)), {"mask": causal()}),
     Case("wide-values", _axes(1, (7, 11), 2, (16, 64))),
+    Case("much-narrower-values", _axes(1, 66, (4, 1), (128, 16))),
+    Case("much-wider-values", _axes(1, (20, 35), (2, 1), (8, 40)), {"mask": causal()}),
+    Case("uneven-dims", _axes(1, 18, 2, (40, 24)), {"return_lse": True}),
+    Case("odd-dims", _axes(1, (9, 17), (2, 1), (5, 3)), {"mask": causal()}),
     Case("several-tiles", _axes(1, (150, 300), 1, 16), {"mask": causal() & window(70)}),
     Case("one-query", _axes(3, (1, 29), (4, 2), 32), {"mask": causal(), "return_lse": True}),
     Case("scale", _axes(1, 12, 2, 16), {"scale": 0.5}),
     Case("padded", _axes(2, 14, (4, 2), 24), {"mask": causal()}, layout="padded"),
+    # Heads at odd addresses within rows at multiples of 16 bytes: 16 or 8 heads of 32 and 3 more elements.
+    Case("padded-heads", _axes(1, 18, (16, 8), 32), {"mask": causal()}, layout="padded"),
     Case("transposed", _axes(2, 14, (4, 2), 16), {"mask": causal()}, layout="transposed"),
     Case("no-batch", _axes(0, 5, 2, 16)),
     Case("no-queries", _axes(2, (0, 5), 2, 16), {"return_lse": True}),
@@ -236,7 +246,7 @@ ATTENTION = Op(
     # Gradients start from probabilities and an output that were rounded to the inputs' dtype; the lse does not.
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
-    ranges={"queries": (0, 40, 1), "keys": (8, 40, 1)},
+    ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "value_dim": (8, 40, 8)},
     baselines=tuple(
         Baseline(name, f"{_ROOM}.baselines:{name}", forward_only=name == "fa3")
         for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")

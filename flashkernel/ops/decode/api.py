@@ -1,5 +1,7 @@
 """The public attention over a cache: argument checks and dispatch."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -58,8 +60,8 @@ def decode_attention(
         raise ValueError(
             f"{name}: the cache holds {k.shape[0]} sequences but q {q.shape[0]}; pages are given with page_table"
         )
-    _check_settings(name, window, sink_tokens, softcap)
-    _check_prefix(q, prefix_length)
+    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap)
+    prefix_length = _checked_prefix(q, prefix_length)
     chosen = choose(
         spec.DECODE_ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=q.shape[0],
@@ -117,10 +119,11 @@ def paged_attention(
             f"{name}: cu_seqlens_q is {cu_seqlens_q.dtype} {tuple(cu_seqlens_q.shape)} on {cu_seqlens_q.device}; it "
             f"must be int32 ({lengths.shape[0] + 1},) on {q.device}: one more than there are sequences"
         )
-    _check_settings(name, window, sink_tokens, softcap)
+    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap)
     chosen = choose(
         spec.PAGED_ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=lengths.shape[0],
+        group=q.shape[1] // k.shape[2],
     )  # fmt: skip
     if chosen.composite:
         return chosen.run(
@@ -211,7 +214,13 @@ def _check_lengths(name: str, q: Tensor, lengths: Tensor, page_table: Tensor | N
         )
 
 
-def _check_settings(name: str, window: int | None, sink_tokens: int, softcap: float) -> None:
+def _integer(value: int) -> int:
+    return value if type(value) is int else operator.index(value)
+
+
+def _checked_settings(name: str, window: int | None, sink_tokens: int, softcap: float) -> tuple[int | None, int]:
+    """(window, sink_tokens) as Python integers, which kernels take: NumPy's would not do."""
+    window, sink_tokens = None if window is None else _integer(window), _integer(sink_tokens)
     if window is not None and window < 1:
         raise ValueError(f"{name}: window is {window}; a query must see itself at least, and None is no window")
     if sink_tokens < 0 or (sink_tokens and window is None):
@@ -221,17 +230,20 @@ def _check_settings(name: str, window: int | None, sink_tokens: int, softcap: fl
         )
     if softcap < 0:
         raise ValueError(f"{name}: softcap is {softcap}; it must be positive, or 0 for none")
+    return window, sink_tokens
 
 
-def _check_prefix(q: Tensor, prefix_length: int | Tensor) -> None:
+def _checked_prefix(q: Tensor, prefix_length: int | Tensor) -> int | Tensor:
     if isinstance(prefix_length, Tensor):
         if prefix_length.numel() != 1 or prefix_length.dtype != torch.int32 or prefix_length.device != q.device:
             raise ValueError(
                 f"decode_attention: prefix_length is {prefix_length.dtype} {tuple(prefix_length.shape)} on "
                 f"{prefix_length.device}; it must be a number, or an int32 tensor of one element on {q.device}"
             )
-    elif prefix_length < 0:
+        return prefix_length
+    if prefix_length < 0:
         raise ValueError(f"decode_attention: prefix_length is {prefix_length}; it counts keys")
+    return _integer(prefix_length)
 
 
 def _span(q: Tensor, k: Tensor, page_table: Tensor | None, window: int | None, sink_tokens: int) -> int:
@@ -284,7 +296,7 @@ def _decode_forward(
     shared = min(prefix_length, capacity) if prefix is None else prefix
     settings = module.Settings(window, sink_tokens, scale, softcap, 0 if window else shared)
     cache = _cache(kernels, k, v, lengths, page_table, k_scale, v_scale)
-    return module.forward(_unit(q), cache, sinks, settings)
+    return module.forward(_unit(q), cache, None if sinks is None else sinks.contiguous(), settings)
 
 
 def _fake_decode(q, k, v, *_):
@@ -311,6 +323,7 @@ def _packed_forward(
     module = resolve(kernels)
     cache = _cache(kernels, k, v, lengths, page_table, k_scale, v_scale)
     settings = module.Settings(window, sink_tokens, scale, softcap)
+    sinks = None if sinks is None else sinks.contiguous()
     return module.forward_packed(_unit(q), cu_seqlens_q.contiguous(), cache, sinks, settings)
 
 

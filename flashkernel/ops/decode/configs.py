@@ -12,6 +12,7 @@ from flashkernel.core.tune import head_block as block
 _LONG_RING = 32  # tiles a multiprocessor has to read from which two programs on it beat one with twice the ring
 TILE_BYTES = 16384  # of keys, and as much of values: what keeps a multiprocessor's share of the bandwidth in flight
 RING_EXTRA = 2048  # bytes of shared memory beside the Hopper kernel's tiles: barriers, and what the system takes
+RING_SHARED_WIDTH = 128  # head width up to which the registers of a multiprocessor hold two Hopper programs
 RING_LEFT = 16384  # bytes that are left free for the combining kernel, which waits beside it
 SHORT = 512  # keys up to which a unit is one program's: one launch beats a finer split and its combining
 
@@ -95,6 +96,10 @@ def _walk_heuristic(device: Device, shape: Mapping[str, int]) -> Walk:
         config = replace(config, keys=64, heads=1, stages=4)  # small, so that several fit a multiprocessor
     while _walk_valid(config, device, shape) and config.stages > 1:
         config = replace(config, stages=config.stages - 1)
+    if _walk_valid(config, device, shape):
+        config = replace(config, per_sm=1)
+    while _walk_valid(config, device, shape) and config.rows > 16:
+        config = replace(config, rows=config.rows // 2)
     return config
 
 
@@ -122,7 +127,17 @@ def _walk_valid(config: Walk, device: Device, shape: Mapping[str, int]) -> str |
     programs = config.per_sm if config.split else 1
     if device.shared_per_sm and programs * (needed + 4096) > device.shared_per_sm:
         return f"{programs} programs of {needed} bytes do not fit a multiprocessor's shared memory"
+    needed += _extra(config.rows, config.keys * config.heads, shape)
+    if device.shared_per_block and needed > device.shared_per_block - 2048:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     return None
+
+
+def _extra(rows: int, keys: int, shape: Mapping[str, int]) -> int:
+    """Bytes of shared memory beside the tiles: a tile of keys, or of values, that is widened from a quantised cache
+    before it is multiplied, and the probabilities, which go through it in float32."""
+    widened = keys * _width(shape) * shape["compute"] if shape["bytes"] < shape["compute"] else 0
+    return widened + (4 * rows * keys if shape["compute"] == 4 else 0)
 
 
 def _ring_bytes(config: Ring, shape: Mapping[str, int]) -> int:
@@ -134,7 +149,7 @@ def _ring_heuristic(device: Device, shape: Mapping[str, int]) -> Ring:
     keys = max(32, min(128, TILE_BYTES // (2 * width)))
     room = device.shared_per_sm - RING_LEFT
     tiles = shape["batch"] * shape["kv_heads"] * shape["span"] // keys
-    if tiles < _LONG_RING * device.sms:
+    if tiles < _LONG_RING * device.sms or width > RING_SHARED_WIDTH:
         return Ring(keys, max(2, room // (4 * keys * width)), 1)
     if shape["page"] == 0 and width == 128:
         return Ring(2 * keys, max(2, room // (8 * keys * width)), 1)
@@ -155,6 +170,8 @@ def _ring_valid(config: Ring, device: Device, shape: Mapping[str, int]) -> str |
     most = 32 if block(shape["head_dim"]) == 256 else 128  # that the registers hold
     if config.keys not in (32, 64, 128) or config.keys > most:
         return f"a tile cannot have {config.keys} keys; it has 32, 64 or 128, and at most {most} of such heads"
+    if config.per_sm > 1 and block(shape["head_dim"]) > RING_SHARED_WIDTH:
+        return f"heads of {shape['head_dim']} need the registers of a multiprocessor for one program"
     needed = _ring_bytes(config, shape)
     if needed > device.shared_per_block or config.per_sm * needed > device.shared_per_sm:
         return f"{config.per_sm} programs of {needed} bytes do not fit a multiprocessor's shared memory"
@@ -202,9 +219,22 @@ def _tiles_heuristic(device: Device, shape: Mapping[str, int]) -> Tiles:
     rows = max(16, min(config.rows, power_of_2(shape["tokens"] * shape["group"])))
     keys = max(16, min(config.keys, power_of_2(shape["span"])))
     config = replace(config, rows=max(rows, power_of_2(shape["group"])), keys=keys)
-    while _tiles_valid(config, device, shape) and config.stages > 1:
-        config = replace(config, stages=config.stages - 1)
+    while reason := _tiles_valid(config, device, shape):
+        if config.stages > 1:
+            config = replace(config, stages=config.stages - 1)
+        elif config.rows > max(16, power_of_2(shape["group"])):
+            config = replace(config, rows=config.rows // 2)
+        elif config.keys > 16:
+            config = replace(config, keys=config.keys // 2)
+        else:
+            raise ValueError(reason)
     return config
+
+
+def too_large(device: Device, group: int, head_dim: int, value_dim: int, stored: int, compute: int) -> str | None:
+    """Why not even the smallest tiles of prefill fit in a block's shared memory; None where they do."""
+    shape = {"group": group, "head_dim": head_dim, "value_dim": value_dim, "bytes": stored, "compute": compute}
+    return _tiles_valid(Tiles(max(16, power_of_2(group)), 16, 8, 1), device, shape)
 
 
 def _tiles_space(device: Device, shape: Mapping[str, int]) -> Iterator[Tiles]:
@@ -220,6 +250,7 @@ def _tiles_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str
         return f"a tile of {config.rows} rows cannot hold one query of {shape['group']} heads"
     tile = 2 * config.keys * _width(shape) * shape["bytes"]
     needed = config.stages * tile + config.rows * _width(shape) * shape["compute"]
+    needed += _extra(config.rows, config.keys, shape)
     if device.shared_per_block and needed > device.shared_per_block - 2048:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
-from flashkernel.ops.decode.configs import SHORT
+from flashkernel.ops.decode.configs import SHORT, too_large
 
 _ROOM = "flashkernel.ops.decode"
 _HALF = (torch.bfloat16,)
@@ -30,6 +30,16 @@ def _kernels(call: Call) -> str | None:
     if call.facts["stored"] == _FP8 and call.device.kind == "cuda" and call.device.arch < 89:
         return f"float8_e4m3fn needs sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
     return None
+
+
+def _prefill(call: Call) -> str | None:
+    group, stored = call.facts["group"], call.facts["stored"]
+    reason = too_large(
+        call.device, group, call.facts["head_dim"], call.facts["value_dim"], stored.itemsize, call.dtype.itemsize
+    )
+    if reason is not None:
+        return f"{group} query heads to a key/value head are too many for heads this wide: {reason}"
+    return _kernels(call)
 
 
 def _hopper(call: Call) -> str | None:
@@ -351,7 +361,7 @@ PAGED_ATTENTION = Op(
     reference=f"{_ROOM}.reference:paged_attention",
     inputs=_PREFILL_INPUTS,
     backends=(
-        backends.triton(f"{_ROOM}.triton", _kernels, least=80),
+        backends.triton(f"{_ROOM}.triton", _prefill, least=80),
         backends.torch_native(f"{_ROOM}.torch:paged_attention"),
         backends.reference(f"{_ROOM}.reference:paged_attention"),
     ),

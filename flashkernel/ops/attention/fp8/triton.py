@@ -13,7 +13,7 @@ from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import TRITON, Tiles
 from flashkernel.ops.attention.triton import Problem
 from flashkernel.ops.attention.triton.forward import finish
-from flashkernel.ops.attention.triton.scores import visible
+from flashkernel.ops.attention.triton.scores import program_of, visible
 
 SCALE_BLOCK = tl.constexpr(128)  # positions that share a scale
 
@@ -36,12 +36,11 @@ def attention_fp8(
     V_STEP: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: they go first
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    pair = h // group
+    tile, h, b = program_of(tiles, heads)
+    tile = tiles - 1 - tile  # under a causal mask the last tiles are the longest: they go first
+    pair = (h // group).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    query = _tile(q + b * q_batch + h * q_head, tile * ROWS, queries, q_seq, q_dim, ROWS, WIDTH, BLOCK_D)
+    query = _tile(q + b * q_batch + h.to(tl.int64) * q_head, tile * ROWS, queries, q_seq, q_dim, ROWS, WIDTH, BLOCK_D)
     k += b * k_batch + pair * k_head
     v += b * v_batch + pair * v_head
     k_scale += (b * (heads // group) + pair) * k_blocks
@@ -99,7 +98,7 @@ def forward(
     scales = [x.contiguous() for x in (q_scale, k_scale, v_scale)]
     steps = [int(x.ndim == 3) for x in scales]
     launch(
-        attention_fp8, (tiles, heads, batch),
+        attention_fp8, (tiles * heads * batch,),
         q, k, v, *scales, sinks, o, lse, mask_tables, runs.table, runs.count,
         *q.stride(), *k.stride(), *v.stride(), *(x.shape[2] if x.ndim == 3 else 1 for x in scales),
         run_heads * tiles if run_batch > 1 else 0, tiles if run_heads > 1 else 0, heads, heads // pairs, queries, keys,

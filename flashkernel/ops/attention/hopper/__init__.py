@@ -107,7 +107,7 @@ def backward(
     dk, dv = _backward(do, q, k, v, stats, buffer, problem, config)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
-        attention_finish, (heads, query_tiles, batch),
+        attention_finish, (heads * query_tiles * batch,),
         buffer, dq, problem.scale, heads, queries, query_tiles,
         WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
         **chained(device.facts(q.device)),
@@ -136,7 +136,7 @@ def _prepare(
     blocks = padded // rows
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
-        attention_prepare, (heads, blocks, batch),
+        attention_prepare, (heads * blocks * batch,),
         o, do, lse, dlse, sinks, stats, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
         HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
         WIDTH=buffer.shape[3], CHAINED=chained(device.facts(o.device))["CHAINED"], num_warps=4,

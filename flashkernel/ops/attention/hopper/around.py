@@ -22,15 +22,19 @@ def attention_prepare(
     """
     if CHAINED:
         gdc_launch_dependents()  # it waits for what is computed here
-    h = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    blocks = padded // BLOCK
+    h = tl.program_id(0) % heads
+    block = tl.program_id(0) // heads % blocks
+    batch = tl.num_programs(0) // (heads * blocks)
+    b = (batch - 1 - tl.program_id(0) // (heads * blocks)).to(tl.int64)
+    row = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     column = tl.arange(0, BLOCK_V)[None, :]
     inside = (row < queries)[:, None] & (column < VALUES)
     output = tl.load(o + ((b * queries + row[:, None]) * heads + h) * VALUES + column, mask=inside, other=0.0)
     upstream = tl.load(
-        do + b * do_batch + h * do_head + row[:, None].to(tl.int64) * do_seq + column, mask=inside, other=0.0
-    )
+        do + b * do_batch + h.to(tl.int64) * do_head + row[:, None].to(tl.int64) * do_seq + column,
+        mask=inside, other=0.0,
+    )  # fmt: skip
     shift = tl.sum(output.to(tl.float32) * upstream.to(tl.float32), 1)
     stat = (b * heads + h) * queries + row
     if HAS_DLSE:
@@ -38,12 +42,12 @@ def attention_prepare(
     value = tl.load(lse + stat, mask=row < queries, other=float("-inf"))
     value = tl.where(value == float("-inf"), float("inf"), value)
     place = (b * heads + h) * padded + row
-    total = tl.num_programs(2).to(tl.int64) * heads * padded
+    total = batch.to(tl.int64) * heads * padded
     tl.store(stats + place, -value * unit, mask=row < padded)
     tl.store(stats + total + place, -shift, mask=row < padded)
     if HAS_SINKS:  # a sink's probability is exp(sink - lse), and what it would add to the output is nothing
         share = tl.exp2((tl.load(sinks + h).to(tl.float32) - value) * LOG2E)
-        tl.store(dsinks + (b * heads + h) * tl.num_programs(1) + tl.program_id(1), -tl.sum(share * shift, 0))
+        tl.store(dsinks + (b * heads + h) * blocks + block, -tl.sum(share * shift, 0))
     width = tl.arange(0, WIDTH)[None, :]
     zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
     tl.store(dq + place[:, None] * WIDTH + width, zeros, mask=(row < padded)[:, None])
@@ -62,9 +66,9 @@ def attention_finish(
     """
     if CHAINED:
         join_chain()
-    h = tl.program_id(0)
-    tile = tl.program_id(1)
-    b = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
+    h = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads % query_tiles
+    b = ((tl.num_programs(0) - 1 - tl.program_id(0)) // (heads * query_tiles)).to(tl.int64)
     start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
     value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
     value = value.to(dq.dtype.element_ty)

@@ -61,13 +61,13 @@ def forward(
     keys, values = k.shape[1], v.shape[3]
     o = torch.empty((batch, queries, heads, values), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    config = _config(FORWARD, q, k, v, problem.mask)
+    config = _config(FORWARD, q, k, v, bias, problem)
     runs, _ = _planned(problem.mask, q, k, config)
     mask, score, _, tables, mask_tables = problem.functions()
     tiles = tune.ceil_div(queries, config.rows)
     (q_tiles, k_tiles, v_tiles), described = sources((q, config.rows), (k, config.columns), (v, config.columns))
     launch(
-        attention_forward, (tiles, heads, batch),
+        attention_forward, (tiles * heads * batch,),
         q_tiles, k_tiles, v_tiles, q if bias is None else bias, sinks, slopes, o, lse,
         tables, mask_tables, runs.table, runs.count,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_bias_strides(bias), _slope_stride(slopes),
@@ -116,7 +116,7 @@ def _backward_queries(
     batch, queries, heads, width = q.shape
     keys, pairs = k.shape[1], k.shape[2]
     dq = torch.empty((batch, queries, heads, width), dtype=q.dtype, device=q.device)
-    config = _config(BACKWARD_QUERIES, q, k, v, problem.mask)
+    config = _config(BACKWARD_QUERIES, q, k, v, bias, problem)
     runs, _ = _planned(problem.mask, q, k, config)
     mask, score, slope, tables, mask_tables = problem.functions()
     tiles = tune.ceil_div(queries, config.rows)
@@ -129,7 +129,7 @@ def _backward_queries(
         (q, config.rows), (k, config.columns), (v, config.columns), (do, config.rows)
     )
     launch(
-        attention_backward_queries, (tiles, heads, batch),
+        attention_backward_queries, (tiles * heads * batch,),
         q_tiles, k_tiles, v_tiles, q if bias is None else bias, sinks, slopes, o, do_tiles, lse, dlse, delta,
         dq, q if dbias is None else dbias, dsinks, dslopes, tables, mask_tables, runs.table, runs.count,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
@@ -148,7 +148,7 @@ def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> t
     keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
     dk = torch.empty((batch, keys, pairs, width), dtype=k.dtype, device=k.device)
     dv = torch.empty((batch, keys, pairs, values), dtype=v.dtype, device=v.device)
-    config = _config(BACKWARD_KEYS, q, k, v, problem.mask)
+    config = _config(BACKWARD_KEYS, q, k, v, bias, problem)
     _, runs = _planned(problem.mask, q, k, config)
     mask, score, slope, tables, mask_tables = problem.functions()
     (q_tiles, k_tiles, v_tiles, do_tiles), described = sources(
@@ -156,7 +156,7 @@ def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> t
     )
     for want in ("kv",) if max(width, values) <= WIDEST_TOGETHER else ("k", "v"):
         launch(
-            attention_backward_keys, (tune.ceil_div(keys, config.columns), pairs, batch),
+            attention_backward_keys, (tune.ceil_div(keys, config.columns) * pairs * batch,),
             q_tiles, k_tiles, v_tiles, q if bias is None else bias, slopes, do_tiles, lse, delta, dk, dv,
             tables, mask_tables, runs.table, runs.count,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *_bias_strides(bias),
@@ -168,11 +168,16 @@ def _backward_keys(do, q, k, v, bias, slopes, lse, delta, problem: Problem) -> t
     return dk, dv
 
 
-def _config(tunable: tune.Tunable, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tiles:
-    seen = span(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+def _config(
+    tunable: tune.Tunable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, problem: Problem
+) -> Tiles:  # fmt: skip
+    """`gathers`: whether a tensor is read pair by pair, a bias or the table of a mask or a score function."""
+    seen = span(problem.mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    masked = problem.mask is not None and len(problem.mask.tables) > 0
+    scored = problem.score is not None and len(ex.tables(problem.score)) > 0
     shape = {
         "queries": q.shape[1], "keys": k.shape[1], "span": seen, "head_dim": q.shape[3], "value_dim": v.shape[3],
-        "bytes": q.element_size(),
+        "bytes": q.element_size(), "gathers": int(bias is not None or masked or scored),
     }  # fmt: skip
     return tune.pick(tunable, device.facts(q.device), shape)
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashkernel.blocks.softmax_triton import LOG2E
 from flashkernel.ops.attention.triton.dropping import keep, seed_word
-from flashkernel.ops.attention.triton.scores import load_tile, origin, transform, visible
+from flashkernel.ops.attention.triton.scores import load_tile, origin, program_of, transform, visible
 
 
 @triton.jit
@@ -65,15 +65,15 @@ def attention_backward_queries(
     BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles - 1 - tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    tile, h, b = program_of(tiles, heads)
+    tile = tiles - 1 - tile
+    head, kv_head = h.to(tl.int64), (h // group).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
     q_index = row[:, None]  # [ROWS, 1]
-    q_place = origin(b * q_batch + h * q_head, q_seq, TMA)
-    do_place = origin(b * do_batch + h * do_head, do_seq, TMA)
-    k_place = origin(b * k_batch + (h // group) * k_head, k_seq, TMA)
-    v_place = origin(b * v_batch + (h // group) * v_head, v_seq, TMA)
+    q_place = origin(b * q_batch + head * q_head, q_seq, TMA)
+    do_place = origin(b * do_batch + head * do_head, do_seq, TMA)
+    k_place = origin(b * k_batch + kv_head * k_head, k_seq, TMA)
+    v_place = origin(b * v_batch + kv_head * v_head, v_seq, TMA)
     query = load_tile(q, q_place, tile * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, True, TMA)
     upstream = load_tile(do, do_place, tile * ROWS, do_seq, queries, ROWS, VALUES, BLOCK_V, True, TMA)
     out = load_tile(
@@ -91,7 +91,7 @@ def attention_backward_queries(
         tl.store(dsinks + (b * heads + h) * tiles + tile, -tl.sum(share * shift, 0))
     norm = norm[:, None]
     shift = shift[:, None]
-    bias += b * bias_batch + h * bias_head
+    bias += b * bias_batch + head * bias_head
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + b * slope_batch + h)
@@ -134,9 +134,8 @@ def attention_backward_queries(
                     CAP, SLOPE, DROP,
                 )  # fmt: skip
                 if WANT_BIAS:
-                    target = (
-                        dbias + b * dbias_batch + h * dbias_head + q_index.to(tl.int64) * dbias_q + k_index * dbias_k
-                    )
+                    place_q = b * dbias_batch + head * dbias_head + q_index.to(tl.int64) * dbias_q
+                    target = dbias + place_q + k_index.to(tl.int64) * dbias_k
                     tl.atomic_add(target, outer, mask=(q_index < queries) & (k_index < keys), sem="relaxed")
                 if HAS_SLOPES:
                     slope_sum -= tl.sum(outer * tl.abs(q_index + (keys - queries) - k_index), 1)
@@ -161,13 +160,12 @@ def attention_backward_keys(
     WANT_V: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, or one of them where heads are so wide that registers do not hold both."""
-    tile = tl.program_id(0)
-    pair = tl.program_id(1)  # key/value head
-    b = tl.program_id(2).to(tl.int64)
+    tile, pair, b = program_of(tl.cdiv(keys, COLUMNS), heads // group)  # pair: key/value head
+    kv_head = pair.to(tl.int64)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     k_index = column[:, None]  # [COLUMNS, 1]
-    k_place = origin(b * k_batch + pair * k_head, k_seq, TMA)
-    v_place = origin(b * v_batch + pair * v_head, v_seq, TMA)
+    k_place = origin(b * k_batch + kv_head * k_head, k_seq, TMA)
+    v_place = origin(b * v_batch + kv_head * v_head, v_seq, TMA)
     key = load_tile(k, k_place, tile * COLUMNS, k_seq, keys, COLUMNS, WIDTH, BLOCK_D, True, TMA)
     if WANT_K:
         value = load_tile(v, v_place, tile * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, True, TMA)
@@ -183,8 +181,9 @@ def attention_backward_keys(
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(slopes + b * slope_batch + h)
-        q_place = origin(b * q_batch + h * q_head, q_seq, TMA)
-        do_place = origin(b * do_batch + h * do_head, do_seq, TMA)
+        head = h.to(tl.int64)
+        q_place = origin(b * q_batch + head * q_head, q_seq, TMA)
+        do_place = origin(b * do_batch + head * do_head, do_seq, TMA)
         stat = (b * heads + h) * queries
         place = (b * runs_batch + h * runs_head + tile).to(tl.int64)
         for run in range(tl.load(counts + place)):
@@ -209,7 +208,7 @@ def attention_backward_keys(
                     else:
                         score, capped, before = transform(
                             product, b, h, q_index, k_index, queries, keys, tables,
-                            bias + b * bias_batch + h * bias_head, bias_q, bias_k, slope, scale, softcap,
+                            bias + b * bias_batch + head * bias_head, bias_q, bias_k, slope, scale, softcap,
                             CAP, HAS_SLOPES, HAS_BIAS, SCORE,
                         )  # fmt: skip
                     weight = tl.exp2(score * factor - norm)  # [COLUMNS, ROWS]

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together
 from flashkernel.ops.attention.triton.dropping import keep, seed_word
-from flashkernel.ops.attention.triton.scores import load_tile, origin, transform, visible
+from flashkernel.ops.attention.triton.scores import load_tile, origin, program_of, transform, visible
 
 
 @triton.jit
@@ -43,16 +43,16 @@ def attention_forward(
     VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, PLAIN: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles - 1 - tl.program_id(0)  # under a causal mask the last tiles are the longest: they go first
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    tile, h, b = program_of(tiles, heads)
+    tile = tiles - 1 - tile  # under a causal mask the last tiles are the longest: they go first
+    head, kv_head = h.to(tl.int64), (h // group).to(tl.int64)  # times a stride they may exceed int32
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
     q_index = row[:, None]  # [ROWS, 1]
-    q_place = origin(b * q_batch + h * q_head, q_seq, TMA)
-    k_place = origin(b * k_batch + (h // group) * k_head, k_seq, TMA)
-    v_place = origin(b * v_batch + (h // group) * v_head, v_seq, TMA)
+    q_place = origin(b * q_batch + head * q_head, q_seq, TMA)
+    k_place = origin(b * k_batch + kv_head * k_head, k_seq, TMA)
+    v_place = origin(b * v_batch + kv_head * v_head, v_seq, TMA)
     query = load_tile(q, q_place, tile * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, True, TMA)  # [ROWS, BLOCK_D]
-    bias += b * bias_batch + h * bias_head
+    bias += b * bias_batch + head * bias_head
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + b * slope_batch + h)

@@ -7,6 +7,14 @@ from flashkernel.blocks.softmax_triton import tanh
 
 
 @triton.jit
+def program_of(tiles, heads):
+    """(tile, head, batch) of a program; tiles come first, then heads. One axis: the others of a grid end at 65535."""
+    program = tl.program_id(0)
+    line = program // tiles
+    return program % tiles, line % heads, (line // heads).to(tl.int64)
+
+
+@triton.jit
 def origin(start, stride, TMA: tl.constexpr):
     """Where a matrix of rows begins, `start` elements into its tensor: as (row, column) for a descriptor."""
     if TMA:
@@ -55,7 +63,8 @@ def transform(
         before -= slope * tl.abs(q + (keys - queries) - k)
     if HAS_BIAS:
         inside = (q < queries) & (k < keys)
-        before += tl.load(bias + q.to(tl.int64) * bias_q + k * bias_k, mask=inside, other=0.0).to(tl.float32)
+        place = q.to(tl.int64) * bias_q + k.to(tl.int64) * bias_k
+        before += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
     score = before
     if SCORE is not None:
         score = SCORE(before, b, h, q, k, queries, keys, tables)

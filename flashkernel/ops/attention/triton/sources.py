@@ -2,6 +2,11 @@
 
 A descriptor sees a tensor (batch, sequence, heads, head_dim) as a matrix whose rows lie one position of the sequence
 apart. Batches are further down; heads are further down as well, or side by side in the columns.
+
+The TMA unit wants the matrix to begin at a multiple of 16 bytes and its rows to lie a multiple of 16 bytes apart. A
+tile may begin at any row and column; what it has outside the matrix reads as zero, but what it has of a neighbouring
+sequence or head does not. Heads that begin at odd columns, and rows of less than 64 bytes, are left to pointers: they
+are rare, gain nothing by it, and make the compiler take other paths than all other tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from torch import Tensor
 
 from flashkernel.core import device, tune
 
-ALIGNED = 16  # bytes: of a descriptor's first element, and of its rows
+ALIGNED = 16  # bytes: of a descriptor's first element, its rows, and the heads in them
+NARROWEST = 64  # bytes of a tile's row
 
 
 def sources(*tiled: tuple[Tensor, int]) -> tuple[list[Any], bool]:
@@ -32,13 +38,16 @@ def _can_describe(x: Tensor) -> bool:
 def _describe(x: Tensor, rows: int) -> Any:
     """None where tiles of the matrix would not be those of the tensor."""
     batch, sequence, heads, width = x.shape
+    size = x.element_size()
     batch_stride, stride, head_stride, _ = x.stride()
     beside = heads == 1 or (heads - 1) * head_stride + width <= stride  # all heads of a position are in its row
     whole = (
         x.numel() > 0
-        and width == max(16, tune.power_of_2(width))
+        and width == tune.power_of_2(width)
+        and width * size >= NARROWEST
         and stride >= width
-        and stride * x.element_size() % ALIGNED == 0
+        and stride * size % ALIGNED == 0
+        and (heads == 1 or head_stride * size % ALIGNED == 0)
         and x.data_ptr() % ALIGNED == 0
         and (batch == 1 or batch_stride % stride == 0)
         and (beside or head_stride % stride == 0)

@@ -1,0 +1,99 @@
+"""Wherever dispatch accepts a call, the launch config is one its kernel can use, and the grid one a GPU can launch."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import flashkernel as fk
+from flashkernel.core import device as devices
+from flashkernel.core.device import Device
+from flashkernel.core.launch import recording
+from flashkernel.core.op import Call
+from flashkernel.core.tune import Tunable
+from flashkernel.ops.attention import configs as attention_configs
+from flashkernel.ops.attention import spec as attention_spec
+from flashkernel.ops.decode import configs as decode_configs
+from flashkernel.ops.decode import spec as decode_spec
+
+GPUS = [device for device in devices.KNOWN.values() if device.arch >= 80]
+DIMS = (1, 8, 16, 40, 64, 72, 128, 192, 256, 300, 512)
+LENGTHS = (1, 40, 1024, 131072)
+FLOATS = (torch.float32, torch.float16)
+MOST_ON_OTHER_AXES = 65535  # programs along the second and third axis of a grid
+
+
+def choice(tunable: Tunable, device: Device, shape: dict[str, int]) -> object:
+    """What the heuristic says, checked by the rule that tuned configs obey."""
+    config = tunable.heuristic(device, shape)
+    reason = tunable.valid(config, device, shape)
+    assert reason is None, f"{tunable.name} on {device.name} for {shape}: {reason}"
+    return config
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
+def test_attention(device: Device) -> None:
+    accepted = 0
+    for head_dim, value_dim, dtype in product(DIMS, DIMS, FLOATS):
+        facts = {"head_dim": head_dim, "value_dim": value_dim, "deterministic": False, "has_bias": False}
+        if attention_spec._kernels(Call(device, dtype, facts)) is not None:
+            continue
+        accepted += 1
+        for queries, keys, gathers in product(LENGTHS, LENGTHS, (0, 1)):
+            shape = {
+                "queries": queries, "keys": keys, "span": min(keys, 4096), "head_dim": head_dim, "value_dim": value_dim,
+                "bytes": dtype.itemsize, "gathers": gathers,
+            }  # fmt: skip
+            for tunable in ("FORWARD", "BACKWARD_QUERIES", "BACKWARD_KEYS"):
+                choice(getattr(attention_configs, tunable), device, shape)
+    assert accepted >= 2 * len(DIMS) ** 2 - 2 * len(DIMS)  # float32 heads of 512 alone are too much for small GPUs
+
+
+@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
+def test_decoding_and_prefill(device: Device) -> None:
+    stored = (None, torch.int8, torch.float8_e4m3fn)
+    for head_dim, dtype, kept, group in product(DIMS, FLOATS, stored, (1, 7, 64, 256)):
+        facts = {
+            "head_dim": head_dim, "value_dim": head_dim, "stored": kept or dtype, "batch": 1, "group": group,
+        }  # fmt: skip
+        call = Call(device, dtype, facts)
+        shape = {
+            "head_dim": head_dim, "value_dim": head_dim, "group": group, "bytes": (kept or dtype).itemsize,
+            "compute": dtype.itemsize,
+        }  # fmt: skip
+        for page, span in product((16, 256), LENGTHS):
+            if decode_spec._prefill(call) is None:
+                choice(decode_configs.TILES, device, {**shape, "tokens": span, "span": span, "page": page})
+            if decode_spec._kernels(call) is None:
+                for batch, queries, kv_heads in product((1, 4096), (1, 16), (1, 8)):
+                    more = {"batch": batch, "queries": queries, "kv_heads": kv_heads, "page": page, "span": span}
+                    choice(decode_configs.WALK, device, {**shape, **more})
+
+
+def test_decoding_on_hopper() -> None:
+    device = devices.KNOWN["h200"]
+    for head_dim, page, span, batch, kv_heads, rows in product(
+        (8, 64, 72, 128, 136, 256), (0, 16, 256), (513, 4096, 131072), (1, 64, 4096), (1, 2, 8), (1, 64)
+    ):
+        shape = {
+            "batch": batch, "rows": rows, "kv_heads": kv_heads, "head_dim": head_dim, "page": page, "span": span,
+        }  # fmt: skip
+        choice(decode_configs.RING, device, shape)
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_attention_of_many_sequences_fits_a_grid(backend: str) -> None:
+    """Two axes of a grid end at 65535: a batch beyond that must not lie on them."""
+    batch, heads, length = 70000, 2, 192
+    q, k, v = (
+        torch.empty((batch, length, heads, 64), dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for _ in range(3)
+    )
+    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+        out = fk.attention(q, k, v, backend=backend)
+        out.backward(torch.empty_like(out))
+    assert len(launches) >= 3
+    for launch in launches:
+        assert max(launch.grid[1:], default=1) <= MOST_ON_OTHER_AXES, f"{launch.name} has a grid of {launch.grid}"
