@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
-from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.expression import Table
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
@@ -54,7 +53,7 @@ def flash_attn_func(
     limit; causal is right = 0. ALiBi slopes are (heads,) or (batch, heads). With return_attn_probs the result is
     (out, lse, None), lse float32 (batch, heads, seqlen_q).
     """
-    options = _options(q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     return _result(
         attention(q, k, v, alibi_slopes=alibi_slopes, mask=_window_mask(causal, window_size), **options),
         return_attn_probs,
@@ -132,7 +131,7 @@ def flash_attn_varlen_func(
     lengths = _check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
     left, right = _sides(causal, window_size)
     mask, diagonal = packed_mask(*lengths, q.shape[0], left, right)
-    options = _options(q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     if alibi_slopes is not None:
         options |= _packed_alibi(alibi_slopes, diagonal, lengths, q.shape[1])
     found = attention(q[None], k[None], v[None], mask=mask, **options)
@@ -203,13 +202,12 @@ def _window_mask(is_causal: bool, window_size: tuple[int, int]) -> Mask | None:
 
 
 def _options(
-    q: Tensor, dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
+    dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
 ) -> dict[str, Any]:
     return {
         "scale": softmax_scale,
-        "softcap": max(0.0, softcap),  # flash-attn: 0 or less is none
+        "softcap": 0.0 if softcap <= 0 else softcap,  # flash-attn: 0 or less is none
         "dropout": dropout_p,
-        "seed": draw_seed(dropout_p, q.device),
         "deterministic": deterministic,
         "return_lse": return_lse,
     }

@@ -72,8 +72,8 @@ def flash_attn_with_kvcache(
     folded = queries > 1 and not masked  # every query sees every key: queries are so many more heads of a group
     rows = _fold(q, k_cache.shape[2]) if folded else q
     out, lse = decode_attention(
-        rows, k_cache, v_cache, after, block_table, window=window, softcap=max(0.0, softcap), scale=softmax_scale,
-        return_lse=True,
+        rows, k_cache, v_cache, after, block_table, window=window, softcap=0.0 if softcap <= 0 else softcap,
+        scale=softmax_scale, return_lse=True,
     )  # fmt: skip
     if folded:
         out, lse = _unfold(out, queries, k_cache.shape[2]), lse.view(batch, -1, queries)

@@ -56,6 +56,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def promoted(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Two tensors that an operator wants in one dtype: under autocast the wider one of both, as torch promotes them
+    (one may come from a linear layer, in bfloat16, the other from what is kept in float32); otherwise as they are."""
+    if y is None or x.dtype == y.dtype or autocast_dtype(x) is None:
+        return x, y
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.to(wide), y.to(wide)
+
+
 def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as autocast's lower-precision operators take it: floating point in `dtype`, but for float64."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import check_finite
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Op, resolve
@@ -50,6 +51,7 @@ def softmax(
     keys up to q + keys - queries. A row that sees nothing, or nothing but -inf, gives zeros and a gradient of zero.
     """
     _check("softmax", x)
+    check_finite("softmax", "scale", scale)
     _check_mask(x, mask, causal)
     chosen = choose(spec.SOFTMAX, backend, x.device, x.dtype)
     if chosen.composite:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Mask, recalled
+from flashkernel.core.arguments import check_scale, check_softcap
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -43,6 +44,7 @@ def attention_fp8(
     _check_tensors(q, k, v)
     _check_scales(q, k, q_scale, k_scale, v_scale)
     _check_settings(q, mask, sinks, softcap, out_dtype)
+    check_scale("attention_fp8", scale)
     chosen = choose(
         spec.ATTENTION_FP8, backend, q.device, q.dtype, head_dim=q.shape[-1], value_dim=v.shape[-1],
     )  # fmt: skip
@@ -120,8 +122,7 @@ def _check_settings(q: Tensor, mask: Mask | None, sinks: Tensor | None, softcap:
             )
         if torch.is_grad_enabled() and sinks.requires_grad:
             raise ValueError("attention_fp8: it has no gradient; call it under torch.no_grad(), or detach the sinks")
-    if softcap < 0:
-        raise ValueError(f"attention_fp8: softcap is {softcap}; it must be positive, or 0 for none")
+    check_softcap("attention_fp8", softcap)
     if out_dtype not in OUTPUTS:
         raise ValueError(f"attention_fp8: out_dtype is {out_dtype}; it must be bfloat16, float16 or float32")
 
