@@ -59,16 +59,21 @@ def softmax(
     return _softmax(x, mask, float(scale), causal, chosen.target)
 
 
-def argmax(x: Tensor) -> Tensor:
-    """The place of each row's largest value, int64; of equal ones the first. On a GPU many programs share a row."""
+def argmax(x: Tensor, *, invalid: int | None = None) -> Tensor:
+    """The place of each row's largest value, int64; of equal ones the first. On a GPU many programs share a row.
+
+    NaN counts as the largest, as in torch. With `invalid`, a row whose maximum is not finite (NaN or an infinity) gives
+    that number instead of a place.
+    """
     _check("argmax", x)
     if x.shape[-1] == 0:
         raise ValueError(f"argmax: x has shape {tuple(x.shape)}; a row without columns has no maximum")
-    if x.device.type != "cuda" or x.numel() == 0 or find_spec("triton") is None:
-        return x.argmax(-1)
-    from flashkernel.ops.reduce.triton.argmax import argmax as by_parts
-
-    return by_parts(_flat(x)).view(x.shape[:-1])
+    if x.device.type == "cuda" and x.numel() > 0 and _HAS_TRITON:
+        return _argmax(x, invalid)
+    place = x.argmax(-1)
+    if invalid is None:
+        return place
+    return torch.where(x.gather(-1, place[..., None])[..., 0].isfinite(), place, invalid)
 
 
 def weighted_sum(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
@@ -194,6 +199,14 @@ def _fake_softmax(x, mask, scale, causal, kernels):
     return x.new_empty(x.shape)
 
 
+def _argmax_forward(x: Tensor, invalid: int | None) -> Tensor:
+    return resolve("flashkernel.ops.reduce.triton.argmax:argmax")(_flat(x), invalid).view(x.shape[:-1])
+
+
+def _fake_argmax(x, invalid):
+    return x.new_empty(x.shape[:-1], dtype=torch.int64)
+
+
 def _setup_softmax(ctx, inputs, output):
     x, _, scale, causal, kernels = inputs
     ctx.set_materialize_grads(False)
@@ -217,6 +230,8 @@ def _fake_softmax_pull(dy, y, scale, queries, kernels):
     return y.new_empty(y.shape)
 
 
+_HAS_TRITON = find_spec("triton") is not None
+_argmax = KernelOp("argmax", _argmax_forward, _fake_argmax)
 _reduce_backward = KernelOp("reduce_backward", _backward, _fake_backward)
 _weighted_backward = KernelOp("weighted_sum_backward", _weighted_pull, _fake_weighted_pull)
 _reduce = KernelOp("reduce", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
