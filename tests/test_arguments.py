@@ -14,6 +14,9 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel.blocks.epilogue import Gate
 from flashkernel.compat.flash_attn import flash_attn_func
+from flashkernel.core.check import named
+from flashkernel.core.op import Op
+from flashkernel.ops import registry
 
 NAN, INF = math.nan, math.inf
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -184,3 +187,46 @@ def test_pairs_of_dtypes_are_promoted_under_autocast(backend: str, device: str) 
         out = fk.decode_attention(q[:, :1], pages[0], pages[1], length, backend=backend)
     assert torch.equal(pages[0][0], k[0].bfloat16())
     assert out.dtype == torch.bfloat16, "q takes the cache's dtype"
+
+
+LOWER = {"attention": ("q", "k", "v", "bias"), "linear": ("x", "weight"), "linear_cross_entropy": ("x", "weight", "bias")}
+
+
+@on_devices
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("op", registry().values(), ids=registry())
+def test_autocast_does_what_a_cast_before_would(op: Op, device: str, compiled: bool) -> None:
+    """Operators of torch's lower-precision list take operands cast to its dtype; all others go on as without it."""
+    case = op.cases[0]
+    given = op.make_inputs(case, torch.float32, device)
+    lower = {name: x.bfloat16() if name in LOWER.get(op.name, ()) else x for name, x in given.items()}
+    options = {**case.options, "backend": "torch"}
+    function = op.call
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(op.call, fullgraph=True, backend="aot_eager")
+    function = op.observed(function)
+    with torch.no_grad():
+        expected = named(function(**lower, **options))
+        with _autocast(device):
+            found = named(function(**given, **options))
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("name", "backend"), [("attention", "torch"), ("attention", "triton"), ("linear", "triton")])
+def test_backward_called_inside_autocast(name: str, backend: str) -> None:
+    """Gradients are those of a backward called behind it, in the precision that forward had."""
+    op = registry()[name]
+    case = next(case for case in op.cases if case.gradients)
+    given = op.make_inputs(case, torch.float32)
+    leaves = {name: x.requires_grad_(x.is_floating_point()) for name, x in given.items()}
+    wanted = [x for x in leaves.values() if x.requires_grad]
+    options = {**case.options, "backend": backend, **({"softcap": 5.0} if name == "attention" else {})}
+    loss = sum(out.float().square().sum() for out in named(op.call(**leaves, **options)).values())
+    expected = torch.autograd.grad(loss, wanted, retain_graph=True)
+    with _autocast("cpu"):
+        found = torch.autograd.grad(loss, wanted)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)

@@ -6,7 +6,8 @@ All of it runs on every call, so it is comparisons and lookups only.
 from __future__ import annotations
 
 import operator
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """For a composite backend whose operands are in the dtypes they should have: torch's operators inside keep them."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def promoted(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.mask import Mask
-from flashkernel.core.arguments import autocast, autocast_dtype, check_scale, check_softcap
+from flashkernel.core.arguments import autocast, autocast_dtype, check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.ops.attention import registered, spec
 
@@ -67,10 +67,11 @@ def attention(
     if seed is None:
         seed = draw_seed(q.device) if dropout > 0 else 0
     if chosen.composite:
-        return chosen.run(
-            q, k, v, bias, sinks, alibi_slopes,
-            mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, bias, sinks, alibi_slopes,
+                mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
+            )  # fmt: skip
     out, lse = registered.run(
         chosen.target, q, k, v, bias, sinks, alibi_slopes, mask, score,
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout), seed,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import autocast_dtype, check_scale, check_softcap
+from flashkernel.core.arguments import autocast_dtype, check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -70,10 +70,11 @@ def decode_attention(
         paged=page_table is not None,
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            q, k, v, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens, softcap=softcap,
-            scale=scale, k_scale=k_scale, v_scale=v_scale, prefix_length=prefix_length, return_lse=return_lse,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens, softcap=softcap,
+                scale=scale, k_scale=k_scale, v_scale=v_scale, prefix_length=prefix_length, return_lse=return_lse,
+            )  # fmt: skip
     dynamic = prefix_length if isinstance(prefix_length, Tensor) else None
     out, lse = _decode(
         q, k, v, lengths, page_table, sinks, k_scale, v_scale, dynamic,
@@ -125,10 +126,11 @@ def paged_attention(
         head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=lengths.shape[0],
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            q, k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
-            softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
+                softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            )  # fmt: skip
     out, lse = _packed(
         q, k, v, cu_seqlens_q, lengths, page_table, sinks, k_scale, v_scale, 0 if window is None else window,
         sink_tokens, q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), chosen.target,

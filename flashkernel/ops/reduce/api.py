@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import check_finite
+from flashkernel.core.arguments import check_finite, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Op, resolve
@@ -88,7 +88,8 @@ def weighted_sum(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
         raise ValueError(f"weighted_sum: weight is on {weight.device} but x is on {x.device}; move one of them")
     chosen = choose(spec.WEIGHTED_SUM, backend, x.device, x.dtype, weight=weight.dtype)
     if chosen.composite:
-        return chosen.run(x, weight)
+        with without_autocast(x):
+            return chosen.run(x, weight)
     return _reduce(x, weight, kinds.WEIGHTED, chosen.target)[0]
 
 
@@ -96,7 +97,8 @@ def _reduce_rows(op: Op, kind: int, x: Tensor, keepdim: bool, backend: str | Non
     _check(op.name, x)
     chosen = choose(op, backend, x.device, x.dtype)
     if chosen.composite:
-        return chosen.run(x, keepdim=keepdim)
+        with without_autocast(x):
+            return chosen.run(x, keepdim=keepdim)
     y, _ = _reduce(x, None, kind, chosen.target)
     return y.unsqueeze(-1) if keepdim else y
 

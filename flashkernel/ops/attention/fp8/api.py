@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Mask, recalled
-from flashkernel.core.arguments import check_scale, check_softcap
+from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -49,10 +49,11 @@ def attention_fp8(
         spec.ATTENTION_FP8, backend, q.device, q.dtype, head_dim=q.shape[-1], value_dim=v.shape[-1],
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            q, k, v, q_scale, k_scale, v_scale,
-            mask=mask, scale=scale, sinks=sinks, softcap=softcap, return_lse=return_lse, out_dtype=out_dtype,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, q_scale, k_scale, v_scale,
+                mask=mask, scale=scale, sinks=sinks, softcap=softcap, return_lse=return_lse, out_dtype=out_dtype,
+            )  # fmt: skip
     bytes_of = [x.view(torch.uint8) for x in (q, k, v)]  # torch's tools know few operations on float8
     out, lse = _attention_fp8(
         *bytes_of, q_scale, k_scale, v_scale, sinks, [] if mask is None else list(mask.tables),
