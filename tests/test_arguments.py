@@ -93,7 +93,10 @@ def test_targets_of_any_integer_dtype(dtype: torch.dtype, backend: str, device: 
 
 
 def test_use_backend_knows_operators_and_backends() -> None:
-    with pytest.raises(ValueError, match=r"no operator 'nosuchop'; there are .*rms_norm"), fk.use_backend(nosuchop="torch"):
+    with (
+        pytest.raises(ValueError, match=r"no operator 'nosuchop'; there are .*rms_norm"),
+        fk.use_backend(nosuchop="torch"),
+    ):
         pass
     with pytest.raises(ValueError, match=r"no operator has a backend 'abacus'; there are .*triton"):  # noqa: SIM117
         with fk.use_backend("abacus"):
@@ -163,7 +166,7 @@ def test_linear_under_autocast(compiled: bool, device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_pairs_of_dtypes_are_promoted_under_autocast(backend: str, device: str) -> None:
-    """What torch's operators promote: x + residual, gate * up, keys beside values; outside autocast they are refused."""
+    """What torch promotes: x + residual, gate * up, keys beside values; outside autocast they are refused."""
     x, weight = X.to(device), ROW.to(device)
     narrow, (q, k, v) = x.bfloat16(), _heads(device)
     table = fk.Frequencies.plain(16)
@@ -189,7 +192,11 @@ def test_pairs_of_dtypes_are_promoted_under_autocast(backend: str, device: str) 
     assert out.dtype == torch.bfloat16, "q takes the cache's dtype"
 
 
-LOWER = {"attention": ("q", "k", "v", "bias"), "linear": ("x", "weight"), "linear_cross_entropy": ("x", "weight", "bias")}
+LOWER = {
+    "attention": ("q", "k", "v", "bias"),
+    "linear": ("x", "weight"),
+    "linear_cross_entropy": ("x", "weight", "bias"),
+}
 
 
 @on_devices

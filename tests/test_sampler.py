@@ -207,9 +207,9 @@ def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None
     for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"repetition_penalty": 2.0}):
         params = [SamplingParams(seed=row, **how) for row in range(3)]  # type: ignore[arg-type]
         found = []
-        for given in (logits, broken):
+        for values in (logits, broken):
             counts = TokenCounts(3, VOCAB, torch.device(device))
-            found.append(_draw(given, params, counts=counts)[0].tolist())
+            found.append(_draw(values, params, counts=counts)[0].tolist())
         assert found[1] == [found[0][0], INVALID, found[0][2]]
 
 

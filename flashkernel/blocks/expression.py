@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashkernel.core.arguments import static
 
+
 class Expression:
     """A number or a truth value computed from indices."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashkernel.core.arguments import static
 
+
 @dataclass(frozen=True)
 class Frequencies:
     """Radians per position of each rotated pair, and the factor that cos and sin are multiplied by.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 INFINITY = float("inf")
 Number = TypeVar("Number", int, float)
+Optional = TypeVar("Optional", Tensor, "Tensor | None")
 
 
 def check_finite(function: str, name: str, value: float) -> None:
@@ -62,7 +63,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
-def promoted(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def promoted(x: Tensor, y: Optional) -> tuple[Tensor, Optional]:
     """Two tensors that an operator wants in one dtype: under autocast the wider one of both, as torch promotes them
     (one may come from a linear layer, in bfloat16, the other from what is kept in float32); otherwise as they are."""
     if y is None or x.dtype == y.dtype or autocast_dtype(x) is None:

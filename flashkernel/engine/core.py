@@ -22,7 +22,6 @@ from flashkernel.engine.scheduler import Scheduler
 from flashkernel.engine.sequence import Event, Logprob, Sequence
 from flashkernel.engine.tokenizer import TextStream, Tokenizer
 
-
 NOT_FINITE = (
     "the model's logits are NaN or infinite after these tokens, so no token can be chosen; check its weights for NaN, "
     "and run it in bfloat16 or float32 if it overflows in float16"

@@ -50,7 +50,7 @@ def append_kv(
     k, v = promoted(k, v)
     if q is not None and q.dtype != k.dtype:
         q, k = promoted(q, k)
-        v = promoted(v, k)[0]
+        v, k = promoted(v, k)
     _check_tokens(k, v, q, slots)
     _check_pages(k, v, k_pages, v_pages)
     _check_scales(k_pages, v_pages, k_scale, v_scale)

@@ -94,7 +94,8 @@ def _check(
         raise ValueError(
             f"{name}: needs a float tensor with at least one dim, not {values.dtype} {tuple(values.shape)}"
         )
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool or target.shape != values.shape[:-1]:
+    whole = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    if not whole or target.shape != values.shape[:-1]:
         raise ValueError(
             f"{name}: target is {target.dtype} {tuple(target.shape)}; it must be integers of shape "
             f"{tuple(values.shape[:-1])}, one class index per row of {tuple(values.shape)}"
