@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from tiny_engine import (  # noqa: F401
     LENGTHS,
     _drained,
@@ -199,6 +201,46 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
     assert _drained(llm)
     assert llm.engine.scheduler.cache.pool.index.idle == 0, "what a failed step wrote cannot be found"
     assert llm.generate([prompt], _greedy(10))[0].tokens == base.generate([prompt], _greedy(10))[0].tokens
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.2, "logprobs": 2}])
+def test_logits_that_are_nan_end_their_request_alone(base: LLM, ahead: bool, how: dict[str, Any]) -> None:
+    """A token whose embedding is NaN, in one prompt or drawn on the way."""
+    good, bad = tiny_models.prompts((20, 20))
+    outer = base.model.outer
+    poisoned = next(token for token in bad if token not in good)
+    params = _greedy(12, **how)
+    expected = base.generate([good], params)[0]
+    assert poisoned not in expected.tokens
+    embedding = outer.embedding.clone()
+    embedding[poisoned] = torch.nan
+    head = outer.head.clone() if outer.head.data_ptr() == outer.embedding.data_ptr() else outer.head
+    model = Transformer(base.config, dataclasses.replace(outer, embedding=embedding, head=head), base.model.layers)
+    llm = _set_ahead(LLM(model, base.tokenizer, page_size=16, cache_tokens=512), ahead)
+    done = llm.generate([good, bad, good], params)
+    assert [one.reason for one in done] == ["length", "error", "length"]
+    assert "NaN" in str(done[1].error)
+    assert done[1].tokens == ()
+    assert [done[0].tokens, done[2].tokens] == [expected.tokens] * 2
+    assert llm.engine.failure is None
+    assert _drained(llm)
+    with pytest.raises(RuntimeError, match="logits are NaN"):
+        llm.generate([bad], params)
+    with pytest.raises(RuntimeError, match="logits are NaN"):
+        list(llm.stream(bad, params))
+
+    middle = expected.tokens[4]  # now a token that is drawn after four good ones
+    embedding = outer.embedding.clone()
+    embedding[middle] = torch.nan
+    model = Transformer(base.config, dataclasses.replace(outer, embedding=embedding, head=head), base.model.layers)
+    llm = _set_ahead(LLM(model, base.tokenizer, page_size=16, cache_tokens=512), ahead)
+    events = llm.stream_many([good], params)
+    *_, (_, last) = events
+    assert last.completion is not None
+    assert last.completion.reason == "error"
+    if middle not in good:
+        assert last.completion.tokens == expected.tokens[: expected.tokens.index(middle) + 1]
+    assert _drained(llm)
 
 
 class _EagerGraph:

@@ -416,3 +416,24 @@ def test_argmax_is_the_first_largest(width: int, device: str) -> None:
     assert torch.equal(fk.argmax(x).cpu(), expected)
     assert torch.equal(by_parts.argmax(x).cpu(), expected)
     assert torch.equal(fk.argmax(x.view(3, 1, width)).cpu(), expected[:, None])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [1, 7, 2049])
+def test_argmax_of_rows_without_a_finite_maximum(width: int, device: str) -> None:
+    from flashkernel.ops.reduce.triton import argmax as by_parts
+
+    x = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).to(device)
+    x[1, width // 2 :] = torch.nan
+    x[2, -1] = torch.inf
+    x[3] = -torch.inf
+    x[4, : width - 1] = -torch.inf
+    places = x.cpu().argmax(-1)
+    checked = torch.where(torch.tensor([True, False, False, False, True]), places, -7)
+    assert places[1] == width // 2
+    for argmax in (fk.argmax, by_parts.argmax):
+        assert torch.equal(argmax(x).cpu(), places)
+        assert torch.equal(argmax(x, invalid=-7).cpu(), checked)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: fk.argmax(x, invalid=-7), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x).cpu(), checked)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from flashkernel.engine import SamplingParams
-from flashkernel.engine.sampler import FIELDS, Plan, RowSettings, TokenCounts, sample, uniform
+from flashkernel.engine.sampler import FIELDS, INVALID, Plan, RowSettings, TokenCounts, sample, uniform
 
 VOCAB = 50
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -195,10 +195,22 @@ def test_the_ends_of_the_distribution() -> None:
     assert sorted(found.tokens.tolist()) == [0, 2]
 
 
-def test_logits_without_meaning_give_some_token() -> None:
-    logits = torch.full((1, VOCAB), math.nan)
-    for params in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)):
-        assert 0 <= int(_draw(logits, [params])[0]) < VOCAB
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None:
+    """A row whose largest logit is not finite, or that holds a NaN, gives INVALID; its neighbours are not touched."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    broken = logits.clone()
+    broken[1] = wrong
+    if math.isnan(wrong):
+        broken[1, 1:] = 0.0
+    for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"repetition_penalty": 2.0}):
+        params = [SamplingParams(seed=row, **how) for row in range(3)]  # type: ignore[arg-type]
+        found = []
+        for values in (logits, broken):
+            counts = TokenCounts(3, VOCAB, torch.device(device))
+            found.append(_draw(values, params, counts=counts)[0].tolist())
+        assert found[1] == [found[0][0], INVALID, found[0][2]]
 
 
 @pytest.mark.parametrize(

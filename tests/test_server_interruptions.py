@@ -125,6 +125,29 @@ def test_a_failed_step_is_told_and_gone(base: LLM, caplog: pytest.LogCaptureFixt
         assert running.metric('flashkernel_requests_total{reason="error"}') == 2
 
 
+def test_logits_that_are_nan_are_told(base: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The call is an error; the engine is well, and so are other calls."""
+    llm = other(base)
+    sample_of = llm.engine.runner._draw
+
+    def spoiled(tokens: Any, sent: Any, rows: Any, plan: Any) -> Any:
+        found = sample_of(tokens, sent, rows, plan)
+        return found._replace(tokens=found.tokens * 0 - 1)
+
+    with serve(llm) as running:
+        client = running.client()
+        llm.engine.runner._draw = spoiled  # type: ignore[method-assign]
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="the model failed"):
+                client.completions.create(model=NAME, prompt="the sea", stream=stream)
+        assert "logits are NaN" in caplog.text
+        assert running.call("GET", "/health")[0] == 200
+        llm.engine.runner._draw = sample_of  # type: ignore[method-assign]
+        found = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY)
+        assert found.choices[0].text == _expected(base, "the sea", 5).text
+        assert running.metric('flashkernel_requests_total{reason="error"}') == 2
+
+
 def test_a_step_that_fails_in_a_stream(base: LLM) -> None:
     llm = other(base)
     launch, steps = llm.engine.runner.launch, []

@@ -42,9 +42,10 @@ def threshold(probability: float) -> int:
     return min(WORD, int(probability * 2.0**32))
 
 
-def draw_seed(dropout: float, device: torch.device) -> int | Tensor:
-    """A seed from torch's generator of the device, left there: a CUDA graph draws another at each replay."""
-    return torch.randint(2**63 - 1, (), device=device) if dropout > 0 else 0
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from torch's generator of the device, int64 and left there: nothing waits, torch.manual_seed and
+    activation checkpointing repeat it, and a CUDA graph draws another at each replay."""
+    return torch.randint(2**63 - 1, (), device=device)
 
 
 def keep_pairs(

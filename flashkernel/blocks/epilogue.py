@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernel.core.arguments import static
+
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "squared_relu")
 # The public names of gates, and the activation that each puts on its gate.
 GATES = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_exact": "gelu", "reglu": "relu", "gpt_oss_glu": "gpt_oss"}
@@ -83,7 +85,7 @@ class Gate:
 
     @property
     def text(self) -> str:
-        return f"gate {self.kind} {float(self.alpha)!r} {float(self.limit)!r}"
+        return f"gate {self.kind} {float(static(self.alpha))!r} {float(static(self.limit))!r}"
 
     def run(self, values: Values, operands: Operands) -> Values:
         gate, up = values
@@ -111,7 +113,7 @@ class Scale:
 
     @property
     def text(self) -> str:
-        return f"scale {float(self.factor)!r}"
+        return f"scale {float(static(self.factor))!r}"
 
     def run(self, values: Values, operands: Operands) -> Values:
         return (values[0] * self.factor,)

@@ -7,6 +7,7 @@ evaluated on intervals of indices to learn of a whole tile whether nothing or ev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -112,9 +113,8 @@ class Traced:
         object.__setattr__(self, "tables", tuple(found))
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "cache_key", None if found else text)  # tells calls apart (core/replay.py)
-        if text not in _traced:
-            blank = [torch.empty_like(table, device="meta") for table in found]
-            _traced[text] = (bind(self.expression, found, blank), blank)
+        if torch.compiler.is_compiling() or text not in _traced:
+            _register(text, _encode(self.expression, found))
 
     tables: ClassVar[tuple[Tensor, ...]]
     text: ClassVar[str]
@@ -126,13 +126,48 @@ def score_function(function: Callable[..., Any]) -> Traced:
     return Traced(trace_score(function), "score")
 
 
-_traced: dict[str, tuple[Expression, list[Tensor]]] = {}  # text -> expression over tensors without memory
+_traced: dict[str, tuple[Any, ...]] = {}  # text -> encoded expression
+
+
+@torch.compiler.assume_constant_result
+def _register(text: str, encoded: tuple[Any, ...]) -> bool:
+    """Lets `recall` find an expression. A compiler that traces the call runs it then, not with the graph: the graph's
+    operators recall what was traced inside it."""
+    _traced.setdefault(text, encoded)
+    return True
+
+
+def _encode(node: Expression, found: list[Tensor]) -> tuple[Any, ...]:
+    """An expression as nested tuples of plain values; a table is its place in `found`."""
+    if isinstance(node, Variable):
+        return "variable", node.name
+    if isinstance(node, Constant):
+        return "constant", node.value
+    if isinstance(node, Gather):
+        place = next(index for index, table in enumerate(found) if table is node.table)
+        return "gather", place, tuple([_encode(index, found) for index in node.indices])
+    assert isinstance(node, Operation)
+    return "operation", node.name, tuple([_encode(arg, found) for arg in node.args])
+
+
+def _decode(encoded: tuple[Any, ...], given: Sequence[Tensor]) -> Expression:
+    kind, value, *rest = encoded
+    if kind == "variable":
+        return Variable(value)
+    if kind == "constant":
+        return Constant(value)
+    args = tuple(_decode(one, given) for one in rest[0])
+    return Gather(given[value], args) if kind == "gather" else Operation(value, args)
 
 
 def recall(text: str, given: Sequence[Tensor]) -> Expression:
     """The expression that a text names, over these tensors."""
-    template, blank = _traced[text]
-    return bind(template, blank, list(given)) if blank else template
+    return _decode(_traced[text], given) if given else _recalled(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _recalled(text: str) -> Expression:
+    return _decode(_traced[text], ())
 
 
 def tables(expression: Expression) -> list[Tensor]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import static
 from flashkernel.core.replay import CONSTANT
 
 _cache_keys: dict[tuple[tuple[float, ...], float], object] = {}  # one short key for equal frequencies (core/replay.py)
@@ -26,13 +27,21 @@ class Frequencies:
 
     values: tuple[float, ...]
     scaling: float = 1.0
-    _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.values or not all(math.isfinite(value) for value in (*self.values, self.scaling)):
+        values, scaling = [static(value) for value in self.values], static(self.scaling)
+        if not values or not all(math.isfinite(value) for value in (*values, scaling)):
             raise ValueError(f"Frequencies: need at least one finite value and a finite scaling, not {self}")
-        object.__setattr__(self, "values", tuple(_float32(value) for value in self.values))
-        object.__setattr__(self, "cache_key", _cache_keys.setdefault((self.values, self.scaling), object()))
+        object.__setattr__(self, "values", tuple([_float32(value) for value in values]))
+        object.__setattr__(self, "scaling", scaling)
+
+    @property
+    def cache_key(self) -> object:
+        """Tells calls apart (core/replay.py)."""
+        found = self.__dict__.get("_key")
+        if found is None:
+            found = self.__dict__["_key"] = _cache_keys.setdefault((self.values, self.scaling), object())
+        return found
 
     @property
     def rotary_dim(self) -> int:
@@ -44,13 +53,15 @@ class Frequencies:
         """The original rule, for `dim` rotated dims."""
         if dim < 2 or dim % 2:
             raise ValueError(f"Frequencies: {dim} dims cannot be rotated in pairs; dim must be even and at least 2")
-        if theta <= 0:
-            raise ValueError(f"Frequencies: theta is {theta}; it must be above 0")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"Frequencies: theta is {theta}; it must be above 0, and finite")
+        dim, theta = static(dim), static(theta)
         return cls(tuple(theta ** (-index / dim) for index in range(0, dim, 2)))
 
     @classmethod
     def linear(cls, dim: int, theta: float, factor: float) -> Frequencies:
         """Positions divided by `factor`."""
+        _check_factor("linear", factor)
         return cls(tuple(value / factor for value in _exact(dim, theta)))
 
     @classmethod
@@ -69,6 +80,8 @@ class Frequencies:
                 f"Frequencies.llama3: high_freq_factor is {high_freq_factor}; "
                 f"it must be above low_freq_factor, {low_freq_factor}"
             )
+
+        _check_factor("llama3", factor)
 
         def stretched(value: float) -> float:
             turns = original_max_positions * value / (2 * math.pi)  # in the original context
@@ -98,6 +111,8 @@ class Frequencies:
 
         `attention_factor` is the scaling; without it, it follows from `factor` (and DeepSeek's two mscales).
         """
+
+        _check_factor("yarn", factor)
 
         def pair_that_turns(times: float) -> float:
             return dim * math.log(original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -129,38 +144,54 @@ class Frequencies:
 
     def inverse(self, device: torch.device | str = "cpu") -> Tensor:
         """The values as a float32 tensor [dim / 2], kept per device."""
-        return self._traced("inverse", device) if torch.compiler.is_compiling() else self._kept("inverse", device)
+        return self._kept("inverse", device)
 
     def rates(self, device: torch.device | str = "cpu") -> Tensor:
         """Turns per position in units of 2^-64, modulo one turn: int64 [dim / 2], kept per device.
 
         A position times a rate, in wrapping int64 arithmetic, is the phase without the rounding of large angles.
         """
-        return self._traced("rates", device) if torch.compiler.is_compiling() else self._kept("rates", device)
+        return self._kept("rates", device)
 
     def table(self, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """(cos, sin) of the positions 0, 1, ..., each float32 [positions, dim / 2]."""
         angles = torch.arange(positions, device=device).double()[:, None] * self.inverse(device).double()
         return (angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float()
 
-    @torch.compiler.assume_constant_result
-    def _traced(self, name: str, device: torch.device | str) -> Tensor:
-        """A compiled graph holds the tensor itself: one made inside could live in memory that a replay reuses."""
-        return self._kept(name, device)
-
     def _kept(self, name: str, device: torch.device | str) -> Tensor:
-        found = self._tensors.get((name, device))
+        if torch.compiler.is_compiling():
+            return _graph_constant(self.values, name, device)
+        known = self.__dict__.setdefault("_tensors", {})  # not a field: a graph may make these objects, without it
+        found = known.get((name, device))
         if found is None:
-            if name == "inverse":
-                found = torch.tensor(self.values, dtype=torch.float32, device=device)
-            else:
-                units = (round(value / (2 * math.pi) * 2**64) % 2**64 for value in self.values)
-                signed = [unit - 2**64 if unit >= 2**63 else unit for unit in units]
-                found = torch.tensor(signed, dtype=torch.int64, device=device)
+            found = _tensor_of(self.values, name, device)
             if type(found) is Tensor:  # a tracer's stand-in must not outlive its trace
-                self._tensors[name, device] = found
+                known[name, device] = found
                 setattr(found, CONSTANT, True)
         return found
+
+
+@torch.compiler.assume_constant_result
+def _graph_constant(values: tuple[float, ...], name: str, device: torch.device | str) -> Tensor:
+    """A compiled graph holds the tensor itself: one made inside could live in memory that a replay reuses."""
+    key = (values, name, device)
+    if key not in _graph_constants:
+        found = _tensor_of(*key)
+        if type(found) is not Tensor:
+            return found
+        _graph_constants[key] = found
+    return _graph_constants[key]
+
+
+_graph_constants: dict[Any, Tensor] = {}  # the layers of a model share them
+
+
+def _tensor_of(values: tuple[float, ...], name: str, device: torch.device | str) -> Tensor:
+    """`Frequencies.inverse` or `Frequencies.rates`."""
+    if name == "inverse":
+        return torch.tensor(values, dtype=torch.float32, device=device)
+    units = (round(value / (2 * math.pi) * 2**64) % 2**64 for value in values)
+    return torch.tensor([unit - 2**64 if unit >= 2**63 else unit for unit in units], dtype=torch.int64, device=device)
 
 
 def _float32(value: float) -> float:
@@ -171,6 +202,11 @@ def _exact(dim: int, theta: float) -> tuple[float, ...]:
     """The plain frequencies before rounding to float32; checks dim and theta as `plain` does."""
     Frequencies.plain(dim, theta)
     return tuple(theta ** (-index / dim) for index in range(0, dim, 2))
+
+
+def _check_factor(rule: str, factor: float) -> None:
+    if not 0 < factor < math.inf:
+        raise ValueError(f"Frequencies.{rule}: factor is {factor}; it must be above 0, and finite")
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -23,6 +23,7 @@ from flashkernel.blocks import expression as ex
 from flashkernel.blocks.expression import Constant, Expression, Operation, Table, Traced, Variable
 from flashkernel.blocks.gather_bounds import gather_bounds
 from flashkernel.blocks.intervals import Interval, Truth, bounds
+from flashkernel.core.arguments import static
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _AXES = ("batch", "heads", "queries", "keys")
@@ -71,7 +72,11 @@ class Mask(Traced):
     __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        return Mask(~self.expression, f"~{self.name}", self.requires)
+        return self.logical_not()
+
+    def logical_not(self) -> Mask:
+        """`~mask` by a name, for functions under torch.compile, which cannot trace the operator."""
+        return Mask(self.expression.logical_not(), f"~{self.name}", self.requires)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -286,6 +291,7 @@ def window(left: int | None, right: int | None = None) -> Mask:
     """
     position = _Q + (_SK - _SQ)
     parts = []
+    left, right = None if left is None else static(left), None if right is None else static(right)
     if left is not None:
         if left < 1:
             raise ValueError(f"window: a query must see at least itself; left is {left}")
@@ -299,6 +305,7 @@ def window(left: int | None, right: int | None = None) -> Mask:
 
 def sink_tokens(count: int) -> Mask:
     """Every query sees the first `count` keys (StreamingLLM); combine with | and then with causal()."""
+    count = static(count)
     return Mask(count > _K, f"sink_tokens({count})")
 
 
@@ -321,6 +328,7 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 def block_sparse(layout: Tensor, block: int) -> Mask:
     """Pairs whose block is set in layout: bool (q blocks, k blocks), with heads before, or batch and heads."""
+    block = static(block)
     indices: tuple[Expression, ...] = (_Q // block, _K // block)
     sizes = {"queries": block * layout.shape[-2], "keys": block * layout.shape[-1]} if layout.ndim >= 2 else {}
     if layout.ndim == 3:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import static
+
 BOOLEAN, INTEGER, FLOAT = "condition", "integer", "float"  # kinds, as error messages call them
 WIDEST = 2**31  # integers are 32 bits wide in kernels, unless a table of int64 takes part
 
@@ -112,6 +114,10 @@ class Expression:
     __rxor__ = __xor__
 
     def __invert__(self) -> Expression:
+        return self.logical_not()
+
+    def logical_not(self) -> Expression:
+        """`~` by a name, for functions under torch.compile, which cannot trace the operator."""
         if self.kind != BOOLEAN:
             raise TypeError(f"~ takes a condition, not {_kinds(self)}; write x == 0 for a number x")
         return _negated(self)
@@ -230,6 +236,8 @@ def lift(value: Any) -> Expression:
     """A Python number as an expression."""
     if isinstance(value, Expression):
         return value
+    if isinstance(value, (int, float)):
+        value = static(value)
     if isinstance(value, int) and not -WIDEST <= value < WIDEST:
         raise TypeError(f"{value} does not fit into 32 bits; write a float, {float(value)}")
     if isinstance(value, (bool, int, float)):

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
-from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.expression import Table
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
 from flashkernel.compat.kvcache import flash_attn_with_kvcache
-from flashkernel.compat.settings import number, optional_number, window_sides
+from flashkernel.compat.settings import number, optional_number, positive_softcap, window_sides
 from flashkernel.ops.attention import attention
 
 __all__ = [
@@ -56,7 +55,7 @@ def flash_attn_func(
     (out, lse, None), lse float32 (batch, heads, seqlen_q).
     """
     name = "flash_attn_func"
-    options = _options(name, q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(name, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     mask = _window_mask(name, causal, window_size)
     return _result(attention(q, k, v, alibi_slopes=alibi_slopes, mask=mask, **options), return_attn_probs)
 
@@ -132,7 +131,7 @@ def flash_attn_varlen_func(
     lengths = _check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
     left, right = _sides(name, causal, window_size)
     mask, diagonal = packed_mask(*lengths, q.shape[0], left, right)
-    options = _options(name, q, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
+    options = _options(name, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
     if alibi_slopes is not None:
         options |= _packed_alibi(alibi_slopes, diagonal, lengths, q.shape[1])
     found = attention(q[None], k[None], v[None], mask=mask, **options)
@@ -201,20 +200,12 @@ def _window_mask(name: str, is_causal: bool, window_size: tuple[int, int]) -> Ma
 
 
 def _options(
-    name: str,
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    softcap: float,
-    deterministic: bool,
-    return_lse: bool,
+    name: str, dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
 ) -> dict[str, Any]:
-    dropout = number(name, "dropout_p", dropout_p)
     return {
         "scale": optional_number(name, "softmax_scale", softmax_scale),
-        "softcap": max(0.0, number(name, "softcap", softcap)),  # flash-attn: 0 or less is none
-        "dropout": dropout,
-        "seed": draw_seed(dropout, q.device),
+        "softcap": positive_softcap(name, softcap),
+        "dropout": number(name, "dropout_p", dropout_p),
         "deterministic": bool(deterministic),
         "return_lse": bool(return_lse),
     }

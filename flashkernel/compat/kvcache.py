@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.compat.settings import integer, number, optional_number, window_sides
+from flashkernel.compat.settings import integer, optional_number, positive_softcap, window_sides
 from flashkernel.ops.append_kv import append_kv
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.rope import rope
@@ -74,8 +74,7 @@ def flash_attn_with_kvcache(
     folded = queries > 1 and not masked  # every query sees every key: queries are so many more heads of a group
     rows = _fold(q, k_cache.shape[2]) if folded else q
     out, lse = decode_attention(
-        rows, k_cache, v_cache, after, block_table, window=window,
-        softcap=max(0.0, number(NAME, "softcap", softcap)),  # flash-attn: 0 or less is none
+        rows, k_cache, v_cache, after, block_table, window=window, softcap=positive_softcap(NAME, softcap),
         scale=optional_number(NAME, "softmax_scale", softmax_scale), return_lse=True,
     )  # fmt: skip
     if folded:

@@ -41,3 +41,9 @@ def window_sides(name: str, window_size: Sequence[Any]) -> tuple[int, int]:
     if len(sides) != 2:
         raise ValueError(f"{name}: window_size is {window_size!r}; give (left, right), -1 for no limit")
     return integer(name, "window_size[0]", sides[0]), integer(name, "window_size[1]", sides[1])
+
+
+def positive_softcap(name: str, softcap: Any) -> float:
+    """0, which is none, for 0 or less, as in flash-attn; NaN stays what it is, for others to refuse."""
+    found = number(name, "softcap", softcap)
+    return 0.0 if found <= 0 else found

@@ -21,6 +21,8 @@ from flashkernel.core.op import Backend, Call, Op
 
 # Backend forced by `use_backend`: a name for every operator, or {operator: name}.
 _forced: ContextVar[str | dict[str, str] | None] = ContextVar("flashkernel_backend", default=None)
+# The same inside a function that torch.compile traces: dynamo follows a list, but no context variable.
+_traced_scopes: list[str | dict[str, str]] = []
 _explaining: ContextVar[bool] = ContextVar("flashkernel_explaining", default=False)
 _choices: dict[Op, dict[tuple[Any, ...], Backend]] = {}
 
@@ -79,11 +81,20 @@ def use_backend(name: str | None = None, /, **by_operator: str) -> Iterator[None
     """Run the calls inside on one backend: `use_backend("triton")`, or `use_backend(rms_norm="torch")` for one of them.
 
     A call that names its own `backend=` keeps it. A backend that cannot serve a call raises, as it does per call.
-    A function under torch.compile keeps the choice that was in force when it was traced.
+    A function under torch.compile keeps the choice that was in force when it was traced, outside or inside it.
     """
     if (name is None) == (not by_operator):
         raise ValueError('use_backend takes one name for all operators, or operator="name" pairs')
-    token = _forced.set(name if name is not None else by_operator)
+    _check_known(name, tuple(by_operator.items()))
+    scope = name if name is not None else by_operator
+    if torch.compiler.is_compiling():
+        _traced_scopes.append(scope)
+        try:
+            yield
+        finally:
+            _traced_scopes.pop()
+        return
+    token = _forced.set(scope)
     try:
         with state.suspended():
             yield
@@ -91,11 +102,30 @@ def use_backend(name: str | None = None, /, **by_operator: str) -> Iterator[None
         _forced.reset(token)
 
 
+@torch.compiler.assume_constant_result
+def _check_known(name: str | None, by_operator: tuple[tuple[str, str], ...]) -> bool:
+    """ValueError where an operator, or its backend, or a backend for all of them, is not there."""
+    declared = Op.declared  # all of them: importing flashkernel imports every room
+    if name is not None and not any(backend.name == name for op in declared.values() for backend in op.backends):
+        known = list(dict.fromkeys(backend.name for op in declared.values() for backend in op.backends))
+        raise ValueError(f"use_backend: no operator has a backend {name!r}; there are {', '.join(known)}")
+    for operator_name, backend_name in by_operator:
+        if operator_name not in declared:
+            raise ValueError(f"use_backend: there is no operator {operator_name!r}; there are {', '.join(declared)}")
+        known = [backend.name for backend in declared[operator_name].backends]
+        if backend_name not in known:
+            raise ValueError(f"use_backend: {operator_name} has no backend {backend_name!r}; it has {', '.join(known)}")
+    return True
+
+
 def choose(op: Op, requested: str | None, device: torch.device, dtype: torch.dtype, **facts: Any) -> Backend:
     """The backend for a call: the one asked for, else the first in priority that supports it."""
     if torch.compiler.is_compiling():
         # index() makes a dynamic size static: what decides the backend becomes a guard of the graph.
         values = tuple([operator.index(value) if isinstance(value, int) else value for value in facts.values()])
+        if requested is None and _traced_scopes:
+            scope = _traced_scopes[-1]
+            requested = scope if isinstance(scope, str) else scope.get(op.name)
         return op.backends[_decide_while_tracing(op.name, requested, device, dtype, tuple(facts), values)]
     forced = _scoped(op, requested)
     if _explaining.get():

@@ -16,10 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashkernel.engine.runner import Launched, Runner
+from flashkernel.engine.sampler import INVALID
 from flashkernel.engine.sampling import SamplingParams
 from flashkernel.engine.scheduler import Scheduler
 from flashkernel.engine.sequence import Event, Logprob, Sequence
 from flashkernel.engine.tokenizer import TextStream, Tokenizer
+
+NOT_FINITE = (
+    "the model's logits are NaN or infinite after these tokens, so no token can be chosen; check its weights for NaN, "
+    "and run it in bfloat16 or float32 if it overflows in float16"
+)
 
 
 class RequestError(ValueError):
@@ -194,6 +200,9 @@ class Engine:
 
     def _accept(self, sequence: Sequence, token: int, logprob: Logprob | None, now: float, events: list[Event]) -> None:
         params, stream = sequence.params, sequence.stream
+        if token == INVALID:
+            self._finish(sequence, "error", events, error=NOT_FINITE)
+            return
         sequence.tokens.append(token)
         self._counts["generated"] += 1
         if sequence.first_token is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -99,17 +100,24 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete texts, all at once; the completions come in the order of the prompts."""
+        """Complete texts, all at once; the completions come in the order of the prompts.
+
+        A request that fails alone (its logits are NaN) has the reason "error" and says why in `error`; the others are
+        not touched. RuntimeError where a step failed, or every request.
+        """
         many = _several(prompts)
         wanted = _each(params, len(many))
         names = self._add(many, wanted, streaming=False)
-        done = {event.request_id: event.completion for event in self._events(names) if event.completion is not None}
-        return [done[name] for name in names]
+        found = {event.request_id: event.completion for event in self._events(names) if event.completion is not None}
+        done = [found[name] for name in names]
+        if done and all(one.reason == "error" for one in done):
+            raise RuntimeError(done[0].error)
+        return done
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Complete one text, token by token. Leaving the iteration ends the request."""
         names = self._add([prompt], [params or SamplingParams()], streaming=True)
-        return self._events(names)
+        return self._raising(self._events(names))
 
     def stream_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -151,7 +159,7 @@ class LLM:
 
     def _events(self, names: Sequence[str]) -> Iterator[Event]:
         """Events of these requests; whoever iterates takes the steps, for others that wait as well."""
-        left = dict.fromkeys(names)
+        left, before = dict.fromkeys(names), self.engine.failure
         try:
             while left:
                 with self._turn:
@@ -163,7 +171,7 @@ class LLM:
                         event = self._inboxes[name].popleft()
                         if event.completion is not None:
                             del left[name]
-                            if event.completion.reason == "error":
+                            if event.completion.reason == "error" and self.engine.failure is not before:
                                 raise RuntimeError(event.completion.error) from self.engine.failure
                         yield event
         finally:
@@ -171,6 +179,15 @@ class LLM:
                 self._leave(name)
             for name in names:
                 self._inboxes.pop(name, None)
+
+    @staticmethod
+    def _raising(events: Iterator[Event]) -> Iterator[Event]:
+        """The events of one request; RuntimeError in place of one that says that it failed."""
+        with contextlib.closing(events):  # type: ignore[type-var]
+            for event in events:
+                if event.completion is not None and event.completion.reason == "error":
+                    raise RuntimeError(event.completion.error)
+                yield event
 
     def _step(self) -> None:
         for event in self.engine.step():

@@ -214,7 +214,7 @@ class Runner:
         logits = self.model.forward(tokens, self.storage.layers)
         settings = {name: sent[name][: rows.shape[0]] for name in FIELDS}
         sampled = sample(logits, settings, plan, rows, self._counts)
-        self._last_tokens[rows] = sampled.tokens
+        self._last_tokens[rows] = sampled.tokens.clamp(min=0)  # a step launched ahead reads it, valid or not
         return sampled
 
     def _write(self, drawing: list[Sequence], plan: Plan, size: int) -> dict[str, np.ndarray]:

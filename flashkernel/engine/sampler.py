@@ -23,6 +23,7 @@ _SETTINGS = (
 )  # fmt: skip
 FIELDS = {"top_k": torch.int64, "uniform": torch.float32, **dict.fromkeys(_SETTINGS, torch.float32)}
 _RANDOM, _TOP_P, _TOP_K, _UNTRIMMED, _PENALISED = 1, 2, 4, 8, 16
+INVALID = -1  # in place of a token, where logits are NaN or infinite
 TOP_K_STEPS = (64, 1024)  # candidates that are looked for instead of sorting the vocabulary
 
 
@@ -38,7 +39,8 @@ class Plan:
 
 
 class Sampled(NamedTuple):
-    """Tokens [batch], and where asked for the logs of their probabilities and of the likeliest tokens'."""
+    """Tokens [batch], -1 (`INVALID`) for a row whose logits have no finite maximum, and where asked for the logs of
+    their probabilities and of the likeliest tokens'."""
 
     tokens: Tensor
     logprob: Tensor | None
@@ -130,20 +132,21 @@ def sample(
     if plan.penalised:
         assert counts is not None
         logits = _penalised(logits, settings, counts, rows)
-    tokens = fk.argmax(logits)
+    tokens = fk.argmax(logits, invalid=INVALID)
     if plan.random:
         temperature = settings["temperature"]
         warm = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        tokens = torch.where(temperature > 0, _drawn(warm, settings, plan), tokens)
+        tokens = torch.where((temperature > 0) & (tokens >= 0), _drawn(warm, settings, plan), tokens)
     if plan.penalised:
         assert counts is not None
-        place = rows * counts.output.shape[1] + tokens
+        place = rows * counts.output.shape[1] + tokens.clamp(min=0)
         counts.output.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
     if plan.logprobs is None:
         return Sampled(tokens, None, None, None)
     logs = torch.log_softmax(raw, -1)
     best = torch.topk(logs, plan.logprobs, -1)
-    return Sampled(tokens, logs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
+    chosen = logs.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+    return Sampled(tokens, chosen, best.values, best.indices)
 
 
 def _penalised(logits: Tensor, settings: Mapping[str, Tensor], counts: TokenCounts, rows: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. `reason` is "stop", "length", "abort" or "error"."""
+    """A finished request. `reason` is "stop", "length", "abort" or "error"; `error` then says what went wrong."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]

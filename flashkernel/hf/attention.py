@@ -22,7 +22,6 @@ from transformers.utils.import_utils import is_tracing
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
-from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.expression import Constant, Expression, Table, Variable
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
@@ -83,9 +82,6 @@ def attention_forward(
     Sequences packed by cu_seq_lens are kept apart in any case. An additive mask (float, 4 dims) is taken as a bias.
     """
     _refuse(module, kwargs)
-    if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)  # a rotary embedding or a norm in float32 came between
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sizes = (query.shape[0], query.shape[2], key.shape[2])
     bias = None if position_bias is None else position_bias[..., : sizes[2]]
     if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
@@ -103,8 +99,7 @@ def attention_forward(
         mask = packed if mask is None else mask & packed
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux, mask=mask,
-        scale=scaling, softcap=softcap or 0.0, dropout=dropout, seed=draw_seed(dropout, query.device),
-        deterministic=bool(deterministic),
+        scale=scaling, softcap=softcap or 0.0, dropout=dropout, deterministic=bool(deterministic),
     )  # fmt: skip
     return out, None  # type: ignore[return-value]
 

@@ -178,6 +178,8 @@ class Driver:
                 job.put(event)
             if event.completion is not None:
                 self.metrics.finished(event.completion)
+                if event.completion.reason == "error":
+                    log.error("request %s: %s", event.request_id, event.completion.error)
 
     def _fail_all(self) -> None:
         for job in set(self._jobs.values()):

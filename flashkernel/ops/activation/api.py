@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from flashkernel.core.arguments import check_finite, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Op, resolve
@@ -47,6 +48,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", ba
     Without `up`, `gate` holds both, [..., 2 width]: packed="halves" has the gate in the first half of the columns,
     "interleaved" in the even ones. The gradient of a packed tensor is packed the same way.
     """
+    gate, up = promoted(gate, up)
     _check_gated("swiglu", gate, up, packed)
     chosen = _choose(spec.SWIGLU, gate, backend)
     if chosen.composite:
@@ -65,6 +67,7 @@ def geglu(
 ) -> Tensor:
     """gelu(gate) * up, by default with Gemma's tanh form; packed inputs as in `swiglu`."""
     _check_approximate("geglu", approximate)
+    gate, up = promoted(gate, up)
     _check_gated("geglu", gate, up, packed)
     chosen = _choose(spec.GEGLU, gate, backend)
     if chosen.composite:
@@ -75,6 +78,7 @@ def geglu(
 @replayed
 def reglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", backend: str | None = None) -> Tensor:
     """relu(gate) * up; packed inputs as in `swiglu`."""
+    gate, up = promoted(gate, up)
     _check_gated("reglu", gate, up, packed)
     chosen = _choose(spec.REGLU, gate, backend)
     if chosen.composite:
@@ -96,7 +100,9 @@ def gpt_oss_glu(
 
     Packed inputs as in `swiglu`, interleaved by default as the model's weights are.
     """
+    gate, up = promoted(gate, up)
     _check_gated("gpt_oss_glu", gate, up, packed)
+    check_finite("gpt_oss_glu", "alpha", alpha)
     if not limit >= 0:
         raise ValueError(f"gpt_oss_glu: limit is {limit}; the clamp needs a limit of at least 0")
     chosen = _choose(spec.GPT_OSS_GLU, gate, backend)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.blocks.rope import half_width, rotary_width
+from flashkernel.core.arguments import promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.launch import mark_written
 from flashkernel.core.library import KernelOp
@@ -49,6 +50,10 @@ def append_kv(
 
     For inference: nothing here has a gradient.
     """
+    k, v = promoted(k, v)
+    if q is not None and q.dtype != k.dtype:
+        q, k = promoted(q, k)
+        v, k = promoted(v, k)
     _check_tokens(k, v, q, slots)
     _check_pages(k, v, k_pages, v_pages)
     _check_scales(k_pages, v_pages, k_scale, v_scale)

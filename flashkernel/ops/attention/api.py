@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
+from flashkernel.blocks.dropout import draw_seed
 from flashkernel.blocks.mask import Mask, checked
 from flashkernel.blocks.runs import span
+from flashkernel.core.arguments import autocast, autocast_dtype, check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention import registered, spec
@@ -29,7 +31,7 @@ def attention(
     softcap: float = 0.0,
     score: Callable[..., Any] | ex.Traced | None = None,
     dropout: float = 0.0,
-    seed: int | Tensor = 0,
+    seed: int | Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -45,15 +47,23 @@ def attention(
     or a boolean tensor, True where a pair is visible, that broadcasts to (batch, heads, queries, keys).
     `sinks` (heads,) are learned logits that take part in the softmax without a value (gpt-oss).
 
-    `dropout` drops probabilities, which ones follows from `seed`: a number, or a tensor of one that stays on the device
-    (draw it with torch.randint: a CUDA graph then drops others at each replay). With `deterministic`, gradients are
-    bit-equal on repeat. `return_lse` adds the log of each row's sum, (batch, heads, queries) in float32. A row that
-    sees nothing gives zeros, and an lse of -inf. All inputs are differentiable, and so is the lse.
+    `dropout` drops probabilities, others at each call: a seed is drawn from torch's generator of the device, on the
+    device, as scaled_dot_product_attention does (torch.manual_seed and activation checkpointing repeat it, a CUDA graph
+    draws another at each replay). A `seed`, a number or an int64 tensor of one element, fixes which are dropped. With
+    `deterministic`, gradients are bit-equal on repeat. `return_lse` adds the log of each row's sum, (batch, heads,
+    queries) in float32. A row that sees nothing gives zeros, and an lse of -inf. All inputs are differentiable, and so
+    is the lse. Under autocast q, k, v and bias are cast as for scaled_dot_product_attention.
     """
+    lower = autocast_dtype(q)
+    if lower is not None:
+        q, k, v = autocast(q, lower), autocast(k, lower), autocast(v, lower)
+        bias = None if bias is None else autocast(bias, lower)
     _check_tensors(q, k, v)
     _check_extras(q, k, bias, sinks, alibi_slopes)
     mask = checked(mask, "attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
-    _check_settings(q, softcap, score, dropout, seed)
+    _check_settings(q, scale, softcap, score, dropout, seed)
+    if score is not None and not isinstance(score, ex.Traced):
+        score = ex.score_function(score)
     chosen = choose(
         spec.ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], has_tables=mask is not None and len(mask.tables) > 0,
@@ -61,13 +71,14 @@ def attention(
         has_dropout=dropout > 0, deterministic=deterministic, few_keys=_few_keys(q, k, mask),
         has_gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )  # fmt: skip
+    if seed is None:
+        seed = draw_seed(q.device) if dropout > 0 else 0
     if chosen.composite:
-        return chosen.run(
-            q, k, v, bias, sinks, alibi_slopes,
-            mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
-        )  # fmt: skip
-    if score is not None and not isinstance(score, ex.Traced):
-        score = ex.score_function(score)
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, bias, sinks, alibi_slopes,
+                mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
+            )  # fmt: skip
     out, lse = registered.run(
         chosen.target, q, k, v, bias, sinks, alibi_slopes, mask, score,
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout),
@@ -141,16 +152,12 @@ def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | Non
 
 def _check_settings(
     q: Tensor,
+    scale: float | None,
     softcap: float,
     score: Callable[..., Any] | ex.Traced | None,
     dropout: float,
-    seed: int | Tensor,
+    seed: int | Tensor | None,
 ) -> None:
-    if score is not None and not isinstance(score, ex.Traced) and torch.compiler.is_compiling():
-        raise TypeError(
-            "attention: torch.compile cannot follow a score function; trace it before, with "
-            "score = flashkernel.score_function(function), and pass that"
-        )
     if score is not None and not callable(score) and not isinstance(score, ex.Traced):
         raise TypeError(
             f"attention: score is a {type(score).__name__}; it must be a function of (score, b, h, q, k) "
@@ -163,5 +170,5 @@ def _check_settings(
             f"attention: seed is {seed.dtype} {tuple(seed.shape)} on {seed.device}; it must be a number, or one int64 "
             f"on {q.device}"
         )
-    if softcap < 0:
-        raise ValueError(f"attention: softcap is {softcap}; it must be positive, or 0 for none")
+    check_scale("attention", scale)
+    check_softcap("attention", softcap)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import keep_pairs
 from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal
+from flashkernel.core.arguments import without_autocast
 from flashkernel.ops.attention import reference
 
 GradientHook = Callable[[Tensor], Tensor]
@@ -56,8 +57,7 @@ def attention(
     problem = Problem(
         q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], scale, softcap, expression, mask, dropout, seed
     )
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = Tiled.apply(q, k, v, bias, sinks, alibi_slopes, problem)
+    out, lse = Tiled.apply(q, k, v, bias, sinks, alibi_slopes, problem)
     return (out, lse) if return_lse else out
 
 
@@ -407,7 +407,8 @@ class Tiled(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 7
         extras = Extras.of(bias, sinks, alibi_slopes, ctx.problem.heads, saved[-1].dtype)
-        found = tiled_backward(dout, dlse, saved, extras, ctx.problem)
+        with without_autocast(saved[0]):  # of a backward() that is called inside it
+            found = tiled_backward(dout, dlse, saved, extras, ctx.problem)
         return *(
             None if x is None or dx is None else dx.view(x.shape).to(x.dtype) for x, dx in zip(inputs, found)
         ), None

@@ -5,6 +5,7 @@ import operator
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import autocast_dtype, check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp, traced
 from flashkernel.core.op import resolve
@@ -48,19 +49,22 @@ def decode_attention(
     `prefix_length`, a number or an int32 tensor of one element, promises that the first so many keys are the same for
     all sequences: those that the first sequence has are then read once, from there, for the whole batch.
 
+    Under autocast q is cast to the cache's dtype, or to autocast's where the cache is quantised.
+
     `return_lse` adds the log of each row's sum, (batch, heads, new) in float32. The launch follows from the tensors'
     shapes alone: a captured CUDA graph serves any lengths and tables. There is no gradient.
     """
     name = "decode_attention"
     if q.ndim != 4:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}; it must be (batch, new, heads, head_dim)")
+    q = _as_cached(q, k)
     _check_cache(name, q, k, v, k_scale, v_scale, page_table, sinks)
     _check_lengths(name, q, lengths, page_table, q.shape[0])
     if page_table is None and k.shape[0] != q.shape[0]:
         raise ValueError(
             f"{name}: the cache holds {k.shape[0]} sequences but q {q.shape[0]}; pages are given with page_table"
         )
-    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap)
+    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap, scale)
     prefix_length = _checked_prefix(q, prefix_length)
     chosen = choose(
         spec.DECODE_ATTENTION, backend, q.device, q.dtype,
@@ -70,10 +74,11 @@ def decode_attention(
         paged=page_table is not None,
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            q, k, v, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens, softcap=softcap,
-            scale=scale, k_scale=k_scale, v_scale=v_scale, prefix_length=prefix_length, return_lse=return_lse,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens, softcap=softcap,
+                scale=scale, k_scale=k_scale, v_scale=v_scale, prefix_length=prefix_length, return_lse=return_lse,
+            )  # fmt: skip
     dynamic = prefix_length if isinstance(prefix_length, Tensor) else None
     out, lse = _decode(
         q, k, v, lengths, page_table, sinks, k_scale, v_scale, dynamic,
@@ -112,6 +117,7 @@ def paged_attention(
     name = "paged_attention"
     if q.ndim != 3:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}; it must be (tokens, heads, head_dim)")
+    q = _as_cached(q, k)
     _check_cache(name, q, k, v, k_scale, v_scale, page_table, sinks)
     _check_lengths(name, q, lengths, page_table, lengths.shape[0])
     if not _is_int32(cu_seqlens_q, q, 1) or cu_seqlens_q.shape[0] != lengths.shape[0] + 1:
@@ -119,22 +125,33 @@ def paged_attention(
             f"{name}: cu_seqlens_q is {cu_seqlens_q.dtype} {tuple(cu_seqlens_q.shape)} on {cu_seqlens_q.device}; it "
             f"must be int32 ({lengths.shape[0] + 1},) on {q.device}: one more than there are sequences"
         )
-    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap)
+    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap, scale)
     chosen = choose(
         spec.PAGED_ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=lengths.shape[0],
         group=q.shape[1] // k.shape[2],
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            q, k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
-            softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
+                softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            )  # fmt: skip
     out, lse = _packed(
         q, k, v, cu_seqlens_q, lengths, page_table, sinks, k_scale, v_scale, 0 if window is None else window,
         sink_tokens, q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _as_cached(q: Tensor, k: Tensor) -> Tensor:
+    """Under autocast q takes the cache's dtype, or autocast's where the cache is quantised: a cache is not cast."""
+    if k.dtype == q.dtype:
+        return q
+    lower = autocast_dtype(q)
+    if lower is None or not q.is_floating_point():
+        return q
+    return q.to(k.dtype if k.is_floating_point() and k.dtype not in QUANTISED else lower)
 
 
 def _check_cache(
@@ -218,7 +235,9 @@ def _integer(value: int) -> int:
     return value if type(value) is int else operator.index(value)
 
 
-def _checked_settings(name: str, window: int | None, sink_tokens: int, softcap: float) -> tuple[int | None, int]:
+def _checked_settings(
+    name: str, window: int | None, sink_tokens: int, softcap: float, scale: float | None
+) -> tuple[int | None, int]:
     """(window, sink_tokens) as Python integers, which kernels take: NumPy's would not do."""
     window, sink_tokens = None if window is None else _integer(window), _integer(sink_tokens)
     if window is not None and window < 1:
@@ -228,8 +247,8 @@ def _checked_settings(name: str, window: int | None, sink_tokens: int, softcap: 
             f"{name}: sink_tokens is {sink_tokens} and window {window}; it counts the first keys that stay visible "
             "beside a window"
         )
-    if softcap < 0:
-        raise ValueError(f"{name}: softcap is {softcap}; it must be positive, or 0 for none")
+    check_softcap(name, softcap)
+    check_scale(name, scale)
     return window, sink_tokens
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
+from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import registered, spec
@@ -41,15 +42,21 @@ def linear(
     or one (2 out, in) weight that is `packed` in "halves" or "interleaved" row by row.
 
     With `norm_weight` (in,), x goes through RMSNorm first: x / rms(x) * (norm_weight + norm_offset).
-    Sums are in float32. Every tensor is differentiable.
+    Sums are in float32. Every tensor is differentiable. Under autocast x and the weights are cast as for
+    torch.nn.functional.linear, and the output has the wider dtype of that and the residual's.
     """
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
-        weight = weight.to(dtype) if isinstance(weight, Tensor) else [matrix.to(dtype) for matrix in weight]
+    lower = autocast_dtype(x)
+    if lower is not None:
+        x = autocast(x, lower)
+        weight = autocast(weight, lower) if isinstance(weight, Tensor) else [autocast(one, lower) for one in weight]
+        if residual is not None and out_dtype is None:
+            out_dtype = torch.promote_types(x.dtype, residual.dtype)  # what linear(x) + residual has
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     _check_names(activation, packed, out_dtype)
+    check_finite("linear", "scale", scale)
+    check_non_negative("linear", "norm_eps", norm_eps)
+    check_finite("linear", "norm_offset", norm_offset)
     gated = isinstance(activation, Gate) or (isinstance(activation, str) and activation in GATES)
     sizes = _check_weights(x, weights, biases, gated)
     _check_extras(x, sizes, residual, norm_weight, splits, len(weights) > 1 and not gated)
@@ -75,6 +82,10 @@ def _check_names(activation: str | Activation | Gate | None, packed: str, out_dt
     if isinstance(activation, (Activation, Gate)):
         known = [*ACTIVATIONS, "gpt_oss"] if isinstance(activation, Gate) else [*ACTIVATIONS]
         given = activation.kind
+        if isinstance(activation, Gate):
+            check_finite("linear", "the gate's alpha", activation.alpha)
+            if not activation.limit >= 0:
+                raise ValueError(f"linear: the gate's limit is {activation.limit}; the clamp needs at least 0")
     if given is not None and given not in known:
         raise ValueError(f"linear: activation is {given!r}; it must be one of {', '.join(known)}")
     if packed not in PACKINGS:

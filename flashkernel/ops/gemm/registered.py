@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands
+from flashkernel.core.arguments import without_autocast
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.gemm.packing import packed_of, pair_of
@@ -193,7 +194,8 @@ def _pull_back(ctx, dy):
     if dy is None:
         return (None,) * 15
     wanted = list(ctx.needs_input_grad[:9])
-    results = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted)
+    with without_autocast(dy):  # of a backward() that is called inside it: products here have the dtypes they want
+        results = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted)
     return *[result if want else None for result, want in zip(results, wanted)], *[None] * 6
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import autocast, autocast_dtype, check_non_negative, check_softcap
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp, traced
 from flashkernel.core.op import resolve
@@ -31,7 +32,8 @@ def cross_entropy(
     "mean" is over the targets that are not ignored; where all are, the loss is 0 and so is its gradient (torch gives
     NaN). The kernels never read beyond a row: a target out of range makes its loss and gradient NaN.
     """
-    _check("cross_entropy", logits, target, label_smoothing, softcap, reduction)
+    _check("cross_entropy", logits, target, label_smoothing, z_loss, softcap, reduction)
+    target = _indices(target)
     chosen = choose(spec.CROSS_ENTROPY, backend, logits.device, logits.dtype, classes=logits.shape[-1])
     if chosen.composite:
         return chosen.run(
@@ -65,14 +67,15 @@ def linear_cross_entropy(
     the logits a second time in backward instead). Under autocast x, weight and bias are cast as for a linear layer.
     """
     _check_linear(x, weight, target, bias)
-    _check("linear_cross_entropy", x, target, label_smoothing, softcap, reduction)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    elif weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+    _check("linear_cross_entropy", x, target, label_smoothing, z_loss, softcap, reduction)
+    lower = autocast_dtype(x)
+    if lower is not None:
+        x, weight, bias = autocast(x, lower), autocast(weight, lower), None if bias is None else autocast(bias, lower)
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         raise ValueError(
             f"linear_cross_entropy: x is {x.dtype} but weight is {weight.dtype}; cast one, or use autocast"
         )
+    target = _indices(target)
     chosen = choose(spec.LINEAR_CROSS_ENTROPY, backend, x.device, x.dtype, classes=weight.shape[0])
     if chosen.composite:
         return chosen.run(
@@ -87,12 +90,15 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _check(name: str, values: Tensor, target: Tensor, smoothing: float, softcap: float, reduction: str) -> None:
+def _check(
+    name: str, values: Tensor, target: Tensor, smoothing: float, z_loss: float, softcap: float, reduction: str
+) -> None:
     if values.ndim < 1 or not values.is_floating_point():
         raise ValueError(
             f"{name}: needs a float tensor with at least one dim, not {values.dtype} {tuple(values.shape)}"
         )
-    if target.is_floating_point() or target.dtype == torch.bool or target.shape != values.shape[:-1]:
+    whole = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    if not whole or target.shape != values.shape[:-1]:
         raise ValueError(
             f"{name}: target is {target.dtype} {tuple(target.shape)}; it must be integers of shape "
             f"{tuple(values.shape[:-1])}, one class index per row of {tuple(values.shape)}"
@@ -101,10 +107,15 @@ def _check(name: str, values: Tensor, target: Tensor, smoothing: float, softcap:
         raise ValueError(f"{name}: target is on {target.device} but the input is on {values.device}; move one of them")
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    if not 0.0 <= smoothing <= 1.0 or softcap < 0:
-        raise ValueError(
-            f"{name}: label_smoothing is {smoothing} and softcap {softcap}; they must be in [0, 1] and >= 0"
-        )
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing is {smoothing}; it must be from 0 to 1")
+    check_non_negative(name, "z_loss", z_loss)
+    check_softcap(name, softcap)
+
+
+def _indices(target: Tensor) -> Tensor:
+    """int64 and int32 are taken as they are; narrower and unsigned types could not hold ignore_index."""
+    return target if target.dtype in (torch.int64, torch.int32) else target.long()
 
 
 def _check_linear(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:

@@ -20,7 +20,7 @@ def cross_entropy(
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     kept = target != ignore_index
-    label = target.clamp(0, logits.shape[-1] - 1)
+    label = target.clamp(0, logits.shape[-1] - 1).long()
     normaliser = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, label[..., None])[..., 0]
     loss = normaliser - (1 - label_smoothing) * chosen - label_smoothing * logits.mean(-1)

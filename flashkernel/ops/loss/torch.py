@@ -20,7 +20,7 @@ def cross_entropy(
     softcap: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    flat, labels = logits.reshape(target.numel(), logits.shape[-1]), target.flatten()
+    flat, labels = logits.reshape(target.numel(), logits.shape[-1]), target.flatten().long()
     loss = _losses(flat, labels, ignore_index, label_smoothing, z_loss, softcap, reduction)
     return _reduce(loss, target, ignore_index, reduction)
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(
         logits = F.linear(rows, weight, bias)
         return _losses(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction)
 
-    flat, labels = x.reshape(target.numel(), x.shape[-1]), target.flatten()
+    flat, labels = x.reshape(target.numel(), x.shape[-1]), target.flatten().long()
     step = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     if flat.shape[0] <= step:  # few enough logits to keep
         return _reduce(chunk_loss(flat, labels), target, ignore_index, reduction)

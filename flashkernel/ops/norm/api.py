@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import check_finite, check_non_negative, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -24,9 +25,12 @@ def rms_norm(
     """Root-mean-square normalisation over the last dim: x / rms(x) * (weight + offset) + bias.
 
     With `residual`, normalises x + residual and returns (y, x + residual), both from one pass. Gemma's norms
-    take offset=1. Statistics are in float32; the output has x's dtype, whatever the weight's.
+    take offset=1. Statistics are in float32; the output has x's dtype, whatever the weight's. Under autocast that
+    stays so, but x and a residual of another dtype are promoted to the wider one.
     """
-    _check("rms_norm", x, weight, bias, residual)
+    x, residual = promoted(x, residual)
+    _check("rms_norm", x, weight, bias, residual, eps)
+    check_finite("rms_norm", "offset", offset)
     chosen = choose(spec.RMS_NORM, backend, x.device, x.dtype, width=x.shape[-1])
     if chosen.composite:
         return chosen.run(x, weight, bias, residual, eps=eps, offset=offset)
@@ -48,7 +52,8 @@ def layer_norm(
 
     With `residual`, normalises x + residual and returns (y, x + residual), both from one pass.
     """
-    _check("layer_norm", x, weight, bias, residual)
+    x, residual = promoted(x, residual)
+    _check("layer_norm", x, weight, bias, residual, eps)
     chosen = choose(spec.LAYER_NORM, backend, x.device, x.dtype, width=x.shape[-1])
     if chosen.composite:
         return chosen.run(x, weight, bias, residual, eps=eps)
@@ -56,7 +61,10 @@ def layer_norm(
     return y if residual is None else (y, total)
 
 
-def _check(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+def _check(
+    name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
+) -> None:
+    check_non_negative(name, "eps", eps)
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"{name}: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
     for label, vector in (("weight", weight), ("bias", bias)):

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import check_finite, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Op, resolve
@@ -56,6 +57,7 @@ def softmax(
     keys up to q + keys - queries. A row that sees nothing, or nothing but -inf, gives zeros and a gradient of zero.
     """
     _check("softmax", x)
+    check_finite("softmax", "scale", scale)
     _check_mask(x, mask, causal)
     chosen = choose(spec.SOFTMAX, backend, x.device, x.dtype)
     if chosen.composite:
@@ -64,16 +66,21 @@ def softmax(
 
 
 @replayed
-def argmax(x: Tensor) -> Tensor:
-    """The place of each row's largest value, int64; of equal ones the first. On a GPU many programs share a row."""
+def argmax(x: Tensor, *, invalid: int | None = None) -> Tensor:
+    """The place of each row's largest value, int64; of equal ones the first. On a GPU many programs share a row.
+
+    NaN counts as the largest, as in torch. With `invalid`, a row whose maximum is not finite (NaN or an infinity) gives
+    that number instead of a place.
+    """
     _check("argmax", x)
     if x.shape[-1] == 0:
         raise ValueError(f"argmax: x has shape {tuple(x.shape)}; a row without columns has no maximum")
-    if x.device.type != "cuda" or x.numel() == 0 or find_spec("triton") is None:
-        return x.argmax(-1)
-    from flashkernel.ops.reduce.triton.argmax import argmax as by_parts
-
-    return by_parts(_flat(x)).view(x.shape[:-1])
+    if x.device.type == "cuda" and x.numel() > 0 and _HAS_TRITON:
+        return _argmax(x, invalid)
+    place = x.argmax(-1)
+    if invalid is None:
+        return place
+    return torch.where(x.gather(-1, place[..., None])[..., 0].isfinite(), place, invalid)
 
 
 @replayed
@@ -89,7 +96,8 @@ def weighted_sum(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
         raise ValueError(f"weighted_sum: weight is on {weight.device} but x is on {x.device}; move one of them")
     chosen = choose(spec.WEIGHTED_SUM, backend, x.device, x.dtype, weight=weight.dtype)
     if chosen.composite:
-        return chosen.run(x, weight)
+        with without_autocast(x):
+            return chosen.run(x, weight)
     return _reduce(x, weight, kinds.WEIGHTED, chosen.target)[0]
 
 
@@ -97,7 +105,8 @@ def _reduce_rows(op: Op, kind: int, x: Tensor, keepdim: bool, backend: str | Non
     _check(op.name, x)
     chosen = choose(op, backend, x.device, x.dtype)
     if chosen.composite:
-        return chosen.run(x, keepdim=keepdim)
+        with without_autocast(x):
+            return chosen.run(x, keepdim=keepdim)
     y, _ = _reduce(x, None, kind, chosen.target)
     return y.unsqueeze(-1) if keepdim else y
 
@@ -200,6 +209,14 @@ def _fake_softmax(x, mask, scale, causal, kernels):
     return x.new_empty(x.shape)
 
 
+def _argmax_forward(x: Tensor, invalid: int | None) -> Tensor:
+    return resolve("flashkernel.ops.reduce.triton.argmax:argmax")(_flat(x), invalid).view(x.shape[:-1])
+
+
+def _fake_argmax(x, invalid):
+    return x.new_empty(x.shape[:-1], dtype=torch.int64)
+
+
 def _setup_softmax(ctx, inputs, output):
     x, _, scale, causal, kernels = inputs
     ctx.set_materialize_grads(False)
@@ -223,6 +240,8 @@ def _fake_softmax_pull(dy, y, scale, queries, kernels):
     return y.new_empty(y.shape)
 
 
+_HAS_TRITON = find_spec("triton") is not None
+_argmax = KernelOp("argmax", _argmax_forward, _fake_argmax)
 _reduce_backward = KernelOp("reduce_backward", _backward, _fake_backward)
 _weighted_backward = KernelOp("weighted_sum_backward", _weighted_pull, _fake_weighted_pull)
 _reduce = KernelOp("reduce", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)

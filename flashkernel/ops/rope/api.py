@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.blocks.rope import half_width, rotary_width
+from flashkernel.core.arguments import promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.launch import mark_written
 from flashkernel.core.library import KernelOp
@@ -43,6 +44,8 @@ def rope(
     With in_place=True, q and k are overwritten and returned; only where no gradient is recorded. Tables and positions
     have no gradient.
     """
+    if not in_place:
+        q, k = promoted(q, k)
     _check_heads(q, k)
     _check_angles(q, cos, sin, positions, frequencies)
     width = rotary_width("rope", q.shape[-1], cos, rotary_dim, frequencies)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, checked, recalled
+from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
@@ -45,14 +46,16 @@ def attention_fp8(
     _check_scales(q, k, q_scale, k_scale, v_scale)
     mask = checked(mask, "attention_fp8", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
     _check_settings(q, sinks, softcap, out_dtype)
+    check_scale("attention_fp8", scale)
     chosen = choose(
         spec.ATTENTION_FP8, backend, q.device, q.dtype, head_dim=q.shape[-1], value_dim=v.shape[-1],
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            q, k, v, q_scale, k_scale, v_scale,
-            mask=mask, scale=scale, sinks=sinks, softcap=softcap, return_lse=return_lse, out_dtype=out_dtype,
-        )  # fmt: skip
+        with without_autocast(q):
+            return chosen.run(
+                q, k, v, q_scale, k_scale, v_scale,
+                mask=mask, scale=scale, sinks=sinks, softcap=softcap, return_lse=return_lse, out_dtype=out_dtype,
+            )  # fmt: skip
     bytes_of = [x.view(torch.uint8) for x in (q, k, v)]  # torch's tools know few operations on float8
     out, lse = _attention_fp8(
         *bytes_of, q_scale, k_scale, v_scale, sinks, [] if mask is None else list(mask.tables),
@@ -112,8 +115,7 @@ def _check_settings(q: Tensor, sinks: Tensor | None, softcap: float, out_dtype: 
             )
         if torch.is_grad_enabled() and sinks.requires_grad:
             raise ValueError("attention_fp8: it has no gradient; call it under torch.no_grad(), or detach the sinks")
-    if softcap < 0:
-        raise ValueError(f"attention_fp8: softcap is {softcap}; it must be positive, or 0 for none")
+    check_softcap("attention_fp8", softcap)
     if out_dtype not in OUTPUTS:
         raise ValueError(f"attention_fp8: out_dtype is {out_dtype}; it must be bfloat16, float16 or float32")
 

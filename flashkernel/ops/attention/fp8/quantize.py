@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import static
 from flashkernel.ops.attention.fp8.reference import SCALE_BLOCK
 
 LARGEST = 448.0  # of float8_e4m3fn
@@ -29,7 +28,7 @@ def quantize_fp8(
     _check(x, block, rotate)
     wide = x.detach().float()
     if rotate:
-        wide = wide @ rotation(x.shape[3], x.device)
+        wide = wide @ rotation(static(x.shape[3]), x.device)
     batch, sequence, heads, _ = x.shape
     if block is None:
         largest = wide.abs().amax((1, 3)) if sequence else wide.new_zeros((batch, heads))
@@ -44,12 +43,20 @@ def quantize_fp8(
     return (_transposed(values) if transpose else values.contiguous()), scale
 
 
+@torch.compiler.assume_constant_result
 def rotation(width: int, device: torch.device) -> Tensor:
-    """The orthonormal [width, width] matrix that `quantize_fp8` rotates heads by."""
-    return _rotation(width).to(device)
+    """The orthonormal [width, width] matrix that `quantize_fp8` rotates heads by, kept per device."""
+    found = _rotations.get((width, device))
+    if found is None:
+        found = _rotation(width).to(device)
+        if type(found) is Tensor:  # a tracer's stand-in must not outlive its trace
+            _rotations[width, device] = found
+    return found
 
 
-@lru_cache(maxsize=8)
+_rotations: dict[tuple[int, torch.device], Tensor] = {}
+
+
 def _rotation(width: int) -> Tensor:
     hadamard = torch.ones(1, 1)
     while hadamard.shape[0] < width:

@@ -13,8 +13,11 @@ PART = 2048  # columns of a program
 
 @triton.jit
 def _larger(value, index, other, other_index):
-    """Of two values the larger, of equal ones the first."""
-    keep = (value > other) | ((value == other) & (index < other_index))
+    """Of two values the larger, of equal ones the first; NaN is larger than all others, as in torch."""
+    nan, other_nan = value != value, other != other
+    larger = (value > other) | (nan & ~other_nan)
+    equal = (value == other) | (nan & other_nan)
+    keep = larger | (equal & (index < other_index))
     return tl.where(keep, value, other), tl.where(keep, index, other_index)
 
 
@@ -31,18 +34,22 @@ def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexp
 
 
 @triton.jit
-def best_of_rows(values, places, result, parts, PARTS: tl.constexpr, CHAINED: tl.constexpr):
+def best_of_rows(
+    values, places, result, parts, invalid, PARTS: tl.constexpr, CHECKED: tl.constexpr, CHAINED: tl.constexpr
+):
     if CHAINED:
         join_chain()
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
     place = tl.load(places + row * parts + part, mask=part < parts, other=2147483647)
-    _, best = tl.reduce((value, place), 0, _larger)
+    largest, best = tl.reduce((value, place), 0, _larger)
+    if CHECKED:  # neither NaN nor an infinity
+        best = tl.where(tl.abs(largest) < float("inf"), best, invalid)
     tl.store(result + row, best.to(tl.int64))
 
 
-def argmax(x: torch.Tensor) -> torch.Tensor:
-    """[rows], int64, of x [rows, width] with unit stride along the row."""
+def argmax(x: torch.Tensor, invalid: int | None = None) -> torch.Tensor:
+    """[rows], int64, of x [rows, width] with unit stride along the row; `invalid` where a maximum is not finite."""
     rows, width = x.shape
     parts = tune.ceil_div(width, PART)
     values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
@@ -50,5 +57,8 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     result = torch.empty(rows, dtype=torch.int64, device=x.device)
     early = chained(device.facts(x.device))
     launch(best_of_parts, (parts, rows), x, values, places, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
-    launch(best_of_rows, (rows,), values, places, result, parts, PARTS=tune.power_of_2(parts), num_warps=1, **early)
+    launch(
+        best_of_rows, (rows,), values, places, result, parts, -1 if invalid is None else invalid,
+        PARTS=tune.power_of_2(parts), CHECKED=invalid is not None, num_warps=1, **early,
+    )  # fmt: skip
     return result
