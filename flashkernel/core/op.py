@@ -193,6 +193,7 @@ class Op:
     written: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
     # Makes a random case valid: its axes, options and optional inputs were drawn independently of each other.
     random_case: Callable[[Rng, Case], Case] | None = None
+    random_share: int = 1  # random calls for each one of an operator with few options
     declared: ClassVar[dict[str, Op]] = {}
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ def describe(case: Case, dtype: torch.dtype) -> str:
 
 def _text(value: Any) -> str:
     """Masks and score functions by their names."""
-    return str(getattr(value, "name", value)).removeprefix("torch.")
+    return str(getattr(value, "name", None) or value).removeprefix("torch.")
 
 
 def _options(rng: Rng, op: Op, base: Case) -> dict[str, Any]:

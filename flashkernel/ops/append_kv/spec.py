@@ -218,6 +218,7 @@ APPEND_KV = Op(
     ),
     differentiable=False,
     random_case=_random_case,
+    random_share=3,
     written=_written,
 )
 OPS = (APPEND_KV,)

@@ -246,6 +246,7 @@ ATTENTION = Op(
     # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1)},
     random_case=random_case,
+    random_share=8,
     baselines=tuple(
         Baseline(name, f"{_ROOM}.baselines:{name}", forward_only=name == "fa3")
         for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")

@@ -345,6 +345,7 @@ DECODE_ATTENTION = Op(
     baselines=tuple(Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "sdpa", "cudnn", "fa2", "fa3")),
     differentiable=False,
     random_case=random_decode,
+    random_share=4,
 )
 PAGED_ATTENTION = Op(
     name="paged_attention",
@@ -364,5 +365,6 @@ PAGED_ATTENTION = Op(
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_packed"), Baseline("fa3", f"{_ROOM}.baselines:fa3_packed")),
     differentiable=False,
     random_case=random_prefill,
+    random_share=3,
 )
 OPS = (DECODE_ATTENTION, PAGED_ATTENTION)

@@ -218,6 +218,7 @@ LINEAR = Op(
     # Even, because a packed weight holds two columns for each of the output.
     ranges={"rows": (0, 5, 1), "columns": (2, 60, 2), "inner": (1, 90, 1)},
     random_case=_random_case,
+    random_share=4,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
 )
 OPS = (LINEAR,)

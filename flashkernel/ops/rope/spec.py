@@ -158,6 +158,7 @@ ROPE = Op(
     benches=_BENCHES,
     cost=_cost,
     random_case=_random_case,
+    random_share=2,
     baselines=(
         Baseline("eager", f"{_ROOM}.baselines:eager"),
         Baseline("compile", f"{_ROOM}.baselines:compiled"),

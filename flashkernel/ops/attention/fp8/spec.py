@@ -165,5 +165,6 @@ ATTENTION_FP8 = Op(
     tolerance=Tolerance(floor=0.5, through=FP8),
     differentiable=False,
     random_case=random_fp8_case,
+    random_share=3,
     baselines=tuple(Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "fa3")),
 )
