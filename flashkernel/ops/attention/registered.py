@@ -73,6 +73,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(kernels, drawn, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
     slopes = None if slopes is None else slopes.float().contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     return resolve(kernels).forward(_unit(q), _unit(k), _unit(v), _wide(bias), sinks, slopes, problem)
 
 
@@ -107,6 +108,7 @@ def _backward(
     """(dq, dk, dv, dbias, dsinks, dslopes); those without an input, or not wanted, are empty."""
     problem = _problem(kernels, drawn, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
     plain = None if slopes is None else slopes.float().contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     dq, dk, dv, dbias, dsinks, dslopes = resolve(kernels).backward(
         _unit(do), None if dlse is None else dlse.contiguous(), _unit(q), _unit(k), _unit(v), _wide(bias), sinks, plain,
         o, lse, problem, want_bias and bias is not None,

@@ -278,7 +278,7 @@ def _decode_forward(
     shared = min(prefix_length, capacity) if prefix is None else prefix
     settings = module.Settings(window, sink_tokens, scale, softcap, 0 if window else shared)
     cache = _cache(kernels, k, v, lengths, page_table, k_scale, v_scale)
-    return module.forward(_unit(q), cache, sinks, settings)
+    return module.forward(_unit(q), cache, None if sinks is None else sinks.contiguous(), settings)
 
 
 def _fake_decode(q, k, v, *_):
@@ -305,6 +305,7 @@ def _packed_forward(
     module = resolve(kernels)
     cache = _cache(kernels, k, v, lengths, page_table, k_scale, v_scale)
     settings = module.Settings(window, sink_tokens, scale, softcap)
+    sinks = None if sinks is None else sinks.contiguous()
     return module.forward_packed(_unit(q), cu_seqlens_q.contiguous(), cache, sinks, settings)
 
 

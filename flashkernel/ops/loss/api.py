@@ -37,7 +37,7 @@ def cross_entropy(
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
     loss, _, _ = _cross_entropy(
-        _flat(logits), target.reshape(-1), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
+        _flat(logits), target.reshape(-1).contiguous(), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
         reduction, chosen.target,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
@@ -78,7 +78,7 @@ def linear_cross_entropy(
         )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
     loss, _, _, _, _ = _linear(
-        _flat(x), weight, bias, target.reshape(-1), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
+        _flat(x), weight, bias, target.reshape(-1).contiguous(), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
         reduction, wanted, chosen.target,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss

@@ -143,6 +143,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     known = recalled(mask, mask_tables) if mask else None
     q, k, v = q.view(FP8), k.view(FP8), v.view(FP8)
+    sinks = None if sinks is None else sinks.contiguous()
     return resolve(kernels).forward(q, k, v, q_scale, k_scale, v_scale, sinks, known, scale, softcap, out_dtype)
 
 
