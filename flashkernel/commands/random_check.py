@@ -88,11 +88,11 @@ def check_random(
     with screen.progress() as progress, screen.keeping_results() as stopped:
         if repeat:  # in this process, where a debugger sees it
             calls = [random_calls.Call(op.name, seed, sizes) for op in chosen]
-            found = (random_calls.run_one(call, place, backends) for call in calls)
+            found: Iterator[CallOutcome] = (random_calls.run_one(call, place, backends) for call in calls)
         else:
             seconds = DEFAULT_SECONDS if limits.seconds is None and limits.calls is None else limits.seconds
             batches = _until(random_calls.schedule(chosen, seed, sizes, limits.calls), seconds)
-            workers = limits.workers or min(MOST_WORKERS, os.cpu_count() or 1)
+            workers = limits.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
             found = random_calls.run(batches, place, backends, workers, limits.timeout_s)
         _collect(found, outcomes, progress, limits.calls)
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
@@ -114,9 +114,7 @@ def _until(batches: Iterator[list[Call]], seconds: float | None) -> Iterator[lis
         yield batch
 
 
-def _collect(
-    found: Iterator[CallOutcome], outcomes: list[CallOutcome], progress: Progress, total: int | None
-) -> None:
+def _collect(found: Iterator[CallOutcome], outcomes: list[CallOutcome], progress: Progress, total: int | None) -> None:
     bar = progress.add_task("starting", total=total)
     start = time.monotonic()
     failed = 0

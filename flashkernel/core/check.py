@@ -75,9 +75,7 @@ def compare(
     return Report(name, True, largest, limit)
 
 
-def _limit(
-    rounded: torch.dtype, exact: torch.Tensor, torch_own: torch.Tensor | None, tolerance: Tolerance
-) -> float:
+def _limit(rounded: torch.dtype, exact: torch.Tensor, torch_own: torch.Tensor | None, tolerance: Tolerance) -> float:
     """The largest error allowed of a result that is rounded to `rounded`."""
     infinite = exact.isinf()
     rounding = torch.finfo(rounded).eps * float(exact.masked_fill(infinite, 0).abs().max())

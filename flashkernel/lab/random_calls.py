@@ -70,7 +70,9 @@ def schedule(ops: Sequence[Op], seed: int, sizes: str, calls: int | None) -> Ite
     turns = [op for turn in range(max(op.random_share for op in ops)) for op in ops if op.random_share > turn]
     made = dict.fromkeys(turns, seed)
     for op in itertools.cycle(turns):
-        until = (made[op] // batch + 1) * batch if calls is None else min((made[op] // batch + 1) * batch, made[op] + calls)
+        until = (made[op] // batch + 1) * batch
+        if calls is not None:
+            until = min(until, made[op] + calls)
         found = [Call(op.name, number, sizes) for number in range(made[op], until)]
         made[op] = until
         if calls is not None:

@@ -23,16 +23,14 @@ _READY = "ready"
 class WorkerPool:
     """`workers` processes that run `function(*arguments, task)`; both must be picklable, as must tasks and results."""
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[Any], workers: int, timeout_s: float
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], workers: int, timeout_s: float) -> None:
         self.function, self.arguments = function, tuple(arguments)
         self.workers, self.timeout_s = workers, timeout_s
 
     def run(self, batches: Iterator[Sequence[Any]]) -> Iterator[tuple[Any, Any, str]]:
         """Yields (task, result, ""), or (task, None, reason) for a task whose worker died or hung.
 
-        A batch stays with one worker. The next batch is taken when a worker is free, so `batches` may end when it likes.
+        A batch stays with one worker. The next one is taken when a worker is free, so `batches` may end at any time.
         Closing the generator, or an exception in it such as Ctrl-C, kills all workers.
         """
         workers: list[_Worker] = []

@@ -37,7 +37,9 @@ def random_case(rng: Rng, case: Case) -> Case:
     """Sizes, options and optional inputs of a call of attention."""
     axes, options = _shared(rng)
     batch, heads = axes["batch"], axes["heads"]
-    present = tuple(name for name, chance in (("bias", 0.25), ("sinks", 0.3), ("alibi_slopes", 0.2)) if rng.maybe(chance))
+    present = tuple(
+        name for name, chance in (("bias", 0.25), ("sinks", 0.3), ("alibi_slopes", 0.2)) if rng.maybe(chance)
+    )
     if "bias" in present:
         axes |= {"bias_batch": batch if rng.maybe() else 1, "bias_heads": heads if rng.maybe() else 1}
         axes |= {f"bias_{axis}": 1 for axis in ("queries", "keys") if rng.maybe(0.25)}
@@ -109,7 +111,8 @@ def _constructed(rng: Rng, axes: Mapping[str, int]) -> Mask:
     builders: tuple[Callable[[], Mask], ...] = (
         causal, causal, causal, causal,
         lambda: window(few), lambda: window(few, more), lambda: window(None, more),
-        lambda: sink_tokens(more), lambda: prefix(few), lambda: prefix(_integers(rng, axes["batch"], most=axes["keys"])),
+        lambda: sink_tokens(more), lambda: prefix(few),
+        lambda: prefix(_integers(rng, axes["batch"], most=axes["keys"])),
         lambda: _documents(rng, axes), lambda: _blocks(rng, axes), lambda: _intervals(rng, axes),
         lambda: _custom(rng, axes), lambda: _custom(rng, axes), lambda: _custom(rng, axes),
     )  # fmt: skip

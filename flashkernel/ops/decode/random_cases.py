@@ -21,12 +21,11 @@ def random_decode(rng: Rng, case: Case) -> Case:
     page = rng.one((0, 0, 16, 16, 64)) if rng.large else rng.one((0, 0, 16))
     new = 0 if rng.empty() else rng.one((1, 1, 1, 2, 5))
     capacity = _cache(rng, axes, page)
-    shared = 0
-    if rng.maybe(0.2):
-        shared = rng.call.randint(0, capacity) // max(1, page) * max(1, page)
-        axes["shared"] = shared
     case = _with(rng, case, {**axes, "new": new}, ("page_table",) if page else ())
-    return replace(case, options={**case.options, "prefix_length": shared}) if shared else case
+    if not rng.maybe(0.2) or (case.dtype_of and not page):  # sequences share pages, but not the scales of a whole cache
+        return case
+    shared = rng.call.randint(0, capacity) // max(1, page) * max(1, page)
+    return replace(case.at(shared=shared), options={**case.options, "prefix_length": shared})
 
 
 def random_prefill(rng: Rng, case: Case) -> Case:

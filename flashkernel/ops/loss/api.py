@@ -37,8 +37,8 @@ def cross_entropy(
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
     loss, _, _ = _cross_entropy(
-        _flat(logits), target.reshape(-1).contiguous(), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
-        reduction, chosen.target,
+        _flat(logits), target.reshape(-1).contiguous(), ignore_index,
+        float(label_smoothing), float(z_loss), float(softcap), reduction, chosen.target,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -78,8 +78,8 @@ def linear_cross_entropy(
         )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
     loss, _, _, _, _ = _linear(
-        _flat(x), weight, bias, target.reshape(-1).contiguous(), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
-        reduction, wanted, chosen.target,
+        _flat(x), weight, bias, target.reshape(-1).contiguous(), ignore_index,
+        float(label_smoothing), float(z_loss), float(softcap), reduction, wanted, chosen.target,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
 
