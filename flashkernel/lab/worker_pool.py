@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,7 +21,10 @@ _READY = "ready"
 
 
 class WorkerPool:
-    """`workers` processes that run `function(*arguments, task)`; both must be picklable, as must tasks and results."""
+    """`workers` processes that run `function(*arguments, task)`; all of it must be picklable.
+
+    A result with a true `worker_is_broken` says that its process must not be used again.
+    """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], workers: int, timeout_s: float) -> None:
         self.function, self.arguments = function, tuple(arguments)
@@ -94,10 +97,11 @@ class _Worker:
         if self.batch:
             self.task = self.batch.popleft()
             self.deadline = time.monotonic() + self.timeout_s
-            self.connection.send(self.task)
+            with suppress(OSError):  # it is gone, as the next look at its pipe will find
+                self.connection.send(self.task)
 
     def receive(self) -> tuple[Any, Any, str] | None:
-        """What came: (task, result, ""), (task, None, reason) where the process is gone, or None: it is up now."""
+        """What came: (task, result, ""), (task, None, reason) where the process is gone, or None: nothing to tell."""
         task = self.task
         try:
             if not self.connection.poll():
@@ -111,15 +115,21 @@ class _Worker:
             self.send_next()
             return None
         self.task = None
-        self.send_next()
+        if getattr(result, "worker_is_broken", False):
+            self._end()
+        else:
+            self.send_next()
         return task, result, ""
 
-    def _lost(self, reason: str) -> tuple[Any, Any, str]:
-        self.alive = False
-        _stop([self])
+    def _lost(self, reason: str) -> tuple[Any, Any, str] | None:
+        self._end()
         if not self.ready:
             raise RuntimeError(f"a worker did not start: {reason}; what it printed is above")
-        return self.task, None, reason
+        return None if self.task is None else (self.task, None, reason)
+
+    def _end(self) -> None:
+        self.alive = False
+        _stop([self])
 
 
 def _serve(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -131,8 +141,6 @@ def _serve(connection: Connection, function: Callable[..., Any], arguments: tupl
             result = function(*arguments, task)
             connection.send(result)
         except (EOFError, BrokenPipeError):
-            return
-        if getattr(result, "worker_is_broken", False):
             return
 
 
