@@ -92,20 +92,14 @@ def test_layouts_keep_values(layout: str, dtype: torch.dtype) -> None:
 def _task(word: str) -> str:
     if word == "die":
         os._exit(3)
-    if word == "hang":
-        time.sleep(600)
     return word.upper()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="once is enough")
 def test_a_pool_outlives_its_workers() -> None:
-    batches = iter([["a", "die", "b"], ["c", "hang", "d"]])
-    found = {task: (result, reason) for task, result, reason in WorkerPool(_task, (), 2, 3.0).run(batches)}
-    assert {task: result for task, (result, _) in found.items()} == {
-        "a": "A", "b": "B", "c": "C", "d": "D", "die": None, "hang": None,
-    }  # fmt: skip
-    assert "exit code 3" in found["die"][1]
-    assert "no answer within 3 s" in found["hang"][1]
+    """The rest of a batch goes to a fresh one."""
+    found = list(WorkerPool(_task, (), 1, 60.0).run(iter([["a", "die", "b"]])))
+    assert found == [("a", "A", ""), ("die", None, "its process died: exit code 3"), ("b", "B", "")]
 
 
 # Run as the command itself: a worker imports the main script again, so all of them have the wrong functions.
