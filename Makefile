@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= auto
+JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
 .PHONY: help demo test cpu-test compile-test lint format gpu-test sanitize bench e2e tables clean
@@ -32,15 +33,21 @@ format: $(READY)  ## fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is there
-	$(PYTHON) -m pytest -m gpu
+gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is there: in several processes, then what times
+	@$(PYTHON) -c 'import xdist' 2>/dev/null || \
+	  { echo "gpu-test runs in several processes and needs pytest-xdist: $(PYTHON) -m pip install pytest-xdist"; exit 1; }
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	  $(PYTHON) -m pytest -m 'gpu and not alone' -n $(JOBS_GPU) --dist worksteal
+	$(PYTHON) -m pytest -m 'gpu and alone' -n 0
 
 SANITIZED := rms_norm cross_entropy softmax sum weighted_sum rope swiglu attention linear append_kv decode_attention \
   --dtype float16 --case everything --case odd --case plain --case mask-causal --case interleaved --case gpt-oss
 SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 9 --kernel-name-exclude kernel_substring=cudnn
 
-sanitize:  ## compute-sanitizer over a few cases of every kernel family; cuDNN, run for comparison, has hazards of its own
+# cuDNN, run for comparison, has hazards of its own.
+sanitize:  ## compute-sanitizer over a few cases and a random call of every kernel family
 	$(SANITIZER) --tool memcheck $(PYTHON) -m flashkernel check $(SANITIZED)
+	$(SANITIZER) --tool memcheck $(PYTHON) -m flashkernel check --random --seed 1
 	$(SANITIZER) --tool racecheck $(PYTHON) -m flashkernel check $(SANITIZED) --backend triton --backend cuda
 
 bench:  ## measure every operator on this machine's GPU and keep the figures

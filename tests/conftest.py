@@ -14,6 +14,10 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-seed", type=int, default=0, help="the first seed of the random calls")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not HAS_GPU and config.option.markexpr != "compile":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -28,4 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache of tuned configs."""
-    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share what they compile
+        base = base.parent
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(base / "cache"))

@@ -211,6 +211,7 @@ def test_wrong_input(call, message: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_2_31_elements() -> None:
     """Offsets beyond int32, in one long row and in rows."""
     rows, width = 33, 2**26

@@ -334,6 +334,7 @@ def test_cuda_graph_with_padding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_pages_beyond_two_to_the_31_elements() -> None:
     """The last slot of three gigabytes of codes."""
     pages = [torch.zeros((3 * 2**30 // (256 * 8 * 128), 256, 8, 128), dtype=INT8, device="cuda") for _ in range(2)]

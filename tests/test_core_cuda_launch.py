@@ -316,6 +316,7 @@ def test_a_backward_pass_may_launch(source: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @needs_nvrtc
 def test_a_launch_is_cheap(source: Path) -> None:
     kernel = Module(source).kernel("fill", FILL)

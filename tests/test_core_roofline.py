@@ -90,6 +90,7 @@ def test_tf32_is_switched_on_for_its_measurement_alone(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_ceilings_are_sane() -> None:
     found = ceilings("cuda")
     assert set(found.matmul_tflops) == set(roofline.GPU_DTYPES)
@@ -107,6 +108,7 @@ def test_gpu_ceilings_are_sane() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_h200_reaches_its_known_rates() -> None:
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("these bounds are the NVIDIA H200's")

@@ -348,6 +348,7 @@ def _plain_loop(call: Callable[[], object], count: int = 50) -> float:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_large_copy_is_timed_as_by_a_plain_loop() -> None:
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
@@ -359,6 +360,7 @@ def test_a_large_copy_is_timed_as_by_a_plain_loop() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_graph_and_events_agree_on_a_fifty_microsecond_kernel() -> None:
     size = 1 << 24
     while True:  # grow until it takes about 50 us on this GPU
@@ -374,6 +376,7 @@ def test_graph_and_events_agree_on_a_fifty_microsecond_kernel() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_tiny_kernels_are_timed_without_launch_gaps() -> None:
     x = torch.randn(1024, device="cuda")
     y = torch.empty_like(x)
@@ -386,6 +389,7 @@ def test_tiny_kernels_are_timed_without_launch_gaps() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_backward_pass_is_captured_when_built_on_the_stream() -> None:
     def build() -> list[Callable[[], object]]:
         x = torch.randn(256, 256, device="cuda", requires_grad=True)
@@ -398,6 +402,7 @@ def test_a_backward_pass_is_captured_when_built_on_the_stream() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_what_cannot_be_captured_falls_back_and_leaves_torch_whole() -> None:
     x = torch.randn(1024, device="cuda")
     found = measure(lambda: float(x.sum()), device="cuda", warmup=10, repeats=50)  # synchronises

@@ -400,6 +400,7 @@ def test_a_pick_is_cheap() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_search_on_a_gpu_prefers_less_work() -> None:
     gpu = devices.facts(torch.device("cuda"))
     x = torch.randn(1 << 22, device="cuda")

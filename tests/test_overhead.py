@@ -27,6 +27,7 @@ def _host_us(call: Callable[[], object], count: int = 300) -> float:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_wrapper_costs_little() -> None:
     x, weight = torch.randn(16, 1024, device="cuda"), torch.randn(1024, device="cuda")
     with torch.no_grad():

@@ -159,6 +159,7 @@ def test_long_rows_on_the_gpu(op: Op, case: Case, backend: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_offsets_beyond_two_billion_elements(backend: str) -> None:
     rows, width = 65540, 32768

@@ -408,6 +408,7 @@ def test_wrong_input(arguments: tuple, options: dict, message: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_2_31_elements() -> None:
     """Offsets beyond int32: the last head of heads-first memory starts past 2^31 elements."""
     batch, seq, heads, dim = 1, 131072, 136, 128

@@ -40,10 +40,12 @@ def activate(x, KIND: tl.constexpr, alpha):
         value = x * below
         slope = below + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
     elif KIND == "gelu_tanh":
-        # (1 + tanh z) / 2 = sigmoid(2 z)
-        below = _sigmoid(x * (1.5957691216057308 + 0.07135481282938 * x * x))
+        # (1 + tanh z) / 2 = sigmoid(2 z); 1 - sigmoid would cancel, and its factor is as large as x^3
+        decay = tl.exp2(-1.4426950408889634 * x * (1.5957691216057308 + 0.07135481282938 * x * x))
+        below = 1.0 / (1.0 + decay)
+        above = tl.where(decay > 1e30, 1.0, decay * below)
         value = x * below
-        slope = below + value * (1.0 - below) * (1.5957691216057308 + 0.21406443848814 * x * x)
+        slope = below + value * above * (1.5957691216057308 + 0.21406443848814 * x * x)
     elif KIND == "silu":
         share = _sigmoid(x)
         value = x * share

@@ -13,6 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashkernel.commands.options import Cases, Commit, Direction, Dtypes, Formatted, ModelDtype, Names, OnDevice
+from flashkernel.commands.random_check import (
+    Limits,
+    RandomCalls,
+    RandomSeconds,
+    RandomSeed,
+    RandomSizes,
+    RandomTimeout,
+    RandomWorkers,
+    check_random,
+)
 from flashkernel.lab import screen
 from flashkernel.lab.screen import Format
 
@@ -33,9 +43,29 @@ def check(
     dtype: Dtypes = None,
     device: OnDevice = None,
     case: Cases = None,
+    random: Annotated[bool, typer.Option("--random", help="Check random calls, drawn from the declarations.")] = False,
+    seconds: RandomSeconds = None,
+    calls: RandomCalls = None,
+    seed: RandomSeed = None,
+    sizes: RandomSizes = None,
+    workers: RandomWorkers = None,
+    timeout: RandomTimeout = 120.0,
     format: Formatted = Format.table,
 ) -> None:
-    """Run the declared test cases of operators on this machine; exit 1 if one fails."""
+    """Run the declared test cases of operators on this machine, or random calls; exit 1 if one fails.
+
+    Random calls run in worker processes; each failure is printed with the command that repeats it.
+    """
+    if random or any(value is not None for value in (seconds, calls, seed, sizes, workers)):
+        if not random or case or dtype:
+            screen.tell(
+                "--random draws cases and dtypes itself; leave --case and --dtype out"
+                if random
+                else "--seconds, --calls, --seed, --sizes and --workers belong to --random"
+            )
+            raise typer.Exit(2)
+        limits = Limits(seconds, calls, seed, sizes.value if sizes else None, workers, timeout)
+        return check_random(names, backend, device, limits, format)
     from flashkernel.lab import checks
 
     with screen.clear_errors():

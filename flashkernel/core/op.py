@@ -12,14 +12,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from flashkernel.core.device import Device
 
+if TYPE_CHECKING:
+    from flashkernel.core.random_case import Rng
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-LAYOUTS = ("contiguous", "padded", "transposed")
+LAYOUTS = ("contiguous", "padded", "transposed")  # of declared cases
+RANDOM_LAYOUTS = (*LAYOUTS, "packed", "offset", "expanded")  # of random ones (core/random_case.py)
 
 Axes = Mapping[str, Any]  # axis name -> size, or a tuple of sizes for an axis used as "*axis"
 Draw = Callable[[tuple[int, ...], Axes, torch.Generator], torch.Tensor]
@@ -81,6 +85,7 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     present: tuple[str, ...] = ()  # optional inputs that are given
     layout: str = "contiguous"
+    layout_of: Mapping[str, str] = field(default_factory=dict)  # inputs whose layout differs in this case
     dtype_of: Mapping[str, torch.dtype] = field(default_factory=dict)  # inputs whose dtype differs in this case
     gradients: bool = True
     check_axes: Axes = field(default_factory=dict)  # smaller axes for the check of a benchmark too large for float64
@@ -186,6 +191,9 @@ class Op:
     )  # axis -> least, most, step: for random cases
     # For a function that writes to its inputs: what they hold after the call, to be compared as its outputs are.
     written: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
+    # Makes a random case valid: its axes, options and optional inputs were drawn independently of each other.
+    random_case: Callable[[Rng, Case], Case] | None = None
+    random_share: int = 1  # random calls for each one of an operator with few options
     declared: ClassVar[dict[str, Op]] = {}
 
     def __post_init__(self) -> None:
@@ -221,17 +229,22 @@ class Op:
         return observe
 
     def make_inputs(
-        self, case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        draw_on: torch.device | str | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Random inputs for a case, drawn on the device and laid out as the case says."""
-        generator = torch.Generator(device).manual_seed(seed)
+        """Random inputs for a case, drawn on the device (or `draw_on`) and laid out as the case says."""
+        generator = torch.Generator(draw_on or device).manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for name, spec in self.inputs.items():
             if spec.optional and name not in case.present:
                 continue
             values = spec.draw(spec.shape(case.axes), case.axes, generator)
             wanted = case.dtype_of.get(name, spec.dtype or (dtype if values.is_floating_point() else values.dtype))
-            tensors[name] = lay_out(values.to(wanted), case.layout)
+            tensors[name] = lay_out(values.to(device, wanted), case.layout_of.get(name, case.layout))
         return tensors
 
 
@@ -242,17 +255,41 @@ def _copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values behind other strides: rows padded apart, or the first two dims stored swapped."""
-    if layout == "contiguous" or values.ndim < 2:
+    """The same values behind other strides.
+
+    padded: rows 3 elements apart. transposed: the first two dims stored swapped. packed: the middle third of a tensor
+    three times as large, as q, k and v come out of one projection; of a vector, the middle column. offset: the storage
+    starts one element early, so that the first address is not aligned. expanded: the first entry of the first dim
+    stands for all, at stride 0; integers stay, because indices may have to differ.
+    """
+    shape = values.shape
+    if layout == "contiguous" or values.ndim == 0 or (values.ndim == 1 and layout in LAYOUTS):
         return values
     if layout == "padded":
-        storage = torch.full((*values.shape[:-1], values.shape[-1] + 3), 0, dtype=values.dtype, device=values.device)
-        view = storage[..., : values.shape[-1]]
+        storage = torch.full((*shape[:-1], shape[-1] + 3), 0, dtype=values.dtype, device=values.device)
+        view = storage[..., : shape[-1]]
         view.copy_(values)
         return view
     if layout == "transposed":
         return values.transpose(0, 1).contiguous().transpose(0, 1)
-    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(LAYOUTS)}")
+    if layout == "packed":
+        around = _unread(shape, values)
+        if values.ndim == 1:
+            return torch.stack([around, values, around], 1)[:, 1]
+        return torch.cat([around, values, around], -2).narrow(-2, shape[-2], shape[-2])
+    if layout == "offset":
+        return torch.cat([_unread((1,), values), values.reshape(-1)])[1:].view(shape)
+    if layout == "expanded":
+        return values[:1].expand(shape) if values.is_floating_point() else values
+    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(RANDOM_LAYOUTS)}")
+
+
+def _unread(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """What lies around a tensor in its storage: NaN, or the largest integer, so that a read of it shows."""
+    if like.is_floating_point():
+        return torch.full(shape, math.nan, device=like.device).to(like.dtype)
+    largest = True if like.dtype == torch.bool else torch.iinfo(like.dtype).max
+    return torch.full(shape, largest, dtype=like.dtype, device=like.device)
 
 
 def grid_of_cases(op: Op) -> Iterator[tuple[Case, torch.dtype]]:

@@ -58,7 +58,7 @@ def tasks(
                 if verdict.backend == "reference" or (backends and verdict.backend not in backends):
                     continue
                 task = Task(op, case, dtype, verdict.backend)
-                reason = verdict.reason or _interpreter_limit(verdict.backend, dtype, device)
+                reason = verdict.reason or interpreter_limit(verdict.backend, dtype, device)
                 if reason is None:
                     yield task
                 elif backends:
@@ -77,7 +77,8 @@ def run(task: Task, device: torch.device) -> Outcome:
     return _outcome(task, "failed" if wrong else "passed", share if math.isfinite(share) else None, "; ".join(wrong))
 
 
-def _interpreter_limit(backend: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def interpreter_limit(backend: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a backend that serves a call is not checked here; None where it is."""
     if backend == "triton" and device.type == "cpu" and dtype == torch.bfloat16 and env.interpreting():
         return "Triton's interpreter computes bfloat16 wrongly; check it on a GPU"
     return None

@@ -9,6 +9,7 @@ import torch
 
 from flashkernel.core import backends
 from flashkernel.core.op import Baseline, Case, Cost, Draw, Input, Op, Tolerance, count, normal
+from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.activation"
@@ -78,6 +79,15 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     }
 
 
+def _odd_columns(rng: Rng, case: Case) -> Case:
+    """Packed inputs have two columns for each of the output, as the ranges have it; others may have an odd number."""
+    return case.at(columns=max(1, case.axes["columns"] - rng.call.randrange(2)))
+
+
+def _odd_where_separate(rng: Rng, case: Case) -> Case:
+    return _odd_columns(rng, case) if "up" in case.present else case
+
+
 def _op(
     name: str,
     summary: str,
@@ -103,6 +113,7 @@ def _op(
         cost=_cost,
         tolerance=Tolerance(floor32=4.0),
         ranges={"rows": (0, 6, 1), "columns": (2, 200, 2)},
+        random_case=_odd_where_separate if "up" in inputs else _odd_columns,
         baselines=tuple(Baseline(peer, f"{_ROOM}.baselines:{functions[peer]}") for peer in peers),
     )
 

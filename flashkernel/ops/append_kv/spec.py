@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op
+from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.append_kv"
@@ -109,6 +111,36 @@ _CASES = (
 )  # fmt: skip
 
 
+def _random_case(rng: Rng, case: Case) -> Case:
+    """Any pages, with or without q, and angles from a table, of each token, from frequencies, or none at all."""
+    dim = rng.one((2, 10, 16, 32) if not rng.large else (16, 64, 64, 128, 80, 10))
+    value_dim = rng.one((7, 16, 32)) if rng.maybe(0.3) else dim
+    tokens = 0 if rng.empty() else rng.size(1, 130 if rng.large else 12)
+    axes = _axes(tokens, rng.one((1, 3, 4, 8)), rng.one((1, 2, 3)), dim, value_dim=value_dim)
+    axes |= {"pages": rng.call.randint(1, 9), "page_size": rng.one((1, 16, 16, 64 if rng.large else 8))}
+    if rng.call.random() < 0.3:
+        axes["skips"] = rng.call.randint(2, 5)
+    rotary = 2 * rng.kernel.randint(1, dim // 2) if rng.maybe(0.3) else dim
+    options: dict[str, Any] = {"interleaved": True} if rng.maybe() else {}
+    kind = rng.one(("none", "table", "table", "tokens", "frequencies"))
+    present = ["q"] if kind != "none" and rng.maybe(0.7) else []
+    if kind in ("table", "frequencies"):
+        present.append("positions")
+    if kind == "frequencies":
+        options["frequencies"] = Frequencies.plain(rotary)
+    elif kind != "none":
+        present += ["cos", "sin"]
+        axes["table"] = (1, tokens, rotary) if kind == "tokens" else (rng.call.randint(1, 60), rotary // 2)
+        if kind == "tokens":
+            options["rotary_dim"] = rotary
+    stored = rng.one((None, None, _INT8, _FP8))
+    dtype_of = {} if stored is None else _pages(stored)
+    present += [] if stored is None else _SCALES
+    if rng.maybe(0.3):
+        dtype_of |= {name: torch.int32 for name in ("positions", "slots") if name == "slots" or name in present}
+    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of)
+
+
 def _bench(name: str, model: str, tokens: int, pages: torch.dtype | None = None, **options: object) -> Case:
     sizes = MODELS[model]
     axes = _axes(tokens, sizes.heads, sizes.kv_heads, sizes.head_dim, pages=max(tokens // 8, 1024))
@@ -185,6 +217,8 @@ APPEND_KV = Op(
         Baseline("compile", f"{_ROOM}.baselines:compiled"),
     ),
     differentiable=False,
+    random_case=_random_case,
+    random_share=3,
     written=_written,
 )
 OPS = (APPEND_KV,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, O
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.configs import too_wide
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
+from flashkernel.ops.attention.random_cases import random_case
 
 _ROOM = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
@@ -66,11 +68,28 @@ def _slopes() -> Draw:
     return lambda shape, axes, generator: torch.rand(shape, generator=generator, device=generator.device) / 2
 
 
+class _Bias(Input):
+    """A bias that broadcasts: over queries or keys where the axes "bias_queries" or "bias_keys" are 1."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        lengths = (axes.get(f"bias_{axis}", axes[axis]) for axis in ("queries", "keys"))
+        return (axes["bias_batch"], axes["bias_heads"], *lengths)
+
+
+def _bias(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> torch.Tensor:
+    """Normal; with an axis "hidden", one entry in so many is -inf."""
+    values = torch.randn(shape, generator=generator, device=generator.device)
+    if "hidden" not in axes:
+        return values
+    hidden = torch.rand(shape, generator=generator, device=generator.device) * axes["hidden"] < 1
+    return values.masked_fill(hidden, -math.inf)
+
+
 _INPUTS = {
     "q": Input(("batch", "queries", "heads", "head_dim")),
     "k": Input(("batch", "keys", "kv_heads", "head_dim")),
     "v": Input(("batch", "keys", "kv_heads", "value_dim")),
-    "bias": Input(("bias_batch", "bias_heads", "queries", "keys"), optional=True),
+    "bias": _Bias(("bias_batch", "bias_heads", "queries", "keys"), draw=_bias, optional=True),
     "sinks": Input(("heads",), optional=True),
     "alibi_slopes": Input(("*slopes",), dtype=torch.float32, draw=_slopes(), optional=True),
 }
@@ -247,6 +266,8 @@ ATTENTION = Op(
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "value_dim": (8, 40, 8)},
+    random_case=random_case,
+    random_share=8,
     baselines=tuple(
         Baseline(name, f"{_ROOM}.baselines:{name}", forward_only=name == "fa3")
         for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")

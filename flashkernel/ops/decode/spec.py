@@ -12,6 +12,7 @@ from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.decode.configs import SHORT, too_large
+from flashkernel.ops.decode.random_cases import random_decode, random_prefill
 
 _ROOM = "flashkernel.ops.decode"
 _HALF = (torch.bfloat16,)
@@ -353,6 +354,8 @@ DECODE_ATTENTION = Op(
     tolerance=Tolerance(floor32=8.0),
     baselines=tuple(Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "sdpa", "cudnn", "fa2", "fa3")),
     differentiable=False,
+    random_case=random_decode,
+    random_share=4,
 )
 PAGED_ATTENTION = Op(
     name="paged_attention",
@@ -371,5 +374,7 @@ PAGED_ATTENTION = Op(
     tolerance=Tolerance(floor32=8.0),
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_packed"), Baseline("fa3", f"{_ROOM}.baselines:fa3_packed")),
     differentiable=False,
+    random_case=random_prefill,
+    random_share=3,
 )
 OPS = (DECODE_ATTENTION, PAGED_ATTENTION)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashkernel.blocks.epilogue import GATES
+from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
+from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS, Model
 from flashkernel.ops.gemm.configs import MOST_ROWS, VECTOR_ROWS
 
@@ -31,11 +33,18 @@ def _rows(call: Call) -> str | None:
     return None
 
 
+class _Residual(Input):
+    """Of the output's shape: a packed weight has two columns for each of them, and an axis "residual" says so."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return super().shape({**axes, "columns": axes.get("residual", axes["columns"])})
+
+
 _INPUTS = {
     "x": Input(("*rows", "inner")),
     "weight": Input(("columns", "inner"), draw=normal(0.1)),
     "bias": Input(("columns",), optional=True),
-    "residual": Input(("*rows", "columns"), optional=True),
+    "residual": _Residual(("*rows", "columns"), optional=True),
     "norm_weight": Input(("inner",), draw=normal(0.3, 1.0), optional=True),
     "up": Input(("columns", "inner"), draw=normal(0.1), optional=True),
     "up_bias": Input(("columns",), optional=True),
@@ -94,6 +103,40 @@ _CASES = (
     _case("no-inner", ("bias",), {"inner": 0}),
     _case("one-element", ("bias",), {"rows": 1, "columns": 1, "inner": 1}),
 )  # fmt: skip
+
+
+_ROWS = ((1, 2, 7, 8, 9, 17), (1, 2, 7, 8, 9, 16, 33, 63, 64, 65, 130))  # small, large: around the row classes
+
+
+def _random_case(rng: Rng, case: Case) -> Case:
+    """One weight with any epilogue, gate and up, or up to three weights; biases for all weights or none."""
+    options = {name: value for name, value in case.options.items() if name not in ("activation", "packed", "splits")}
+    axes = dict(case.axes)
+    if not rng.empty():
+        axes["rows"] = (*((2,) if rng.maybe(0.2) else ()), rng.call.choice(_ROWS[rng.large]))
+    present = [name for name in ("norm_weight",) if rng.maybe() and axes["inner"]]
+    kind = rng.one(("plain", "plain", "gate", "packed", "several", "splits"))
+    biased = rng.maybe()
+    weights = {"gate": ("up",), "several": rng.one((("second",), ("second", "third")))}.get(kind, ())
+    present += [*weights, *(f"{name}_bias" for name in weights if biased), *(["bias"] if biased else [])]
+    if kind in ("gate", "packed"):
+        options["activation"] = rng.one(tuple(GATES))
+        if kind == "packed":
+            options["packed"] = rng.one(("halves", "interleaved"))
+    elif kind == "plain" and rng.maybe():
+        options["activation"] = rng.one(ACTIVATIONS)
+    if kind == "several":
+        axes |= {name: rng.size(1, axes["columns"]) for name in weights}
+    if kind == "splits":
+        first = rng.call.randint(0, axes["columns"])
+        options["splits"] = (first, axes["columns"] - first)
+    residual_width = axes["columns"] // 2 if kind == "packed" else axes["columns"]
+    if kind not in ("several", "splits") and rng.maybe(0.3):
+        present.append("residual")
+        axes["residual"] = residual_width
+    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in present}
+    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
+                   gradients=kind != "splits")  # fmt: skip
 
 
 _Layers = dict[str, tuple[Axes, tuple[str, ...], dict[str, Any]]]  # axes, optional inputs, options, by name
@@ -174,6 +217,8 @@ LINEAR = Op(
     cost=_cost,
     # Even, because a packed weight holds two columns for each of the output.
     ranges={"rows": (0, 5, 1), "columns": (2, 60, 2), "inner": (1, 90, 1)},
+    random_case=_random_case,
+    random_share=4,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
 )
 OPS = (LINEAR,)

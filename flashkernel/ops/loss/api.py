@@ -131,7 +131,9 @@ def _check_linear(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 
 
 def _row(target: Tensor) -> Tensor:
-    return target if target.ndim == 1 else target.reshape(-1)
+    """Targets one after the other, as the kernels read them."""
+    flat = target if target.ndim == 1 else target.reshape(-1)
+    return flat.contiguous()
 
 
 def _flat(values: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd); total is empty without a residual."""
     flat_residual = None if residual is None else _flat(residual)
-    return resolve(kernels).forward(_flat(x), weight, bias, flat_residual, eps, offset, rms, x.shape)
+    vectors = [None if vector is None else vector.contiguous() for vector in (weight, bias)]
+    return resolve(kernels).forward(_flat(x), *vectors, flat_residual, eps, offset, rms, x.shape)
 
 
 def _fake_forward(x, weight, bias, residual, eps, offset, rms, kernels):
@@ -127,6 +128,7 @@ def _backward(
     """(dx, dweight, dbias); a gradient without its parameter is empty."""
     flat_dtotal = None if dtotal is None else _flat(dtotal)
     bias_dtype = None if bias is None else bias.dtype
+    weight = None if weight is None else weight.contiguous()
     dx, dweight, dbias = resolve(kernels).backward(
         _flat(dy), flat_dtotal, _flat(total), weight, mean, rstd, bias_dtype, offset, rms
     )

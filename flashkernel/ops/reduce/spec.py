@@ -10,6 +10,7 @@ import torch
 
 from flashkernel.core import backends
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance, count, normal
+from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.reduce"
@@ -148,6 +149,16 @@ def _softmax_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     }
 
 
+def _random_softmax(rng: Rng, case: Case) -> Case:
+    """A causal softmax needs queries before its keys, and a mask says of each dim of x whether it is there."""
+    rows = case.axes["rows"]
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    if case.options.get("causal") and not rows:
+        rows = (rng.size(1, 40),)
+    dims = rng.call.randint(1, len(rows) + 1)
+    return case.at(rows=rows, mask=tuple(rng.call.randrange(2) for _ in range(dims)))
+
+
 def _weight_dtype(call: Call) -> str | None:
     weight = call.facts["weight"]
     return None if weight in FLOATS else f"weight is {weight}; it reads float32, float16 and bfloat16"
@@ -168,6 +179,7 @@ def _op(
     supports: Callable[[Call], str | None] = _anything,
     tolerance: Tolerance = Tolerance(),
     ranges: Mapping[str, tuple[int, int, int]] | None = None,
+    random_case: Callable[[Rng, Case], Case] | None = None,
 ) -> Op:
     peers = ("eager", "compiled", "liger") if name == "softmax" else ("eager", "compiled")
     return Op(
@@ -187,6 +199,7 @@ def _op(
         cost=cost,
         tolerance=tolerance,
         ranges={"rows": (0, 9, 1), "width": (1, 300, 1)} if ranges is None else ranges,
+        random_case=random_case,
         baselines=tuple(
             Baseline("compile" if peer == "compiled" else peer, f"{_ROOM}.baselines:{peer}") for peer in peers
         ),
@@ -214,6 +227,7 @@ SOFTMAX = _op(
     others={"mask": _MASK},
     tolerance=Tolerance(floor=4.0, floor32=8.0),  # the way back starts from y as rounded to its dtype
     ranges={"rows": (0, 40, 1), "width": (1, 90, 1)},
+    random_case=_random_softmax,
 )
 WEIGHTED_SUM = _op(
     "weighted_sum",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Case, Cost, Draw, Input, Op, count
+from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.rope"
@@ -79,6 +81,31 @@ _CASES = (
 )  # fmt: skip
 
 
+def _random_case(rng: Rng, case: Case) -> Case:
+    """Angles from a table by position, of each token, or from frequencies; all of a head is rotated, or part of it."""
+    dim = rng.one((2, 10, 16, 32) if not rng.large else (16, 64, 64, 128, 80, 10))
+    rotary = 2 * rng.kernel.randint(1, dim // 2) if rng.maybe(0.3) else dim
+    batch, seq = rng.call.randint(1, 3), 0 if rng.empty() else rng.size(1, 130 if rng.large else 12)
+    axes = _axes(batch, seq, rng.one((1, 3, 4, 8)), rng.one((1, 2, 3)), dim)
+    options: dict[str, object] = {"interleaved": True} if rng.maybe() else {}
+    present = ["k"] if rng.maybe(0.7) else []
+    kind = rng.one(("table", "tokens", "frequencies"))
+    if kind == "frequencies":
+        options["frequencies"] = Frequencies.plain(rotary)
+    else:
+        present += _TABLE
+        axes["table"] = (seq + rng.call.randrange(9), rotary // 2)
+    if kind == "tokens":
+        axes["table"] = (batch if rng.maybe() else 1, seq, rotary // 2 if rng.maybe() else rotary)
+        options["rotary_dim"] = rotary
+    elif rng.maybe():
+        present.append("positions")
+        axes["tokens"] = (batch, seq) if rng.maybe() else (seq,)
+        axes["most"] = max(1, axes["table"][0]) if kind == "table" else rng.call.choice((50, 100_000))  # type: ignore
+    dtype_of = {"positions": torch.int32} if rng.maybe(0.3) and "positions" in present else {}
+    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of)
+
+
 def _bench(name: str, model: str, batch: int, seq: int, **options: object) -> Case:
     sizes = MODELS[model]
     axes = _axes(batch, seq, sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -130,6 +157,8 @@ ROPE = Op(
     cases=_CASES,
     benches=_BENCHES,
     cost=_cost,
+    random_case=_random_case,
+    random_share=2,
     baselines=(
         Baseline("eager", f"{_ROOM}.baselines:eager"),
         Baseline("compile", f"{_ROOM}.baselines:compiled"),

@@ -13,6 +13,7 @@ from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.fp8.reference import FP8, SCALE_BLOCK
+from flashkernel.ops.attention.random_cases import random_fp8_case
 
 _ROOM = "flashkernel.ops.attention.fp8"
 _TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
@@ -163,5 +164,7 @@ ATTENTION_FP8 = Op(
     # Probabilities are rounded to e4m3: by a sixteenth at most, which is half of its eps.
     tolerance=Tolerance(floor=0.5, through=FP8),
     differentiable=False,
+    random_case=random_fp8_case,
+    random_share=3,
     baselines=tuple(Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "fa3")),
 )

@@ -1,0 +1,155 @@
+"""Random calls of operators, drawn from their declarations: every backend that serves one, against the reference.
+
+A call is named by its operator, a seed and a size class; `Call.command` repeats it anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from flashkernel.core import check, env
+from flashkernel.core.dispatch import explain
+from flashkernel.core.op import Case, Op
+from flashkernel.core.random_case import GROUP, describe, draw
+from flashkernel.lab.checks import interpreter_limit
+from flashkernel.lab.worker_pool import WorkerPool
+
+DRAWS = 8  # of the inputs, to know torch's own error by
+
+
+@dataclass(frozen=True)
+class Call:
+    """One random call, by name."""
+
+    op: str
+    seed: int
+    sizes: str
+
+    def command(self, backends: Sequence[str] = ()) -> str:
+        """What to type to repeat it."""
+        prefix = "TRITON_INTERPRET=1 " if env.interpreting() else ""
+        chosen = "".join(f" --backend {name}" for name in backends)
+        return f"{prefix}flashkernel check --random --seed {self.seed} --sizes {self.sizes}{chosen} {self.op}"
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What a call found.
+
+    `status` is "passed", "failed", or "refused" where no backend but torch serves it; `checked` are the backends that
+    ran, `failures` says by backend what is wrong.
+    """
+
+    call: Call
+    case: str
+    status: str
+    checked: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    command: str = ""
+    worker_is_broken: bool = False  # the GPU's context did not survive the call
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {**asdict(self), **asdict(self.call), "checked": " ".join(self.checked)}
+        return {name: value for name, value in found.items() if name not in ("call", "worker_is_broken")}
+
+
+def schedule(ops: Sequence[Op], seed: int, sizes: str, calls: int | None) -> Iterator[list[Call]]:
+    """Batches of calls, without end or so many calls: every operator in turn, as often as its share says.
+
+    A batch shares the kernels that it compiles, so it is best run by one process.
+    """
+    batch = GROUP if sizes == "large" else 1
+    turns = [op for turn in range(max(op.random_share for op in ops)) for op in ops if op.random_share > turn]
+    made = dict.fromkeys(turns, seed)
+    for op in itertools.cycle(turns):
+        until = (made[op] // batch + 1) * batch
+        if calls is not None:
+            until = min(until, made[op] + calls)
+        found = [Call(op.name, number, sizes) for number in range(made[op], until)]
+        made[op] = until
+        if calls is not None:
+            calls -= len(found)
+        yield found
+        if calls == 0:
+            return
+
+
+def run(
+    batches: Iterator[Sequence[Call]], device: torch.device, backends: Sequence[str], workers: int, timeout_s: float
+) -> Iterator[CallOutcome]:
+    """The outcomes of calls, run by worker processes in any order; a process that dies or hangs is an outcome too."""
+    pool = WorkerPool(_in_worker, (str(device), tuple(backends)), workers, timeout_s)
+    for call, outcome, reason in pool.run(batches):
+        yield outcome if outcome is not None else _lost(call, backends, reason)
+
+
+def run_one(call: Call, device: torch.device, backends: Sequence[str] = ()) -> CallOutcome:
+    """Draw a call and check it on the backends named, or on every one that serves it, in this process."""
+    from flashkernel.ops import registry
+
+    start = time.perf_counter()
+    op = registry()[call.op]
+    case, dtype = draw(op, call.seed, call.sizes, device)
+    text, command = describe(case, dtype), call.command(backends)
+    checked: list[str] = []
+    failures: dict[str, str] = {}
+    try:
+        inputs = op.make_inputs(case, dtype, device, call.seed, "cpu")
+        verdicts = explain(op.call, **inputs, **case.options).verdicts
+    except Exception as error:  # an argument check that refuses what the reference takes
+        failures["arguments"] = f"{type(error).__name__}: {error}"
+        verdicts = ()
+    for verdict in verdicts:
+        if verdict.backend == "reference" or (backends and verdict.backend not in backends):
+            continue
+        if verdict.reason or interpreter_limit(verdict.backend, dtype, device):
+            continue
+        checked.append(verdict.backend)
+        wrong = _wrong(op, case, dtype, verdict.backend, device, call.seed)
+        if wrong:
+            failures[verdict.backend] = wrong
+    status = "failed" if failures else "passed" if set(checked) - {"torch"} else "refused"
+    seconds = time.perf_counter() - start
+    return CallOutcome(call, text, status, tuple(checked), failures, seconds, command,
+                       worker_is_broken=bool(failures) and _context_is_lost(device))  # fmt: skip
+
+
+def _wrong(op: Op, case: Case, dtype: torch.dtype, backend: str, device: torch.device, seed: int) -> str:
+    """What is wrong with a backend's result; nothing where it is right."""
+    try:
+        reports = check.verify(op, case, dtype, backend, device, seed=seed, draws=DRAWS)
+    except Exception as error:  # the kernel under test may raise anything
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(report.message for report in reports if not report.ok)
+
+
+def _context_is_lost(device: torch.device) -> bool:
+    """Whether nothing runs on the GPU any more, as after an illegal memory access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _in_worker(device: str, backends: tuple[str, ...], call: Call) -> CallOutcome:
+    torch.set_num_threads(1)  # the other cores have workers of their own
+    warnings.simplefilter("ignore")  # of the interpreter's masked lanes; results are compared, not printed
+    return run_one(call, torch.device(device), backends)
+
+
+def _lost(call: Call, backends: Sequence[str], reason: str) -> CallOutcome:
+    from flashkernel.ops import registry
+
+    case = describe(*draw(registry()[call.op], call.seed, call.sizes))
+    return CallOutcome(call, case, "failed", (), {"process": reason}, command=call.command(backends))
