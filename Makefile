@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEWEST := $(VENV)/newest
 JOBS ?= auto
 JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
-.PHONY: help demo test cpu-test compile-test lint format gpu-test sanitize bench e2e tables clean
+.PHONY: help demo test cpu-test compile-test compile-test-newest lint format gpu-test sanitize bench e2e tables clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -22,6 +23,9 @@ cpu-test: $(READY)  ## references, torch backends, Triton under its interpreter,
 
 compile-test: $(READY)  ## every kernel for every GPU it claims, without that GPU
 	$(BIN)/python -m pytest -n $(JOBS) -m compile
+
+compile-test-newest: $(NEWEST)/.ready  ## one kernel of every kind, with the newest triton that pyproject.toml allows
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(JOBS) -m "compile and newest"
 
 lint: $(READY)  ## style, types, and tables in the docs that match results/
 	$(BIN)/ruff check .
@@ -61,6 +65,10 @@ tables: $(READY)  ## write the figures of results/ into the docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(NEWEST)/.ready: $(READY)
+	sh tools/setup.sh $(VENV) newest
+	touch $@
 
 $(READY): pyproject.toml constraints.txt tools/setup.sh
 	PYTHON=$(PYTHON) sh tools/setup.sh $(VENV)

@@ -148,9 +148,6 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, int(start), int(length)))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> Boxes:
-        return Boxes(self.data, [int(size) for size in shape])
-
     def store(self, value: Tensor) -> None:
         assert tuple(value.shape) == tuple(self.data.shape)
         assert value.dtype == self.data.dtype
@@ -183,6 +180,11 @@ class Boxes(Shared):
         stage, panel, page = int(place) // (panels * pages), int(place) // pages % panels, int(place) % pages
         found = self.data[stage, page * self.height : (page + 1) * self.height, panel * 64 : (panel + 1) * 64]
         return Shared(found if len(self.shape) == 3 else found.view(self.shape[1], self.shape[2], self.shape[3], 64))
+
+
+def _reinterpret(memory: Shared, dtype: torch.dtype, shape: Any, layout: Any) -> Boxes:
+    assert dtype == memory.dtype
+    return Boxes(memory.data, [int(size) for size in shape])
 
 
 class Pointer:
@@ -445,7 +447,7 @@ _BARRIER = types.SimpleNamespace(
 _KNOWN: dict[str, Any] = {
     "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
     "load_tile": _load_tile, "store_tile": _store_tile, "add_tile": _add_tile,
-    "fence_async_shared": lambda: None, "synchronize": lambda: None,
+    "reinterpret": _reinterpret, "fence_async_shared": lambda: None, "synchronize": lambda: None,
     "hand_back": lambda barrier: _arrive(barrier, 128), "announce": _announce, "await_announced": _await_announced,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,

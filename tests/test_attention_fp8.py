@@ -21,6 +21,7 @@ from flashkernel.core.check import verify
 from flashkernel.core.dispatch import explain
 from flashkernel.core.launch import compile_for, recording
 from flashkernel.core.op import Case
+from flashkernel.core.versions import triton_version
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.attention.fp8 import hopper
 from flashkernel.ops.attention.fp8 import reference as plain
@@ -374,12 +375,14 @@ def test_machine_code(name: str) -> None:
     loops = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", sass)[1:]  # from where the scores are there
     assert len(loops) == 2 * groups
     by_unit = tile * (8 - constants["POLYNOMIAL"]) // 8
+    # With care, which few tiles need, ptxas moves one of them behind the wait, and that of triton 3.9 up to half.
+    moved = 1 if triton_version() == (3, 6) else by_unit // 2
     lazy = 0
     for loop in loops:
         before, after = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", loop, maxsplit=1)
         careful = before.count("FMNMX") >= 8
         lazy += not careful
-        assert before.count("MUFU.EX2") >= by_unit - careful  # with care, ptxas moves one of them behind the wait
+        assert before.count("MUFU.EX2") >= by_unit - careful * moved
         assert before.count("BAR.SYNC") <= 1  # what the compiler adds; hand-backs are announced
         step = re.split(r"@!?P\d+ BRA", after)
         assert "VOTE.ANY" in before + step[0]

@@ -427,6 +427,14 @@ class TestDoctor:
         *_, last = doctor.examine()
         assert (last.name, last.status, last.advice) == ("torch", "broken", "pip install torch")
 
+    @pytest.mark.parametrize("version, status", [("3.6.0", "ok"), ("3.9.0+git1", "ok"), ("3.10.0", "missing")])
+    def test_says_which_triton_was_tried(self, version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "_version", lambda name: version)
+        found = next(one for one in doctor.examine() if one.name == "triton")
+        assert found.status == status
+        assert "3.6.0 and 3.9.0" in found.detail
+        assert bool(found.advice) == (status == "missing")
+
     def test_a_cache_folder_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))

@@ -11,6 +11,7 @@ import torch
 from flashkernel.core import cuda as cuda_loader
 from flashkernel.core import env
 from flashkernel.core.op import FLOATS, Backend, Call
+from flashkernel.core.versions import INSTALL_TRITON
 
 Supports = Callable[[Call], "str | None"]
 _installed = cache(find_spec)
@@ -40,7 +41,7 @@ def triton(
 
     def answer(call: Call) -> str | None:
         if _installed("triton") is None:
-            return "triton is not installed; pip install triton"
+            return f"triton is not installed; {INSTALL_TRITON}"
         if call.device.kind != "cuda" and not env.interpreting():
             return "it needs a CUDA GPU (or TRITON_INTERPRET=1, for tests)"
         return _dtype(call, dtypes) or _arch(call, least) or supports(call)
@@ -58,9 +59,9 @@ def hopper(
 
     def answer(call: Call) -> str | None:
         if _installed("triton") is None:
-            return "triton is not installed; pip install triton"
+            return f"triton is not installed; {INSTALL_TRITON}"
         if _installed("triton.experimental.gluon") is None:
-            return "this version of triton has no Gluon; pip install 'triton>=3.6'"
+            return f"this version of triton has no Gluon; {INSTALL_TRITON}"
         if call.device.kind != "cuda" or call.device.arch != 90:
             return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"
         return _dtype(call, dtypes) or supports(call)

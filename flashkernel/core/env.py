@@ -5,6 +5,7 @@
 | FLASHKERNEL_CACHE_DIR | keeps compiled kernels and tuned launch configs; default: in the user's cache folder |
 | FLASHKERNEL_REPLAY | 0: calls are not recorded, and each works out anew what it launches (core/replay.py) |
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
+| PTXAS_OPTIONS | Triton's own: more options for ptxas, which compiles its kernels |
 | XDG_CACHE_HOME | the user's cache folder; default: `~/.cache` |
 | CUDA_HOME | a CUDA toolkit, for the headers that CUDA C++ kernels include; default: `/usr/local/cuda` |
 """
@@ -31,6 +32,11 @@ def replaying() -> bool:
 def interpreting() -> bool:
     """Whether Triton kernels run under its interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def ptxas_options() -> str:
+    """What the user wants ptxas to be given; an option passed with a launch would replace it."""
+    return os.environ.get("PTXAS_OPTIONS", "")
 
 
 def cuda_home() -> Path:

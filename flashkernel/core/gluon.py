@@ -1,7 +1,7 @@
 """Gluon, Triton's language of layouts and barriers, under one set of names for triton 3.6 to 3.9.
 
-Kernels take their names from here: versions after 3.6 renamed the copies between global and shared memory. Functions
-written for plain Triton, such as a mask's, can be called from a Gluon kernel as they are.
+Kernels take their names from here: versions after 3.6 renamed the copies between global and shared memory and
+`reinterpret`. Functions written for plain Triton, such as a mask's, can be called from a Gluon kernel as they are.
 
 Tensor descriptors are made at every call, and to make one anew takes as long as a launch: `fields_of` works out what
 those of one kind have in common, once, and `described` makes them from that.
@@ -39,6 +39,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "new_barriers",
+    "reinterpret",
     "store_tile",
     "synchronize",
     "tma",
@@ -59,6 +60,13 @@ def _add_tile(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> 
 
 
 add_tile = getattr(tma, "async_atomic_add", None) or _add_tile
+
+
+@builtin
+def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """The same bytes of shared memory with another dtype, shape and layout: the method is `_reinterpret` in 3.6."""
+    method = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit

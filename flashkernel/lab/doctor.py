@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flashkernel.core.versions import INSTALL_TRITON, TRIED_TRITON
+
 GIB = 2**30
 # Distributions beside torch: what each is for, and the command that installs it.
 OPTIONAL = {
-    "triton": ("the kernels for GPUs, and their tests on a CPU", "pip install 'triton>=3.6'"),
+    "triton": ("the kernels for GPUs, and their tests on a CPU", INSTALL_TRITON),
     "cuda-core": ("kernels in CUDA C++", "pip install 'flashkernel[cuda]'"),
     "matplotlib": ("flashkernel plot", "pip install 'flashkernel[plot]'"),
     "nvidia-ml-py": ("clocks, power and driver version in records", "pip install nvidia-ml-py"),
@@ -52,11 +54,22 @@ def examine() -> Iterator[Finding]:
         version = _version(name)
         if version is None:
             yield Finding("software", name, "missing", f"for {purpose}", command)
+        elif name == "triton":
+            yield _triton(version)
         else:
             yield Finding("software", name, "ok", version)
     yield from _gpus(torch)
     yield from _set_up()
     yield from _operators()
+
+
+def _triton(version: str) -> Finding:
+    """Whether the installed triton is one that the kernels were tried with."""
+    tried = " and ".join(TRIED_TRITON)
+    if version.split("+")[0] in TRIED_TRITON:
+        return Finding("software", "triton", "ok", f"{version}; tried: {tried}")
+    detail = f"{version} was not tried; {tried} were. Kernels may not compile, or spill registers and be slow"
+    return Finding("software", "triton", "missing", detail, f"pip install triton=={TRIED_TRITON[-1]}")
 
 
 def _gpus(torch: Any) -> Iterator[Finding]:

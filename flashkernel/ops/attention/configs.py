@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
+from flashkernel.core.versions import triton_version
 
 Valid = Callable[["Tiles", Device, Mapping[str, int]], "str | None"]
 
@@ -83,6 +84,8 @@ _HOPPER = {
     },
     "keys": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 64, 4, 2), 512: Tiles(16, 16, 8, 1)},
 }  # fmt: skip
+# From triton 3.9 on: its code needs more registers, and would spill in the loop with the tiles above.
+_HOPPER_LATER = {("keys", 128): Tiles(32, 64, 4, 2)}
 # Where a tile of queries walks over few keys, up to so many: smaller tiles waste less at both ends.
 _HOPPER_SHORT = {
     ("forward", 64): (1024, Tiles(64, 64, 4, 2)),
@@ -101,8 +104,11 @@ def _heuristic(kind: str, valid: Valid) -> Callable[[Device, Mapping[str, int]],
         width = max(64, *_widths(shape))
         if device.arch < 90 and device.kind != "cpu":
             return _shrunk(_AMPERE[kind][width], device, shape, valid)
-        most, short = _HOPPER_SHORT.get((kind, width), (0, _HOPPER[kind][width]))
-        return _shrunk(short if shape["span"] <= most else _HOPPER[kind][width], device, shape, valid)
+        usual = _HOPPER[kind][width]
+        if (triton_version() or (0, 0)) >= (3, 9):
+            usual = _HOPPER_LATER.get((kind, width), usual)
+        most, short = _HOPPER_SHORT.get((kind, width), (0, usual))
+        return _shrunk(short if shape["span"] <= most else usual, device, shape, valid)
 
     return choose
 

@@ -19,6 +19,7 @@ from flashkernel.core.gluon import (
     load_tile,
     mbarrier,
     new_barriers,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -317,10 +318,10 @@ def decode_stream(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, KEYS, BLOCK], TILE)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, KEYS, BLOCK], TILE)
     # The same bytes as the copies see them: 64 columns side by side, row below row, page below page.
-    k_boxes = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * PAGES, 1, HEIGHT, 1, 64], k.layout)
-    v_boxes = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * PAGES, 1, HEIGHT, 1, 64], v.layout)
+    k_boxes = reinterpret(k_tiles, k.dtype, [STAGES * PANELS * PAGES, 1, HEIGHT, 1, 64], k.layout)
+    v_boxes = reinterpret(v_tiles, v.dtype, [STAGES * PANELS * PAGES, 1, HEIGHT, 1, 64], v.layout)
     SIZE: gl.constexpr = 64 if KEYS > 64 else KEYS
-    v_panels = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * (KEYS // SIZE), SIZE, 64], TILE)
+    v_panels = reinterpret(v_tiles, v.dtype, [STAGES * PANELS * (KEYS // SIZE), SIZE, 64], TILE)
     k_full = new_barriers(STAGES, 1)
     k_empty = new_barriers(STAGES, 1)
     v_full = new_barriers(STAGES, 1)
