@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import fast_interpreter
 import pytest
 import torch
 
@@ -15,8 +16,11 @@ HAS_GPU = torch.cuda.is_available()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # workers share the cores: one thread each, and for what they start
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not HAS_GPU and config.option.markexpr != "compile":
         os.environ["TRITON_INTERPRET"] = "1"
+        fast_interpreter.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
