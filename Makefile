@@ -17,10 +17,10 @@ demo: $(READY)  ## fetch a small model, let it write on this machine, and say wh
 test: cpu-test compile-test  ## all tests that need no GPU
 
 cpu-test: $(READY)  ## references, torch backends, Triton under its interpreter, errors, command line
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 compile-test: $(READY)  ## every kernel for every GPU it claims, without that GPU
-	$(BIN)/python -m pytest -n $(JOBS) -m compile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m compile
 
 lint: $(READY)  ## style, types, and tables in the docs that match results/
 	$(BIN)/ruff check .

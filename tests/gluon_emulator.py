@@ -33,6 +33,15 @@ class Value(Tensor):
     __imul__ = Tensor.__mul__
     __iand__ = Tensor.__and__
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As for any subclass of Tensor, without the search for functions whose results are not wrapped."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, (tuple, list)):
+            return type(result)(_value(one) if isinstance(one, Tensor) else one for one in result)
+        return result.as_subclass(cls) if isinstance(result, Tensor) else result
+
     @property
     def type(self) -> Any:  # type: ignore[override]
         return types.SimpleNamespace(layout=None)
