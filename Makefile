@@ -19,10 +19,10 @@ demo: $(READY)  ## fetch a small model, let it write on this machine, and say wh
 test: cpu-test compile-test  ## all tests that need no GPU
 
 cpu-test: $(READY)  ## references, torch backends, Triton under its interpreter, errors, command line
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 compile-test: $(READY)  ## every kernel for every GPU it claims, without that GPU
-	$(BIN)/python -m pytest -n $(JOBS) -m compile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m compile
 
 compile-test-newest: $(NEWEST)/.ready  ## one kernel of every kind, with the newest triton that pyproject.toml allows
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(JOBS) -m "compile and newest"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import fast_interpreter
 import pytest
 import torch
 
@@ -19,8 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # workers share the cores: one thread each, and for what they start
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not HAS_GPU and not config.option.markexpr.startswith("compile"):
         os.environ["TRITON_INTERPRET"] = "1"
+        fast_interpreter.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,8 @@
 Triton has no interpreter for Gluon. This one knows what the kernels of this project use: it checks their arithmetic,
 every address, that barriers are neither missed nor overrun, and that a buffer is not overwritten while it is read. A
 matrix product reads its operands, and a tile copy moves its bytes, at some moment between issue and wait. When all
-threads wait and nothing is under way, that is reported as a deadlock. Layouts are not looked at.
+threads wait and nothing is under way, that is reported as a deadlock. One thread runs at a time, and the seed decides
+which, so that a failure can be repeated. Layouts are not looked at.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ class Value(Tensor):
     __imul__ = Tensor.__mul__
     __iand__ = Tensor.__and__
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As for any subclass of Tensor, without the search for functions whose results are not wrapped."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, (tuple, list)):
+            return type(result)(_value(one) if isinstance(one, Tensor) else one for one in result)
+        return result.as_subclass(cls) if isinstance(result, Tensor) else result
+
     @property
     def type(self) -> Any:  # type: ignore[override]
         return types.SimpleNamespace(layout=None)
@@ -49,12 +59,10 @@ class Machine:
 
     def __init__(self, program: int, programs: int, chance: random.Random) -> None:
         self.program, self.programs, self.chance = program, programs, chance
-        self.turn = threading.Condition()
-        self.alive = 1
-        self.blocked = 0
+        self.parked: dict[Any, Callable[[], bool]] = {}  # threads that do not run, and what each waits for
+        self.turns: dict[Any, threading.Lock] = {}  # taken while a thread is parked
         self.events: list[tuple[int, Callable[[], None]]] = []  # (thread, what happens)
         self.failure: BaseException | None = None
-        self.waiting: dict[int, Callable[[], bool]] = {}
         self.named: dict[int, set[int]] = {}  # who has come to a named barrier
 
     def later(self, event: Callable[[], None]) -> None:
@@ -75,29 +83,51 @@ class Machine:
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Block the calling thread until `ready`; others run meanwhile."""
         self.happen(0.5)
-        while not ready():
-            self.blocked += 1
-            if self.blocked == self.alive:
-                self.happen()
-                self.turn.notify_all()
-                if not ready() and not self._anyone():
-                    self.failure = self.failure or Deadlock(f"program {self.program}: all wait, one for {what}")
-                    self.turn.notify_all()
-            if self.failure is None and not ready():
-                self.turn.wait(timeout=0.05)
-            self.blocked -= 1
-            if self.failure is not None:
-                raise self.failure
+        if not ready():
+            self._park(ready, what)
         self.pause(0.3)
 
     def pause(self, share: float) -> None:
         """With a probability, let the others go first."""
         if self.chance.random() < share:
-            self.turn.notify_all()
-            self.turn.wait(timeout=0.0005)
+            self._park(lambda: True, "its turn")
 
-    def _anyone(self) -> bool:
-        return any(ready() for ready in list(self.waiting.values()))
+    def _park(self, ready: Callable[[], bool], what: str) -> None:
+        """Hand the turn on, until it comes back to the calling thread; the seed decides who has it when."""
+        thread = getattr(_local, "thread", "the program")
+        self.parked[thread] = ready
+        turn = self.turns.setdefault(thread, _taken())
+        try:
+            self.hand_on(what)
+        except BaseException:
+            self.parked.pop(thread, None)
+            raise
+        turn.acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def hand_on(self, what: str = "") -> None:
+        """Give the turn to a parked thread that can go on; where none can, all that is under way happens first."""
+        able = self._able()
+        if not able:
+            self.happen()
+            able = self._able()
+        if not able:
+            self.failure = self.failure or Deadlock(f"program {self.program}: all wait, one for {what}")
+            able = self._able()
+        chosen = self.chance.choice(able)
+        del self.parked[chosen]
+        self.turns[chosen].release()
+
+    def _able(self) -> list[Any]:
+        """The parked threads that can go on: after a failure, all of them can."""
+        return [thread for thread, ready in self.parked.items() if self.failure is not None or ready()]
+
+
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 _local = threading.local()
@@ -335,10 +365,7 @@ def _arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
 def _wait(barrier: Barrier, phase: Any, pred: Any = True, **_: Any) -> None:
     if bool(pred):
         parity = int(phase)
-        machine = _machine()
-        machine.waiting[threading.get_ident()] = lambda: barrier.phase != parity
-        machine.wait(lambda: barrier.phase != parity, f"phase {parity} of a barrier")
-        del machine.waiting[threading.get_ident()]
+        _machine().wait(lambda: barrier.phase != parity, f"phase {parity} of a barrier")
 
 
 def _announce(place: Any, groups: int) -> None:
@@ -355,9 +382,7 @@ def _announce(place: Any, groups: int) -> None:
 def _await_announced(place: Any, groups: int) -> None:
     machine, name = _machine(), int(place)
     come = machine.named.setdefault(name, set())
-    machine.waiting[threading.get_ident()] = lambda: len(come) == groups
     machine.wait(lambda: len(come) == groups, f"named barrier {name}")
-    del machine.waiting[threading.get_ident()]
     come.clear()
 
 
@@ -367,27 +392,31 @@ def _store_wait(pending: int) -> None:
 
 def _specialize(functions: Any, warps: Any, registers: Any) -> None:
     machine = _machine()
-    machine.alive = len(functions)
 
-    def work(function: Callable[..., None], args: Any) -> None:
-        _local.machine = machine
-        with machine.turn, torch.no_grad():
-            try:
+    def work(thread: int, function: Callable[..., None], args: Any) -> None:
+        _local.machine, _local.thread = machine, thread
+        machine.turns[thread].acquire()
+        try:
+            with torch.no_grad():
                 function(*args)
-                assert not _local.__dict__.get("products"), "a product is never awaited"
-            except BaseException as error:
+            assert not _local.__dict__.get("products"), "a product is never awaited"
+        except BaseException as error:
+            machine.failure = machine.failure or error
+        while machine.parked:
+            try:
+                machine.hand_on("those that are done")
+                break
+            except BaseException as error:  # of what happened meanwhile
                 machine.failure = machine.failure or error
-            machine.alive -= 1
-            machine.turn.notify_all()
 
-    threads = [threading.Thread(target=work, args=pair) for pair in functions]
-    machine.chance.shuffle(threads)
-    for thread in threads:
+    threads = [threading.Thread(target=work, args=(place, *pair)) for place, pair in enumerate(functions)]
+    for place, thread in enumerate(threads):
+        machine.turns[place] = _taken()
+        machine.parked[place] = lambda: True
         thread.start()
-    machine.turn.release()  # taken by run
+    machine.hand_on()
     for thread in threads:
         thread.join()
-    machine.turn.acquire()
     if machine.failure is not None:
         raise machine.failure
     assert not any(machine.named.values()), "a named barrier is left half full"
@@ -504,7 +533,7 @@ def run(launch: Launch, programs: int | None = None, seed: int = 0) -> None:
     for program in range(grid):
         machine = Machine(program, grid, random.Random(seed * 1009 + program))
         _local.machine = machine
-        with machine.turn, torch.no_grad():
+        with torch.no_grad():
             kernel(**args, **constants)
 
 

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from compiled import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashkernel.core import device as devices
-from flashkernel.core.launch import compile_for, recording
+from flashkernel.core.launch import recording
 from flashkernel.ops import activation
 from flashkernel.ops.activation import api, reference, spec
 from flashkernel.ops.activation.configs import FEW
@@ -256,7 +257,7 @@ def test_machine_code(op, gpu: str, dtype: torch.dtype) -> None:
             if key in seen:
                 continue
             seen.add(key)
-            machine = compile_for(launch, arch)
+            machine = compiled(launch, arch)
             accesses = {word for word in machine.sass.split() if word.startswith(("LDG.", "STG."))}
             assert machine.stack == 0, f"{case.name}: {launch.name} spills {machine.stack} bytes"
             few = case.axes["rows"] * case.axes["columns"] <= 2 * FEW

@@ -12,6 +12,7 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
+from compiled import compiled
 
 import flashkernel as fk
 from flashkernel.blocks.mask import causal, custom, documents, sink_tokens, window
@@ -19,7 +20,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.launch import compile_for, recording
+from flashkernel.core.launch import recording
 from flashkernel.core.op import Case
 from flashkernel.core.versions import triton_version
 from flashkernel.lab.selection import shapes_only
@@ -362,7 +363,7 @@ def test_machine_code(name: str) -> None:
     inputs = shapes_only(ATTENTION_FP8, case, torch.bfloat16)
     with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
         fk.attention_fp8(**inputs, **case.options, backend="hopper")
-    machine = compile_for(launches[0], 90)
+    machine = compiled(launches[0], 90)
     constants = launches[0].constants
     assert constants["LAZY"]
     groups, tile = constants["GROUPS"], constants["COLUMNS"] // 2  # a thread's scores of a tile

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 import torch
+from compiled import compiled
+from sass import StackTraffic, stack_traffic
 
 from flashkernel.core import device as devices
 from flashkernel.core.check import execute, wanted_gradients
 from flashkernel.core.dispatch import BackendError
-from flashkernel.core.launch import Launch, Machine, compile_for, recording
+from flashkernel.core.launch import Launch, recording
 from flashkernel.core.op import Case, Op
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops import registry
@@ -42,7 +43,10 @@ def _selected() -> Iterator[object]:
             for case in op.benches if arch == 90 else op.benches[:1]:
                 dtype = torch.float16 if arch == 75 else case.dtypes[0]
                 name = f"{op.name}-{case.name}-sm{arch}{'-hopper' if backend == 'hopper' else ''}"
-                marks = [pytest.mark.newest] if case in kinds.values() else []
+                # Cases that may share kernels go to one worker, which compiles each once.
+                marks = [pytest.mark.xdist_group(f"{op.name}-{backend}-{arch}-{case.axes.get('head_dim')}")]
+                if case in kinds.values():
+                    marks.append(pytest.mark.newest)
                 yield pytest.param(op, case, dtype, arch, backend, id=name, marks=marks)
 
 
@@ -58,30 +62,6 @@ def launches_of(op: Op, case: Case, dtype: torch.dtype, arch: int, backend: str 
     return launches
 
 
-@cache
-def _compiled(key: tuple, arch: int) -> Machine:
-    return compile_for(_by_key[key], arch)
-
-
-_by_key: dict[tuple, Launch] = {}
-
-
-def _key(launch: Launch) -> tuple:
-    """Launches that compile to the same code have the same key."""
-    from triton.runtime.jit import mangle_type
-
-    args = tuple(
-        (mangle_type(value), value % 16 == 0 if type(value) is int else None, value if value == 1 else None)
-        if not isinstance(value, torch.Tensor)
-        else mangle_type(value)
-        for value in launch.args
-        if value is not None
-    )
-    key = (launch.name, args, tuple(sorted(launch.constants.items(), key=lambda item: item[0])))
-    _by_key.setdefault(key, launch)
-    return key
-
-
 @pytest.mark.parametrize("op, case, dtype, arch, backend", list(_selected()))
 def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: int, backend: str) -> None:
     try:
@@ -95,15 +75,16 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
         pytest.skip(str(refusal).splitlines()[0])
     assert launches, f"{op.name} launched nothing"
     for launch in launches:
-        machine = _compiled(_key(launch), arch)
+        machine = compiled(launch, arch)
         gluon = launch.kernel.is_gluon()
-        spilled = (
-            f"{launch.name} {launch.constants} spills: {machine.stack} bytes of stack on sm_{arch}, "
-            f"{machine.spills_in_loops} stores and {machine.reloads_in_loops} loads in loops"
-        )
-        assert machine.stack <= PARKED, spilled
-        assert machine.spills_in_loops == 0, spilled
-        assert not gluon or machine.reloads_in_loops <= FEW, spilled
+        if machine.stack > 0:
+            traffic = stack_traffic(machine.sass)
+            spilled = (
+                f"{launch.name} {launch.constants}: {machine.stack} bytes of stack on sm_{arch}, in loops {traffic}"
+            )
+            assert machine.stack <= PARKED, spilled
+            assert traffic.stores == 0, spilled
+            assert not gluon or traffic.loads <= FEW, spilled
         assert machine.shared <= devices.KNOWN[GPUS[arch]].shared_per_block, (
             f"{launch.name} asks for {machine.shared} bytes"
         )
@@ -129,6 +110,5 @@ def test_finds_spills_in_loops_that_multiply(store: int, counted: bool) -> None:
     code[0xF0] = "BRA 0x60"  # back to where it was left: no loop
     code[store] = "STL [R1], R0"
     sass = "".join(f"/*{address:04x}*/ {text} ;\n" for address, text in sorted(code.items()))
-    assert Machine(168, 8, 0, sass).spills_in_loops == int(counted)
-    read_back = Machine(168, 8, 0, sass.replace("STL [R1], R0", "LDL R0, [R1]"))
-    assert (read_back.spills_in_loops, read_back.reloads_in_loops) == (0, int(counted))
+    assert stack_traffic(sass) == StackTraffic(int(counted), 0)
+    assert stack_traffic(sass.replace("STL [R1], R0", "LDL R0, [R1]")) == StackTraffic(0, int(counted))

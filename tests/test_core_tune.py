@@ -178,7 +178,7 @@ def test_configs_that_fail_to_run_are_passed_over(clock: dict[Config, float]) ->
 
 
 def test_a_search_measures_for_real() -> None:
-    slow = {4: 0.004, 8: 0.0}
+    slow = {4: 0.03, 8: 0.0}  # a difference that a busy machine does not turn around
     best = search(TUNABLE, CPU, SHAPE, lambda c: lambda: time.sleep(slow[c.warps]), warmup=1, repeats=5, budget_s=0.05)
     assert best.warps == 8
 
@@ -393,10 +393,10 @@ def test_names_must_fit_a_file() -> None:
 
 def test_a_pick_is_cheap() -> None:
     pick(TUNABLE, GPU, SHAPE)
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread alone, whatever else the machine does
     for _ in range(10_000):
         pick(TUNABLE, GPU, SHAPE)
-    assert (time.perf_counter() - start) / 10_000 < 10e-6
+    assert (time.thread_time() - start) / 10_000 < 10e-6
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
+from compiled import compiled
+from sass import stack_traffic
 from torch import Tensor
 
 import flashkernel as fk
@@ -17,7 +19,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import compare, verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.launch import compile_for, recording
+from flashkernel.core.launch import recording
 from flashkernel.core.op import Case
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.decode import hopper
@@ -222,8 +224,8 @@ def test_compiles_to_tile_copies_and_asynchronous_products(name: str) -> None:
     inputs = shapes_only(DECODE_ATTENTION, case, torch.bfloat16)
     with devices.pretend(H200), tune.override(RING, config), recording() as launches:
         fk.decode_attention(**inputs, **options, backend="hopper")
-    machine = compile_for(launches[0], 90)
-    assert machine.spills_in_loops == 0
+    machine = compiled(launches[0], 90)
+    assert stack_traffic(machine.sass).stores == 0
     assert machine.stack <= 64
     assert config.per_sm * (machine.shared + 1024) <= H200.shared_per_sm
     assert config.per_sm * machine.registers * 256 <= H200.registers_per_sm

@@ -345,7 +345,7 @@ def _instances(element: str, vector: int) -> list[str]:
 @pytest.mark.parametrize("element, vector", [("float", 4), ("__half", 8), ("__nv_bfloat16", 8)])
 def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str) -> None:
     from flashkernel.core.cuda import can_compile, compile_cubin
-    from flashkernel.core.launch import _inspect
+    from flashkernel.core.launch import disassembled
 
     if reason := can_compile():
         pytest.skip(reason)
@@ -354,7 +354,7 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
     assert set(compiled.names) == set(names)
     assert compiled.spilled_bytes == 0, compiled.log
     assert compiled.log.count("registers") >= len(names), "ptxas reported on fewer kernels than were asked for"
-    _, _, machine_code = _inspect(compiled.code)
+    machine_code = disassembled(compiled.code)
     assert ("ACQBULK" in machine_code) == (arch == "sm_90"), "kernels that start early wait before they read"
     of_rows = {symbol: name for name, symbol in compiled.names.items() if re.match("row_softmax|spread_rows", name)}
     for function in machine_code.split("Function : ")[1:]:

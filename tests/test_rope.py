@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashkernel.core import device as devices
-from flashkernel.core.launch import compile_for, recording
+from flashkernel.core.launch import recording
 from flashkernel.core.op import Case
 from flashkernel.ops.rope import Frequencies, api, reference, rope, spec
 
@@ -447,7 +448,7 @@ def _launch(case: Case, dtype: torch.dtype, gpu: str):
 @pytest.mark.parametrize("case", spec.ROPE.benches, ids=lambda case: case.name)
 def test_machine_code(case: Case, gpu: str, dtype: torch.dtype) -> None:
     """Nothing spilled; away from decode, heads go through 16-byte accesses."""
-    machine = compile_for(_launch(case, dtype, gpu), devices.KNOWN[gpu].arch)
+    machine = compiled(_launch(case, dtype, gpu), devices.KNOWN[gpu].arch)
     assert machine.stack == 0
     if case.gradients:
         assert machine.sass.count("LDG.E.128") >= 8

@@ -32,13 +32,13 @@ def _long() -> dict[str, Any]:
 
 
 def test_a_client_that_leaves_frees_its_pages(base: LLM) -> None:
-    with serve(slow(base)) as running:
+    with serve(slow(base, 0.05)) as running:
         client = running.client()
         stream = client.completions.create(model=NAME, prompt="the sea", max_tokens=200, stream=True, **GREEDY)
         next(iter(stream))
         assert running.llm.engine.stats().pages_in_use > 0
         stream.close()
-        assert comes(running.idle, 5)
+        assert comes(running.idle)
         assert running.metric('flashkernel_requests_total{reason="abort"}') == 1
 
         connection = running.connection()  # one that waits for the whole answer, and one in the queue behind it
@@ -46,7 +46,7 @@ def test_a_client_that_leaves_frees_its_pages(base: LLM) -> None:
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         assert comes(lambda: running.llm.engine.stats().running == 1)
         connection.close()
-        assert comes(running.idle, 5)
+        assert comes(running.idle)
         assert running.llm.engine.stats().generated_tokens < 200
         assert running.metric('flashkernel_requests_total{reason="abort"}') == 2
         text = client.completions.create(model=NAME, prompt="the sea", max_tokens=3, **GREEDY).choices[0].text
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_frees_its_pages(base: LLM) -> None:
 
 def test_a_client_that_does_not_read(base: LLM) -> None:
     llm = other(base)
-    api = Api(llm, ServerOptions(name=NAME, client_timeout=0.2))
+    api = Api(llm, ServerOptions(name=NAME, client_timeout=1.0))
     app = api.application()
     sent: list[Any] = []
 
@@ -87,18 +87,18 @@ def test_a_client_that_does_not_read(base: LLM) -> None:
 
 
 def test_requests_that_take_too_long(base: LLM) -> None:
-    with serve(slow(base), timeout=1.0) as running:
+    with serve(slow(base), timeout=2.0) as running:
         client = running.client()
         settings = {"model": NAME, "prompt": "the sea", "max_tokens": 200, **GREEDY}
-        with pytest.raises(openai.InternalServerError, match=r"not done within 1 s") as late:
+        with pytest.raises(openai.InternalServerError, match=r"not done within 2 s") as late:
             client.completions.create(**settings)
         assert late.value.status_code == 504
-        assert comes(running.idle, 5)
+        assert comes(running.idle)
         pieces = []
-        with pytest.raises(openai.APIError, match=r"not done within 1 s"):
+        with pytest.raises(openai.APIError, match=r"not done within 2 s"):
             pieces.extend(client.completions.create(**settings, stream=True))
         assert pieces, "what there was came first"
-        assert comes(running.idle, 5)
+        assert comes(running.idle)
         assert client.completions.create(model=NAME, prompt="the sea", max_tokens=2, **GREEDY).choices[0].text
 
 
@@ -247,7 +247,7 @@ def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_pat
             text = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY).choices[0].text
         assert text == _expected(base, "the sea", 5).text
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         assert process.returncode == 130
         assert out == ""
         assert '"POST /v1/completions HTTP/1.1" 200' in err

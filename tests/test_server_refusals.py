@@ -126,9 +126,9 @@ def test_other_refusals(client: Any, running: Running) -> None:
 
 
 def test_a_full_server_says_when_to_come_again(base: LLM) -> None:
-    with serve(slow(base, most_sequences=1), max_queue=1) as running:
+    with serve(slow(base, 0.05, most_sequences=1), max_queue=1) as running:
         client = running.client()
-        settings = {"model": NAME, "prompt": "the sea", "max_tokens": 100, "stream": True, **GREEDY}
+        settings = {"model": NAME, "prompt": "the sea", "max_tokens": 200, "stream": True, **GREEDY}
         first = client.completions.create(**settings)
         next(iter(first))
         second = threading.Thread(target=lambda: running.call("POST", "/v1/completions", {**_plain(), "max_tokens": 1}))
@@ -160,16 +160,42 @@ def test_requests_that_are_too_large(base: LLM) -> None:
         assert running.client().completions.create(model=NAME, prompt="the sea", max_tokens=1).choices
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
+def test_a_refused_client_may_finish_sending(content_type: str, base: LLM) -> None:
+    """More than the socket holds is still on its way when the answer is decided: the client gets to read it."""
+    with serve(other(base), max_body=1000) as running:
+        status, found, headers = running.call("POST", "/v1/completions", b" " * 2**24, content_type=content_type)
+        assert status == (413 if content_type == "application/json" else 415)
+        assert found["error"]["message"]
+        assert headers["connection"] == "close"
+
+
+def _begun(length: int) -> bytes:
+    """A request that says how long it is, and its first byte."""
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*head, "", "{"]).encode()
+
+
+def test_a_client_that_never_finishes_is_cut_off(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashkernel.engine.server.app.LINGER_S", 0.2)
+    with (
+        serve(other(base), max_body=1000) as running,
+        socket.create_connection(("127.0.0.1", running.port), 30) as waiting,
+    ):
+        waiting.sendall(_begun(9000))
+        answer = b""
+        while more := waiting.recv(4096):  # until the server closes
+            answer += more
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
 def test_clients_that_dawdle(base: LLM) -> None:
-    with serve(other(base), client_timeout=0.5) as running:
-        begun = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
-        )
+    with serve(other(base), client_timeout=1.5) as running:
         with socket.create_connection(("127.0.0.1", running.port), 30) as waiting:
-            waiting.sendall(begun)
+            waiting.sendall(_begun(90))
             assert waiting.recv(4096).startswith(b"HTTP/1.1 408 ")
         with socket.create_connection(("127.0.0.1", running.port), 30) as leaving:
-            leaving.sendall(begun)
+            leaving.sendall(_begun(90))
         assert running.client().completions.create(model=NAME, prompt="the sea", max_tokens=1).choices
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,76 +51,12 @@ class Machine:
     registers: int
     stack: int  # bytes per thread; anything above zero is a spill or a run-time-indexed array
     shared: int  # bytes per block
-    sass: str
+    cubin: bytes
 
-    @property
-    def spills_in_loops(self) -> int:
-        """Stores to the stack inside the loops where they cost (`_in_loops`)."""
-        return self._in_loops("STL")
-
-    @property
-    def reloads_in_loops(self) -> int:
-        """Loads from the stack there, also of values that were parked outside: cheap while L1 has them, which it has
-        not where other traffic pushes them out."""
-        return self._in_loops("LDL")
-
-    def _in_loops(self, instruction: str) -> int:
-        """How often it stands in the innermost loops, or the innermost of those that issue asynchronous products: a
-        small loop that waits for a barrier may lie inside one."""
-        if instruction not in self.sass:
-            return 0
-        code = [(int(found[1], 16), found[2]) for found in re.finditer(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", self.sass)]
-        loops = _loops(code)
-        multiplying = [loop for loop in loops if any(re.search("[HQ]GMMA", code[place][1]) for place in loop)]
-        counted = set[int]().union(*_innermost(loops), *_innermost(multiplying))
-        return sum(instruction in code[place][1] for place in counted)
-
-
-def _innermost(loops: list[set[int]]) -> list[set[int]]:
-    return [loop for loop in loops if not any(other < loop for other in loops)]
-
-
-def _loops(code: list[tuple[int, str]]) -> list[set[int]]:
-    """The places of each loop, in code given as addresses and instructions.
-
-    A loop ends in a jump back to a place that every way to the jump leads through. Not every jump back is one: waiting
-    for a barrier is compiled out of line, and returns to where it was left.
-    """
-    place_of = {address: place for place, (address, _) in enumerate(code)}
-    after: list[list[int]] = []
-    before: list[list[int]] = [[] for _ in code]
-    for place, (_, text) in enumerate(code):
-        jump = re.search(r"BRA.* (0x[0-9a-f]+)", text)
-        ways = [place_of[int(jump[1], 16)]] if jump and int(jump[1], 16) in place_of else []
-        if place + 1 < len(code) and not re.match(r"BRA 0x|BRX|EXIT|RET|JMP", text):
-            ways.append(place + 1)
-        after.append(ways)
-        for way in ways:
-            before[way].append(place)
-    reached: set[int] = set()
-    entries = []
-    for place in range(len(code)):  # beside the first, only where jumps through a table lead
-        if place not in reached:
-            entries.append(place)
-            reached |= _reachable([place], after)
-    loops: dict[int, set[int]] = {}  # of all jumps back to a place
-    for place, ways in enumerate(after):
-        for head in ways:
-            if head <= place and place not in _reachable(entries, after, without=head):
-                loops.setdefault(head, {head}).update(_reachable([place], before, without=head))
-    return list(loops.values())
-
-
-def _reachable(starts: list[int], ways: list[list[int]], without: int = -1) -> set[int]:
-    """Where `ways` lead from `starts`, themselves included, never through one place."""
-    found: set[int] = set()
-    waiting = [start for start in starts if start != without]
-    while waiting:
-        place = waiting.pop()
-        if place not in found:
-            found.add(place)
-            waiting.extend(way for way in ways[place] if way != without)
-    return found
+    @cached_property
+    def sass(self) -> str:
+        """The disassembly."""
+        return disassembled(self.cubin)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -342,8 +279,11 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
     language = GluonASTSource if recorded.kernel.is_gluon() else ASTSource
     source = language(recorded.kernel, signature, constexprs=places, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack, sass = _inspect(compiled.asm["cubin"])
-    return Machine(registers, stack, compiled.metadata.shared, sass)
+    cubin = compiled.asm["cubin"]
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
+    if found is None:
+        raise RuntimeError(f"cuobjdump gave no resource usage of {recorded.name}")
+    return Machine(int(found[1]), int(found[2]), compiled.metadata.shared, cubin)
 
 
 def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
@@ -357,17 +297,17 @@ def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
     return mangle_type(value), type(value) is int and value % 16 == 0
 
 
-def _inspect(cubin: bytes) -> tuple[int, int, str]:
-    """Registers, stack bytes and disassembly of a cubin, by the tools in Triton's wheel."""
+def disassembled(cubin: bytes) -> str:
+    """The SASS of a cubin."""
+    return _cuobjdump("-sass", cubin)
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    """What the tool in Triton's wheel prints about a cubin."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
-    if found is None:
-        raise RuntimeError(f"cuobjdump gave no resource usage:\n{usage.stdout}{usage.stderr}")
-    return int(found[1]), int(found[2]), sass
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

@@ -31,6 +31,7 @@ from flashkernel.engine.server.replies import ChatReply, CompletionReply, Reply
 
 OPEN = "/health"  # the one path that takes no key
 CLIENT_GONE = 499  # what others log for it; it is never sent
+LINGER_S = 5.0  # for a client to finish sending what is refused
 
 
 class Api:
@@ -55,7 +56,10 @@ class Api:
         ]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(Gate, self.options.api_key, self.metrics, {route.path for route in routes})],
+            middleware=[
+                Middleware(LingeringClose),
+                Middleware(Gate, self.options.api_key, self.metrics, {route.path for route in routes}),
+            ],
             exception_handlers={
                 ApiError: _refuse,
                 ClientGone: _nobody_there,
@@ -144,6 +148,44 @@ class Gate:
         given = dict(scope["headers"]).get(b"authorization", b"")
         kind, _, key = given.partition(b" ")
         return hmac.compare_digest(kind.lower() + b" " + key.strip(), self._expected)
+
+
+class LingeringClose:
+    """Lets a client finish sending before its connection is closed.
+
+    A socket that is closed while bytes lie unread is reset, and the client may lose the answer to its own failed send.
+    So an answer that closes the connection is sent first, then the rest of the request is read and dropped, and only
+    then the connection is closed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or b"100-continue" in dict(scope["headers"]).get(b"expect", b"").lower():
+            await self._app(scope, receive, send)  # who waits for permission sends nothing once refused
+            return
+        received = closing = False
+
+        async def receiving() -> Message:
+            nonlocal received
+            message = await receive()
+            received = received or message["type"] == "http.disconnect" or not message.get("more_body", False)
+            return message
+
+        async def sending(message: Message) -> None:
+            nonlocal closing
+            if message["type"] == "http.response.start":
+                closing = any(name.lower() == b"connection" and b"close" in value for name, value in message["headers"])
+            elif closing and not received and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                with anyio.move_on_after(LINGER_S):
+                    while not received:
+                        await receiving()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._app(scope, receiving, sending)
 
 
 async def _read(request: Request, options: ServerOptions) -> bytes:
