@@ -58,16 +58,12 @@ class Mask(Traced):
         super().__post_init__()
 
     def __and__(self, other: Mask | Tensor) -> Mask:
-        other = _as_mask(other, "&")
-        joined = _joined(self.requires, other.requires)
-        return Mask(self.expression & other.expression, f"({self.name} & {other.name})", joined)
+        return _composed(self, "&", _as_mask(other, "&"))
 
     __rand__ = __and__
 
     def __or__(self, other: Mask | Tensor) -> Mask:
-        other = _as_mask(other, "|")
-        joined = _joined(self.requires, other.requires)
-        return Mask(self.expression | other.expression, f"({self.name} | {other.name})", joined)
+        return _composed(self, "|", _as_mask(other, "|"))
 
     __ror__ = __or__
 
@@ -199,6 +195,33 @@ def _advice(value: Any) -> str:
     return "; flashkernel.custom(function) makes a mask of a function of (b, h, q, k)" if callable(value) else ""
 
 
+def _kept(make: Callable[..., Mask]) -> Callable[..., Mask]:
+    """Give the same mask for the same plain numbers and masks without tables: people write `mask=causal()` at every
+    call. Under torch.compile, and for tensors, it is made anew."""
+    known = functools.lru_cache(maxsize=1024, typed=True)(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **named: Any) -> Mask:
+        if torch.compiler.is_compiling() or named:
+            return make(*args, **named)
+        for value in args:
+            if type(value) not in _PLAIN and not (type(value) is Mask and not value.tables):
+                return make(*args)
+        return known(*args)
+
+    return made
+
+
+_PLAIN = (int, str, type(None))
+
+
+@_kept
+def _composed(left: Mask, sign: str, right: Mask) -> Mask:
+    joined = _joined(left.requires, right.requires)
+    expression = left.expression & right.expression if sign == "&" else left.expression | right.expression
+    return Mask(expression, f"({left.name} {sign} {right.name})", joined)
+
+
 def _joined(left: tuple[Requirement, ...], right: tuple[Requirement, ...]) -> tuple[Requirement, ...]:
     return left + tuple([one for one in right if one not in left])
 
@@ -279,6 +302,7 @@ def _bounded(node: Expression) -> bool:
     return spare >= 0 and {name: by for name, by in form.items() if by} == {"k": 1, "q": -1, "sk": -1, "sq": 1}
 
 
+@_kept
 def causal() -> Mask:
     """A query sees the keys up to its own position; the last query is aligned with the last key."""
     return Mask(_K <= _Q + (_SK - _SQ), "causal")
@@ -289,6 +313,11 @@ def window(left: int | None, right: int | None = None) -> Mask:
 
     The first is what Transformers calls sliding_window, to be combined with causal().
     """
+    return _window(left, right)
+
+
+@_kept
+def _window(left: int | None, right: int | None) -> Mask:
     position = _Q + (_SK - _SQ)
     parts = []
     left, right = None if left is None else static(left), None if right is None else static(right)
@@ -303,6 +332,7 @@ def window(left: int | None, right: int | None = None) -> Mask:
     return Mask(parts[0] if len(parts) == 1 else parts[0] & parts[1], f"window({left}, {right})")
 
 
+@_kept
 def sink_tokens(count: int) -> Mask:
     """Every query sees the first `count` keys (StreamingLLM); combine with | and then with causal()."""
     count = static(count)

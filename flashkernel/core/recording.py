@@ -60,10 +60,12 @@ class Recording:
             if slot < len(given):
                 out.line(f"v{slot} = tensors[{slot}]")
         _shape_results(steps, result)
+        out.dropped = _of_nothing(steps, result) if out.index >= 0 else set()
         for step, dead in self.steps:
             step.emit(out)
-            if dead:
-                out.line(f"del {', '.join(f'v{slot}' for slot in dead)}")
+            gone = [f"v{slot}" for slot in dead if slot not in out.dropped]
+            if gone:
+                out.line(f"del {', '.join(gone)}")
         parts = [view.expression(len(given)) for view in _views(result)]
         if result is not None:
             out.line(f"return ({', '.join(parts)},)" if isinstance(result, tuple) else f"return {parts[0]}")
@@ -97,6 +99,13 @@ def _shape_results(steps: list[Any], result: Any) -> None:
             step.size, step.stride, view.whole = view.size, view.stride, True
 
 
+def _of_nothing(steps: list[Any], result: Any) -> set[int]:
+    """Slots of allocations without elements that only launches take: a null pointer will do."""
+    needed = {view.slot for view in _views(result)}
+    needed |= {slot for step in steps if not isinstance(step, (_Empty, _Launch)) for slot in step.uses()}
+    return {step.slot for step in steps if isinstance(step, _Empty) and 0 in step.size} - needed
+
+
 def _contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
     step = 1
     for length, found in zip(reversed(size), reversed(stride)):
@@ -112,6 +121,7 @@ class _Writer:
     def __init__(self, index: int) -> None:
         self.index = index  # of the GPU; -1: tensors are on the CPU, and kernels under Triton's interpreter
         self.lines: list[str] = []
+        self.dropped: set[int] = set()  # slots that are null pointers
         self.names: dict[str, Any] = {"as_strided": torch.as_strided, "lock": threading.RLock(), "void": c_void_p}
         if index >= 0:
             from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
@@ -178,6 +188,8 @@ class _Empty:
         return [self.slot]
 
     def emit(self, out: _Writer) -> None:
+        if self.slot in out.dropped:
+            return
         out.line(f"v{self.slot} = empty({self.size}, {self.stride}, {out.name(self.dtype, 'dtype')})")
 
 
@@ -236,10 +248,11 @@ class _Launch:
             ]
             out.line(f"{out.name(self.launched.rerun, 'rerun')}(({', '.join(values)},))")
             return
-        moving = [place for place in self.sources if self.launched.params[place][0] == "P"]
+        sources = {place: source for place, source in self.sources.items() if source[0] not in out.dropped}
+        moving = [place for place in sources if self.launched.params[place][0] == "P"]
         fixed: dict[int, int] = {}
         for place, (kind, value) in enumerate(self.launched.params):
-            if kind == "P" and place not in self.sources:
+            if kind == "P" and place not in sources:
                 fixed[place] = 0 if value is None else value.data_ptr() if isinstance(value, Tensor) else value
             elif kind == "M":
                 fixed[place] = value.base.data_ptr()
@@ -249,7 +262,7 @@ class _Launch:
             f"{named}_pack": prepared.pack, f"{named}_buffer": prepared.buffer, f"{named}_config": prepared.config,
             f"{named}_function": prepared.function, f"{named}_params": prepared.params,
         })  # fmt: skip
-        addresses = {place: _address(*source) for place, source in self.sources.items()}
+        addresses = {place: _address(*source) for place, source in sources.items()}
         maps = [place for place in prepared.maps if place in addresses]
         for place in maps:
             out.line(f"a{place} = void({addresses[place]})")

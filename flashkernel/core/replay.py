@@ -168,11 +168,13 @@ def replayed(function: _Function) -> _Function:
     """Record the calls of a public function that come again. It is the same function under torch.compile."""
     calls = CallCache(function, function.__name__, public=True)
 
+    run = calls.__call__
+
     @wraps(function)
     def entry(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return calls(args, kwargs)
+        return run(args, kwargs)
 
     entry.calls = calls  # type: ignore[attr-defined]
     return entry  # type: ignore[return-value]
