@@ -391,7 +391,7 @@ def test_wrong_kinds() -> None:
     inputs = _inputs()
     with pytest.raises(TypeError, match="goes into bias="):
         attention(**inputs, mask=torch.ones(20, 20))
-    with pytest.raises(TypeError, match="attention: mask is a function; .* flashkernel.custom"):
+    with pytest.raises(TypeError, match=r"attention: mask is a function; .* flashkernel\.custom"):
         attention(**inputs, mask=lambda b, h, q, k: k <= q)
     with pytest.raises(TypeError, match="attention: score is a Tensor"):
         attention(**inputs, score=torch.zeros(20, 20))

@@ -59,7 +59,7 @@ def test_other_operators_refuse_as_well() -> None:
     short = fk.documents(_ids(7))
     eight = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     scales = [torch.ones(BATCH, heads) for heads in (HEADS, 2, 2)]
-    with pytest.raises(ValueError, match="^attention_fp8: documents: query_ids is made for at most 7 queries"):
+    with pytest.raises(ValueError, match=r"^attention_fp8: documents: query_ids is made for at most 7 queries"):
         fk.attention_fp8(*eight, *scales, mask=short)
     lengths = torch.tensor([0, 4, KEYS], dtype=torch.int32)
     with pytest.raises(ValueError, match="key_ids is made for at most 7 keys"):
