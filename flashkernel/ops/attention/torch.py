@@ -8,7 +8,7 @@ computes the tiles again from the saved log of the sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal
 from flashkernel.core.arguments import without_autocast
 from flashkernel.ops.attention import reference
 
-GradientHook = Callable[[Tensor], Tensor]
 TILE = 128  # queries and keys of a tile
 DENSE_LIMIT = 2**22  # pairs up to which a mask, or all scores, may lie in memory
 
@@ -90,7 +89,9 @@ def _fused_can(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Mask 
 
 def _is_causal(mask: Mask, queries: int, keys: int) -> bool:
     """Whether it is the mask that torch calls causal, which is aligned with the first key."""
-    return queries == keys and same(mask.expression, causal().expression)
+    if queries == keys:  # a branch: a symbol of the tracer is no bool
+        return same(mask.expression, causal().expression)
+    return False
 
 
 def same(left: ex.Expression, right: ex.Expression) -> bool:
@@ -197,27 +198,27 @@ class Problem:
             "sk": self.keys,
         }
 
-    def change(
-        self, raw: Tensor, bias: Tensor | None, slopes: Tensor | None, tile: Tile, hook: GradientHook | None = None
-    ) -> Tensor:
-        """Scores [B, Hq, BM, BN] from scale * q . k: softcap, ALiBi, bias, score function.
+    def change(self, raw: Tensor, bias: Tensor | None, slopes: Tensor | None, tile: Tile) -> Tensor:
+        """Scores [B, Hq, BM, BN] from scale * q . k: softcap, ALiBi, bias, score function."""
+        return self.scored(self.before(raw, bias, slopes, tile), tile)
 
-        `hook` changes the gradient of what goes into the score function.
-        """
-        scores, at = raw, self.indices(tile, raw.device)
+    def before(self, raw: Tensor, bias: Tensor | None, slopes: Tensor | None, tile: Tile) -> Tensor:
+        """Scores as the score function is given them."""
+        scores = raw
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if slopes is not None:
+            at = self.indices(tile, raw.device)
             scores = scores - slopes * (at["q"] + (self.keys - self.queries) - at["k"]).abs()
-        if bias is not None:
-            scores = scores + bias
+        return scores if bias is None else scores + bias
+
+    def scored(self, scores: Tensor, tile: Tile, slope: bool = False) -> Tensor:
+        """What the score function makes of scores, or its derivative there."""
         if self.score is None:
             return scores
-        if hook is not None:
-            scores = scores.clone()  # of its own, or the hook would see what comes by other ways
-            scores.register_hook(hook)
-        changed = ex.evaluate(self.score, {**at, "score": scores})
-        return torch.as_tensor(changed, dtype=raw.dtype, device=raw.device).expand(raw.shape)
+        function = ex.derivative(self.score, "score") if slope else self.score
+        changed = ex.evaluate(function, {**self.indices(tile, scores.device), "score": scores})
+        return torch.as_tensor(changed, dtype=scores.dtype, device=scores.device).expand(scores.shape)
 
     def hide(self, scores: Tensor, tile: Tile) -> Tensor:
         """-inf where the mask hides a pair; a tile that is visible throughout is left alone."""
@@ -363,28 +364,29 @@ Pull = Callable[[Tensor], "tuple[Tensor, Tensor | None, Tensor | None]"]
 def _differentiable(problem: Problem, raw: Tensor, extras: Extras, tile: Tile) -> tuple[Tensor, Pull]:
     """The changed scores of a tile, and what takes their gradient back to (raw, bias part, slopes).
 
-    What may be done to a score is open-ended, so autograd does it, on a graph that holds this tile alone.
+    Softcap, ALiBi and bias are left to autograd, on a graph that holds this tile alone. Pairs without a gradient have
+    none before the score function either, whatever its derivative is there: it may be infinite.
     """
     bias = extras.bias_at(tile, raw.dtype)
     if bias is None and extras.slopes is None and problem.score is None and not problem.softcap:
         return raw, lambda gradient: (gradient, None, None)
     raw = raw.detach().requires_grad_()
     bias, slopes = (None if x is None else x.detach().requires_grad_() for x in (bias, extras.slopes))
-    hidden: list[Tensor] = []  # pairs without a gradient, whatever the derivative of the score function is there
     with torch.enable_grad():
-        scores = problem.change(raw, bias, slopes, tile, lambda gradient: gradient.masked_fill(hidden[0], 0))
+        before = problem.before(raw, bias, slopes, tile)
+    given = before.detach()
 
     def pull(gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        hidden.append(gradient == 0)
+        if problem.score is not None:
+            gradient = torch.where(gradient == 0, 0.0, gradient * problem.scored(given, tile, slope=True))
         leaves = (raw, bias, slopes)
         present = [leaf for leaf in leaves if leaf is not None]
-        found: Iterator[Tensor | None] = iter([None] * len(present))
-        if scores.requires_grad:  # a score function may ignore everything
-            found = iter(torch.autograd.grad(scores, present, gradient, allow_unused=True))
+        found = iter(torch.autograd.grad(before, present, gradient))
         draw, dbias, dslopes = (None if leaf is None else next(found) for leaf in leaves)
-        return torch.zeros_like(raw) if draw is None else draw, dbias, dslopes
+        assert draw is not None
+        return draw, dbias, dslopes
 
-    return scores.detach(), pull
+    return problem.scored(given, tile), pull
 
 
 class Tiled(torch.autograd.Function):

@@ -1,0 +1,70 @@
+"""The compile tier: the mask language through Triton's compiler, in the Triton and in the Gluon kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashkernel as fk
+from flashkernel.blocks import expression as ex
+from flashkernel.core import device as devices
+from flashkernel.core.launch import compile_for, recording
+
+pytestmark = pytest.mark.compile
+
+
+def _table(dtype: torch.dtype, *shape: int) -> fk.Table:
+    return fk.Table(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _everything(b: ex.Expression, h: ex.Expression, q: ex.Expression, k: ex.Expression) -> ex.Expression:
+    """Every operation and every dtype of a table."""
+    apart = q - k
+    seen = (apart // 3 <= 4) & (apart % 5 != 1) & (apart // 8 < 9) & (apart % 4 != 3) & (q // 3 == k % 7)
+    seen = seen & ((q & 1) == (k | 2)) & ((q < 5) == (k < 5)) & ((q < 3) + (k < 3) < 2) & ~(h == 1)
+    seen = seen & (ex.minimum(q / 2, 3.5) < ex.maximum(k, 4)) & (ex.absolute(apart) < 90) & (q < float("inf"))
+    seen = seen & (ex.tanh(apart) < 0.5) & (ex.exp(apart * 0.5) < 9) & fk.where(h == 0, k <= q, True)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        seen = seen | (_table(dtype, 512)[k] - _table(dtype, 512)[q] < -1) | (_table(dtype, 512)[k] == 1)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        seen = seen | (_table(dtype, 512)[k] < ex.minimum(_table(dtype, 2, 512)[b, q], 1.5))
+    return seen | _table(torch.bool, 512, 512)[q, k] | (_table(torch.bool, 512)[q] == _table(torch.bool, 512)[k])
+
+
+MASKS = {
+    "everything": _everything,
+    "a constant": lambda b, h, q, k: True,
+    "a head": lambda b, h, q, k: h == 1,
+    "a query": lambda b, h, q, k: q % 3 == 0,
+    "relative": lambda b, h, q, k: (q - k) // 48 == 0,
+    "a large tensor": lambda b, h, q, k: _table(torch.bool, 2**12, 2**12, 2**12)[h, q, k],
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_compile(name: str, backend: str) -> None:
+    q, k, v = (torch.empty((2, 512, 2, 64), dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(3))
+    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+        out = fk.attention(q, k, v, mask=fk.custom(MASKS[name]), backend=backend)
+        if name != "everything":
+            out.sum().backward()
+    masked = [launch for launch in launches if launch.constants.get("MASK") is not None]
+    assert masked
+    for launch in masked:
+        compile_for(launch, 90)
+
+
+def test_score_functions_compile() -> None:
+    """Of one query, whose number the compiler takes for a constant; a constant, and what has no shape of its own."""
+    for function in (
+        lambda s, b, h, q, k: 0.0,
+        lambda s, b, h, q, k: 0.5 * k,
+        lambda s, b, h, q, k: q - k,
+        lambda s, b, h, q, k: ex.minimum(s, 3.0) * fk.where(s < 0, 2, h) + ex.absolute(q - k) / 3,
+    ):
+        q, k = (torch.empty((1, size, 2, 64), dtype=torch.float16, device="meta") for size in (1, 64))
+        with devices.pretend(devices.KNOWN["a100"]), recording() as launches:
+            fk.attention(q.requires_grad_(), k, k, score=function, backend="triton").sum().backward()
+        for launch in launches:
+            compile_for(launch, 80)
