@@ -9,6 +9,7 @@ from typing import ClassVar
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.core.tune import head_block as block
+from flashkernel.core.versions import triton_version
 
 _SHORT_SPAN, _MEDIUM_SPAN = 384, 1024  # keys that a tile of queries sees
 _SHORT_BACKWARD = 1024
@@ -168,15 +169,17 @@ def _backward_valid(config: Backward, device: Device, shape: Mapping[str, int]) 
 
 def _backward_heuristic(device: Device, shape: Mapping[str, int]) -> Backward:
     width = max(block(shape["head_dim"]), block(shape["value_dim"]))
+    # What triton 3.9 makes of the kernel needs more registers: two choices would spill in the loop.
+    fewer_registers = (triton_version() or (0, 0)) >= (3, 9)
     if width == 64:
-        if shape["span"] <= _SHORT_BACKWARD:
+        if shape["span"] <= _SHORT_BACKWARD or (fewer_registers and shape["masked"] and shape["group"] == 1):
             windowed = 2 * shape["span"] < shape["keys"]  # with items of few steps
             return Backward(64, 4 if windowed else 3, fold_norm=True, fold_delta=True, dq="apart")
         if shape["group"] > 1:  # the loop over heads takes the registers that sending needs
             return Backward(128, 2, fold_norm=False, fold_delta=True)
         return Backward(128, 2, fold_norm=False, fold_delta=True, held=1, dq="sent")
     # The second pair of buffers hides an item's beginning; long items have little of it, and steps that are shorter.
-    held = 2 if shape["span"] <= _MEDIUM_SPAN else 1
+    held = 2 if shape["span"] <= _MEDIUM_SPAN and not fewer_registers else 1
     return Backward(64, 2, fold_norm=True, fold_delta=True, held=held)
 
 
