@@ -85,7 +85,8 @@ def test_layouts_keep_values(layout: str, dtype: torch.dtype) -> None:
     for shape in ((2, 3, 4, 5), (3, 5), (4,), (), (0, 3), (3, 0)):
         values = torch.randint(0, 2, shape).to(dtype)
         found = lay_out(values, layout)
-        expected = values[:1].expand(shape) if layout == "expanded" and shape and dtype.is_floating_point else values
+        expands = layout == "expanded" and len(shape) > 1 and dtype.is_floating_point
+        expected = values[:1].expand(shape) if expands else values
         assert torch.equal(found.float(), expected.float())
 
 
