@@ -85,7 +85,8 @@ def test_layouts_keep_values(layout: str, dtype: torch.dtype) -> None:
     for shape in ((2, 3, 4, 5), (3, 5), (4,), (), (0, 3), (3, 0)):
         values = torch.randint(0, 2, shape).to(dtype)
         found = lay_out(values, layout)
-        expected = values[:1].expand(shape) if layout == "expanded" and shape and dtype.is_floating_point else values
+        expands = layout == "expanded" and len(shape) > 1 and dtype.is_floating_point
+        expected = values[:1].expand(shape) if expands else values
         assert torch.equal(found.float(), expected.float())
 
 
@@ -161,7 +162,10 @@ def test_what_is_wrong_dies_or_hangs_is_told_with_the_command_that_repeats_it(br
     assert commands["silu"] in again.stderr
 
 
-def test_an_interrupt_tells_what_was_found_and_leaves_no_process(broken: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+def test_a_run_that_is_stopped_tells_what_it_found_and_leaves_no_process(
+    broken: list[str], tmp_path: Path, sent: signal.Signals
+) -> None:
     check = "check --random --device cpu --seconds 100 --seed 3 --workers 2 silu squared_relu"
     process = subprocess.Popen(
         [*broken, *check.split()], env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -171,7 +175,10 @@ def test_an_interrupt_tells_what_was_found_and_leaves_no_process(broken: list[st
     while not (mark.exists() and mark.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(0.5)  # silu's calls
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    if sent == signal.SIGINT:
+        os.killpg(process.pid, sent)  # as a terminal does: to all of them
+    else:
+        process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "stopped" in errors

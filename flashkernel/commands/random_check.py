@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +87,7 @@ def check_random(
     outcomes: list[CallOutcome] = []
     if place.type == "cpu" and not env.interpreting():
         screen.tell("on a CPU, Triton kernels are checked with TRITON_INTERPRET=1; without it torch alone serves")
-    with screen.progress() as progress, screen.keeping_results() as stopped:
+    with screen.progress() as progress, screen.keeping_results() as stopped, _interruptible():
         if repeat:  # in this process, where a debugger sees it
             calls = [random_calls.Call(op.name, seed, sizes) for op in chosen]
             found: Iterator[CallOutcome] = (random_calls.run_one(call, place, backends) for call in calls)
@@ -103,6 +105,16 @@ def check_random(
     for outcome in failed:
         screen.tell(_failure(outcome))
     screen.leave(stopped, failed=bool(failed))
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """A run that is terminated (by `timeout`, say) prints what it found, as one that is interrupted does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _until(batches: Iterator[list[Call]], seconds: float | None) -> Iterator[list[Call]]:

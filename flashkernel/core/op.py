@@ -260,7 +260,8 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     padded: rows 3 elements apart. transposed: the first two dims stored swapped. packed: the middle third of a tensor
     three times as large, as q, k and v come out of one projection; of a vector, the middle column. offset: the storage
     starts one element early, so that the first address is not aligned. expanded: the first entry of the first dim
-    stands for all, at stride 0; integers stay, because indices may have to differ.
+    stands for all, at stride 0; not of integers, which may have to differ, nor of vectors: a row that is constant has
+    no variance to be normalised by.
     """
     shape = values.shape
     if layout == "contiguous" or values.ndim == 0 or (values.ndim == 1 and layout in LAYOUTS):
@@ -280,7 +281,7 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "offset":
         return torch.cat([_unread((1,), values), values.reshape(-1)])[1:].view(shape)
     if layout == "expanded":
-        return values[:1].expand(shape) if values.is_floating_point() else values
+        return values[:1].expand(shape) if values.is_floating_point() and values.ndim > 1 else values
     raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(RANDOM_LAYOUTS)}")
 
 
