@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import fast_interpreter
 import pytest
@@ -22,6 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not HAS_GPU and config.option.markexpr != "compile":
         os.environ["TRITON_INTERPRET"] = "1"
         fast_interpreter.install()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The compile tier does not import files that have nothing for it."""
+    if config.option.markexpr == "compile" and collection_path.suffix == ".py":
+        return "mark.compile" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
