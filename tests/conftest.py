@@ -6,7 +6,9 @@ compile tier needs the real compiler and therefore a process of its own.
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
 import fast_interpreter
 import pytest
@@ -27,10 +29,23 @@ def pytest_configure(config: pytest.Config) -> None:
         fast_interpreter.install()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The compile tier does not import files that have nothing for it."""
+    if config.option.markexpr == "compile" and collection_path.suffix == ".py":
+        return "mark.compile" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected stays until the end: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ does nothing with other versions of Triton, which then run as they are.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 VERSIONS = ("3.6.",)
@@ -28,14 +29,12 @@ def install() -> bool:
 
 
 def _keep_language_patched() -> None:
-    """Patch the language modules for a function once, where the interpreter does it for every call of one.
-
-    What a call sees is the same: it restores after a kernel what it patched for it, and patches it again for the next.
-    """
+    """Patch the language modules once, where the interpreter does it for every kernel and for every call of a device
+    function, and undoes some of it behind a kernel."""
+    import triton.language as tl
     import triton.language.core as core
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang
     checked = core.builtin(lambda: None).__code__  # raises without `_semantic`, which is always given here
     semantic = interpreter.interpreter_semantic
 
@@ -48,22 +47,14 @@ def _keep_language_patched() -> None:
 
         scope.set_attr(obj, name, call)
 
-    patched: set[int] = set()
-
     class Kept:
         def restore(self) -> None:
             pass
 
     kept = Kept()
-
-    def patch_once(fn: Any) -> Kept:
-        if id(fn.__globals__) not in patched:
-            patch(fn)
-            patched.add(id(fn.__globals__))
-        return kept
-
     interpreter._patch_attr = patch_attribute
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
+    interpreter._patch_lang = lambda fn: kept
 
 
 def _keep_types() -> None:
