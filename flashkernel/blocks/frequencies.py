@@ -160,7 +160,7 @@ class Frequencies:
 
     def _kept(self, name: str, device: torch.device | str) -> Tensor:
         if torch.compiler.is_compiling():
-            return _graph_constant(self.values, name, device)
+            return _graph_constant(tuple([static(value) for value in self.values]), name, device)
         known = self.__dict__.setdefault("_tensors", {})  # not a field: a graph may make these objects, without it
         found = known.get((name, device))
         if found is None:
