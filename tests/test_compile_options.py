@@ -58,6 +58,7 @@ MASKS: dict[str, Callable[[], fk.Mask]] = {
     "documents": lambda: fk.causal() & fk.documents(IDS) & fk.documents(IDS[None], IDS[None]),
     "prefix": lambda: fk.prefix(3) | fk.prefix(torch.tensor([4])) | fk.causal(),
     "tables": lambda: fk.block_sparse(torch.ones(2, 2, dtype=torch.bool), 8) & fk.column_intervals(IDS, IDS + 2),
+    "tensor": lambda: fk.tensor_mask(torch.ones(16, 16, dtype=torch.bool).tril()),
     "custom": lambda: fk.custom(lambda b, h, q, k: (k <= q) & (fk.Table(IDS)[q] == fk.Table(IDS)[k]).logical_not()),
 }
 
