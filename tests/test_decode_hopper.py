@@ -194,7 +194,7 @@ def test_serves_long_walks_in_pages_unasked_and_others_if_asked() -> None:
         ({"v": torch.zeros(1, 1024, 2, 32, dtype=torch.float16)}, "equally wide"),
         ({"q": torch.zeros(1, 1, 8, 264).half(), "k": torch.zeros(1, 1024, 2, 264).half()}, "at most 256"),
         ({"q": torch.zeros(1, 1, 8, 64), "k": torch.zeros(1, 1024, 2, 64)}, "not in float32"),
-        ({"k": torch.zeros(1, 1024, 2, 67, dtype=torch.float16)[..., :64]}, "16 bytes apart"),
+        ({"k": torch.zeros(1, 1024, 2, 67, dtype=torch.float16)[..., :64]}, "multiples of 16 bytes"),
         ({"k": torch.zeros(1, 1024, 2, 64, dtype=torch.int8), "k_scale": torch.ones(1, 1024, 2),
           "v_scale": torch.ones(1, 1024, 2)}, "the queries' dtype, not int8"),
     ],

@@ -40,7 +40,7 @@ _GATES: dict[str, Callable[..., Tensor]] = {
 
 def norm(module: Any, kind: Norm, x: Tensor) -> Tensor:
     weight, eps = module.weight, getattr(module, kind.eps)
-    lean = _lean(x)
+    lean = _lean(x) and not _decoding(x)
     if _own(x) or (lean and not kind.rms):
         return type(module).forward(module, x)
     if not kind.rms:
@@ -74,7 +74,7 @@ def attention(
         q, k = module.q_norm(q), module.k_norm(k)
     cos, sin = position_embeddings
     lean = _lean(hidden_states)
-    if lean and type(attention_mask) is LayerMask and cos.dtype == q.dtype:
+    if lean and not _decoding(hidden_states) and type(attention_mask) is LayerMask and cos.dtype == q.dtype:
         q, k = turned(q, k, *shared_angles(attention_mask, position_embeddings, module.head_dim))
     elif _own(q):
         q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
@@ -92,7 +92,7 @@ def attention(
         out, weights = attention_forward(
             module, q, k, v, attention_mask, dropout=dropout, scaling=module.scaling, **options, **kwargs
         )
-    return module.o_proj(out.reshape(*tokens, -1)), weights
+    return _projections(out.reshape(*tokens, -1), module.o_proj)[0], weights
 
 
 def unrotated_attention(
@@ -152,12 +152,15 @@ def _step(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, s
 
 
 def gated_mlp(module: Any, gate: str, x: Tensor) -> Tensor:
-    if _own(x) or _lean(x):
+    if _own(x):
         return type(module).forward(module, x)
     weights = [module.gate_proj, module.up_proj]
     if _fused(x, weights):
         biases = None if weights[0].bias is None else [layer.bias for layer in weights]
-        return module.down_proj(linear(x, [layer.weight for layer in weights], biases, activation=gate))
+        hidden = linear(x, [layer.weight for layer in weights], biases, activation=gate)
+        return _projections(hidden, module.down_proj)[0]  # type: ignore[arg-type]
+    if _lean(x):
+        return type(module).forward(module, x)
     left, right = module.gate_proj(x), module.up_proj(x)
     return module.down_proj(_GATES[gate](left, right))
 
@@ -165,7 +168,7 @@ def gated_mlp(module: Any, gate: str, x: Tensor) -> Tensor:
 def activation(module: Any, name: str, x: Tensor) -> Tensor:
     if _own(x):
         return type(module).forward(module, x)
-    return _ALONE[name](x, backend="torch" if _lean(x) else None)
+    return _ALONE[name](x, backend="torch" if _lean(x) and not _decoding(x) else None)
 
 
 def expert_gate(module: Any, gate: str, gate_up: Tensor) -> Tensor:
@@ -256,8 +259,8 @@ def _own(x: Tensor) -> bool:
 def _lean(x: Tensor) -> bool:
     """Whether x [batch, tokens, ...] is an eager decoding step or short prompt on a GPU, which is bound by the host.
 
-    One short call of torch's then costs less than a launch through Python, whatever the kernel would save on the GPU.
-    In a graph, by torch.compile, launches cost nothing and the kernels win.
+    The first calls of a shape cost more than torch's, whatever the kernel saves on the GPU, and prompts have many
+    shapes. In a graph, by torch.compile, launches cost nothing and the kernels win.
     """
     return (
         x.is_cuda
@@ -270,11 +273,17 @@ def _lean(x: Tensor) -> bool:
     )
 
 
+def _decoding(x: Tensor) -> bool:
+    """Whether x [batch, tokens, ...] is a step of a token for each sequence: its shapes come again at every step, and
+    calls of known shapes cost the host less than torch's own (core/replay.py)."""
+    return x.shape[1] == 1 and x.shape[0] <= FEW
+
+
 def _fused(x: Tensor, layers: list[Any]) -> bool:
-    """Whether one launch serves several linear layers: in a compiled decoding step on a GPU, if they are just that."""
-    if not torch.compiler.is_compiling() or not x.is_cuda or torch.is_grad_enabled():
+    """Whether one launch serves several linear layers: in a decoding step on a GPU, if they are just that."""
+    if not x.is_cuda or torch.is_grad_enabled() or x.dtype == torch.float32 or torch.is_autocast_enabled("cuda"):
         return False
-    if x.dtype == torch.float32 or x.shape[:-1].numel() > FEW or torch.is_autocast_enabled("cuda"):
+    if not (x.shape[:-1].numel() <= FEW if torch.compiler.is_compiling() else x.ndim > 2 and _decoding(x)):
         return False
     return all([_plain(layer) and layer.weight.dtype == x.dtype for layer in layers]) and (  # noqa: C419  dynamo
         len({layer.bias is None for layer in layers}) == 1
@@ -283,6 +292,8 @@ def _fused(x: Tensor, layers: list[Any]) -> bool:
 
 def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
     if _fused(x, list(layers)):
+        if len(layers) == 1:
+            return [linear(x, layers[0].weight, layers[0].bias)]  # type: ignore[list-item]
         biases = None if layers[0].bias is None else [layer.bias for layer in layers]
         return list(linear(x, [layer.weight for layer in layers], biases))
     return [layer(x) for layer in layers]

@@ -1,9 +1,10 @@
-"""A whole decoder layer in few of torch's operators, for passes whose time goes to the host.
+"""A whole decoder layer in few calls, for passes whose time goes to the host.
 
 In eager mode a decoding step, or a short prompt, waits for Python and not for the GPU: a layer costs its calls. So the
-layer's forward is one function of some fifteen operators: all heads of a step are rotated by one matrix, both residuals
-go along in the products before them, and no module in between is called. A launch of a Triton kernel takes the host as
-long as several of torch's operators, so there is none.
+layer's forward is one function, and no module in between is called. A step of a token for each sequence is five
+launches beside the cache and attention: norm with q, k and v; the rotary embedding; the output with its residual; norm
+with gate and up; down with its residual. Their shapes come again at every step, so each costs the host less than one of
+torch's operators (core/replay.py). Prompts have many shapes, and are some fifteen of torch's operators.
 
 It serves what it can serve exactly, and looks at every pass whether it can: layers as `patch` left them, with plain
 weights and no hooks, without gradients, and tokens that see all before them. Everything else takes the layer's own
@@ -22,6 +23,9 @@ from torch.nn.modules import module as modules
 
 from flashkernel.hf import forwards
 from flashkernel.hf.attention import LayerMask, attention_forward, is_causal
+from flashkernel.ops.gemm import linear
+from flashkernel.ops.norm import rms_norm
+from flashkernel.ops.rope import rope
 
 _PLAIN = (nn.Parameter, Tensor)
 _KNOWN = frozenset(("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"))
@@ -135,6 +139,8 @@ def _norm(layer: Any, dtype: torch.dtype) -> RmsNorm | None:
 
 
 def _run(parts: Parts, hidden_states: Tensor, mask: LayerMask, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    if forwards._decoding(hidden_states):
+        return _step(parts, hidden_states, mask, angles, cache)
     batch, tokens, width = hidden_states.shape
     o_proj, gate_proj, up_proj, down_proj = parts.linears[3:]
     x = hidden_states.reshape(-1, width)  # [batch * tokens, hidden]
@@ -148,35 +154,50 @@ def _run(parts: Parts, hidden_states: Tensor, mask: LayerMask, angles: tuple[Ten
     return _plus(x, h, down_proj, Tensor.addmm_).view(batch, tokens, width)
 
 
+def _step(parts: Parts, hidden_states: Tensor, mask: LayerMask, angles: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    """A token for each sequence: hidden_states is [batch, 1, hidden]."""
+    batch, _, width = hidden_states.shape
+    dim = parts.attention.head_dim
+    x: Any = hidden_states.reshape(batch, width)
+    q, k, v = (y.view(batch, 1, -1, dim) for y in _products(x, parts.linears[:3], parts.norms[0]))
+    if len(parts.norms) > 2:
+        q, k = (rms_norm(y, norm.weight, eps=norm.eps) for y, norm in zip((q, k), parts.norms[2:]))  # type: ignore[misc]
+    q, k = rope(q, k, *angles, rotary_dim=dim)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, heads, 1, head_dim]
+    if cache is not None:
+        k, v = cache.update(k, v, parts.attention.layer_idx)
+    o_proj, gate_proj, up_proj, down_proj = parts.linears[3:]
+    x = linear(_attend(parts.attention, q, k, v, mask), *o_proj, residual=x)
+    h = _products(x, (gate_proj, up_proj), parts.norms[1], parts.gate)
+    x = linear(h, *down_proj, residual=x)
+    return x.view(batch, 1, width)
+
+
+def _products(x: Tensor, layers: tuple[Linear, ...], norm: RmsNorm, gate: str | None = None) -> Any:
+    """The layers' outputs of the norm of x, [batch, outputs] each, or those of gate and up as one: one launch, if all
+    have a bias or none has."""
+    biases: Any = [layer.bias for layer in layers]
+    if None not in biases or biases.count(None) == len(biases):
+        given = None if None in biases else biases
+        weights = [layer.weight for layer in layers]
+        return linear(x, weights, given, norm_weight=norm.weight, norm_eps=norm.eps, activation=gate)
+    h = _normed(x, norm)
+    products = [F.linear(h, *layer) for layer in layers]
+    return products if gate is None else _GATES[gate](products[0]).mul_(products[1])
+
+
 def _heads(
     h: Tensor, parts: Parts, mask: LayerMask, angles: tuple[Tensor, Tensor], sizes: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, rotated, and v, each [batch, heads, tokens, head_dim]."""
     q_proj, k_proj, v_proj = parts.linears[:3]
     (batch, tokens), dim, norms = sizes, parts.attention.head_dim, parts.norms
-    shape = (batch, -1, dim) if tokens == 1 else (batch, tokens, -1, dim)
+    shape = (batch, tokens, -1, dim)
     q, k, v = F.linear(h, *q_proj).view(shape), F.linear(h, *k_proj).view(shape), F.linear(h, *v_proj).view(shape)
     if len(norms) > 2:
         q, k = _normed(q, norms[2]), _normed(k, norms[3])
-    if tokens == 1:
-        rotation = _rotation(mask, angles, batch, dim)
-        return torch.bmm(q, rotation).unsqueeze(2), torch.bmm(k, rotation).unsqueeze(2), v.unsqueeze(2)
     q, k = forwards.turned(q, k, *forwards.shared_angles(mask, angles, dim))
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
-def _rotation(mask: LayerMask, angles: tuple[Tensor, Tensor], batch: int, dim: int) -> Tensor:
-    """The rotary embedding of each sequence's one token as a matrix [batch, dim, dim], made once for all layers.
-
-    One product then rotates all heads. Its sums have two terms that are not zero: it rounds once.
-    """
-    kept = mask.shared.get("rotation")
-    if kept is None or kept[0] is not angles[0]:
-        cos, signed_sin = (x.squeeze(2) for x in forwards.shared_angles(mask, angles, dim))  # [batch or 1, 1, dim]
-        same = torch.eye(dim, dtype=cos.dtype, device=cos.device)
-        whole = same * cos + same.roll(dim // 2, 0) * signed_sin
-        kept = mask.shared["rotation"] = (angles[0], whole if whole.shape[0] == batch else whole.repeat(batch, 1, 1))
-    return kept[1]
 
 
 def _normed(x: Tensor, norm: RmsNorm) -> Tensor:
