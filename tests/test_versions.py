@@ -11,13 +11,14 @@ import pytest
 from flashkernel.core import device as devices
 from flashkernel.core import versions
 from flashkernel.ops.attention.configs import BACKWARD_KEYS, Tiles
+from flashkernel.ops.attention.fp8.configs import HOPPER
 from flashkernel.ops.attention.hopper.configs import BACKWARD
 
 ROOT = Path(__file__).parent.parent
 H200 = devices.KNOWN["h200"]
 SHAPE = {
     "queries": 4096, "keys": 4096, "span": 4096, "head_dim": 128, "value_dim": 128, "bytes": 2, "group": 1, "trust": 1,
-    "masked": 1,
+    "masked": 1, "out_bytes": 2, "blocked": 0,
 }  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def _anew() -> Iterator[None]:
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None) -> None:
-    for name in ("core.versions", "ops.attention.configs", "ops.attention.hopper.configs"):
+    for name in ("core.versions", *(f"ops.attention.{room}configs" for room in ("", "hopper.", "fp8."))):
         monkeypatch.setattr(f"flashkernel.{name}.triton_version", lambda: version)
 
 
@@ -68,7 +69,9 @@ def test_tiles_that_would_spill_are_left_out(monkeypatch: pytest.MonkeyPatch) ->
     for version in ((3, 6), (3, 9)):
         _installed(monkeypatch, version)
         choices = (BACKWARD.heuristic(H200, narrow), BACKWARD.heuristic(H200, short))
-        found[version] = (BACKWARD_KEYS.heuristic(H200, SHAPE), choices[0].dq, choices[1].held)
+        found[version] = (
+            BACKWARD_KEYS.heuristic(H200, SHAPE), choices[0].dq, choices[1].held, HOPPER.heuristic(H200, narrow).groups,
+        )  # fmt: skip
         assert all(BACKWARD.valid(choice, H200, shape) is None for choice, shape in zip(choices, (narrow, short)))
-    assert found[(3, 6)] == (Tiles(64, 64, 4, 2), "sent", 2)
-    assert found[(3, 9)] == (Tiles(32, 64, 4, 2), "apart", 1)
+    assert found[(3, 6)] == (Tiles(64, 64, 4, 2), "sent", 2, 3)
+    assert found[(3, 9)] == (Tiles(32, 64, 4, 2), "apart", 1, 2)
