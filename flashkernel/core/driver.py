@@ -159,6 +159,21 @@ def library() -> Any:
 
 
 @cache
+def unavailable() -> str | None:
+    """Why launches cannot be repeated by the driver here; None where they can."""
+    try:
+        launch(), replace_address(), library().cuTensorMapEncodeTiled
+        from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # noqa: F401
+    except OSError as error:
+        return f"the CUDA driver cannot be loaded ({error})"
+    except AttributeError as error:
+        return f"the CUDA driver is too old ({error})"
+    except ImportError as error:
+        return f"this torch has no short way to allocate ({error})"
+    return None
+
+
+@cache
 def launch() -> Any:
     """cuLaunchKernelEx."""
     return library().cuLaunchKernelEx

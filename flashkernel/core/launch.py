@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from flashkernel.core import env, state
+from flashkernel.core import env, state, versions
 from flashkernel.core.device import Device
+from flashkernel.core.device import facts as device_facts
 from flashkernel.core.driver import Launched, TensorMap
 
 MOST_CHAINED = 8 << 20  # bytes that a row-by-row kernel moves at most to be launched early
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_options")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
 _listener: ContextVar[Any] = ContextVar("flashkernel_listener", default=None)
 
@@ -81,6 +82,8 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
     """The compiled kernel, which was launched."""
     first = args[0]
     device = first.device if isinstance(first, torch.Tensor) else first.base.device  # or a tensor descriptor
+    if not env.interpreting():
+        constants = versions.compile_options(device_facts(device).arch) | constants
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return kernel[grid](*args, **constants)
@@ -252,7 +255,9 @@ def compile_for(recorded: Launch, arch: int) -> Machine:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    options = {name: value for name, value in recorded.constants.items() if name in _OPTIONS}
+    options = versions.compile_options(arch) | {
+        name: value for name, value in recorded.constants.items() if name in _OPTIONS
+    }
     constants = {name: value for name, value in recorded.constants.items() if name not in _OPTIONS}
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

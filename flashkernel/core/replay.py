@@ -18,17 +18,18 @@ FLASHKERNEL_REPLAY=0 switches recording off.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashkernel.core import env, state, tune
+from flashkernel.core import driver, env, state, tune
 from flashkernel.core import recording as rec
 
 RECORD_AFTER = 64  # calls: decoding changes the shapes of every step, and no step has that many layers
@@ -161,7 +162,19 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
 
 
 def _may_record() -> bool:
-    return env.replaying() and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    if not env.replaying() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    if env.interpreting():
+        return True
+    reason = driver.unavailable()
+    if reason is not None:
+        _warn(reason)
+    return reason is None
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(f"flashkernel: calls are not recorded, so each costs the host more: {reason}", stacklevel=2)
 
 
 def replayed(function: _Function) -> _Function:
@@ -254,13 +267,13 @@ def _applied(
     return _Applied(op, template, tuple([made[id(one)] for one in whole]))
 
 
-def status() -> str:
-    """Whether calls are recorded here, in words."""
+def off() -> str | None:
+    """Why no calls are recorded here; None where they are."""
     if not env.replaying():
-        return "off: FLASHKERNEL_REPLAY=0"
-    if not torch.cuda.is_available():
-        return "off: it needs a CUDA GPU" if not env.interpreting() else "on, under Triton's interpreter"
-    return f"on: calls are recorded after {RECORD_AFTER} of the same shapes"
+        return "FLASHKERNEL_REPLAY is 0"
+    if env.interpreting():
+        return None
+    return driver.unavailable() if torch.cuda.is_available() else "there is no GPU to launch on"
 
 
 def report() -> list[tuple[str, int, dict[str, int]]]:

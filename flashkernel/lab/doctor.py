@@ -106,8 +106,11 @@ def _gpus(torch: Any) -> Iterator[Finding]:
 
 
 def _set_up() -> Iterator[Finding]:
-    from flashkernel.core import cuda, env
+    from flashkernel.core import cuda, env, replay
 
+    reason = replay.off()
+    detail = f"off: {reason}" if reason else f"on: calls of the same shapes are repeated after {replay.RECORD_AFTER}"
+    yield Finding("set-up", "replay", "missing" if reason else "ok", detail)
     reason = cuda.can_compile()
     advice = "" if reason is None else "pip install 'flashkernel[cuda]'"
     yield Finding("set-up", "NVRTC", "ok" if reason is None else "missing", reason or "compiles CUDA C++", advice)
