@@ -155,6 +155,16 @@ class Epilogue:
     def gated(self) -> bool:
         return any(isinstance(piece, Gate) for piece in self.pieces)
 
+    @property
+    def linear(self) -> bool:
+        """Whether the result is a factor times the product, plus what does not depend on it."""
+        return not any(isinstance(piece, (Activation, Gate)) for piece in self.pieces)
+
+    @property
+    def factor(self) -> float:
+        """What a linear chain multiplies its product by."""
+        return math.prod(piece.factor for piece in self.pieces if isinstance(piece, Scale))
+
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Epilogue:

@@ -110,31 +110,36 @@ def _backward(
     normal, spread = (flat, flat) if norm_weight is None else _normalised(flat, norm_weight, eps, offset)
     chain_of = Epilogue.parse(chain)
     gradients, at_bias, at_residual = _through_chain(chain_of, normal, weights, vectors, packed, _rows(dy))
-    results = [x.new_empty(0) for _ in wanted]
+    results: list[Tensor | None] = [None] * len(wanted)
     lowered = [gradient.to(x.dtype) for gradient in gradients]
     if wanted[0] or wanted[8]:
         dx = lowered[0] @ weights[0]
         for gradient, matrix in zip(lowered[1:], weights[1:]):
-            dx += gradient @ matrix
+            dx = torch.addmm(dx, gradient, matrix)
         if norm_weight is not None:
             dx, dnorm = _pull_back_norm(dx, flat, norm_weight, spread, offset)
-            results[8] = dnorm if wanted[8] else results[8]
-        results[0] = dx.to(x.dtype).view(*x.shape[:-1], width) if wanted[0] else results[0]
+            results[8] = dnorm if wanted[8] else None
+        results[0] = dx.to(x.dtype).view(*x.shape[:-1], width) if wanted[0] else None
     for index, (matrix, gradient) in enumerate(zip(weights, lowered)):
         if wanted[1 + index]:
             results[1 + index] = (gradient.t() @ normal).to(matrix.dtype)
     for index, (vector, gradient) in enumerate(zip(vectors, at_bias)):
         if wanted[4 + index]:
-            results[4 + index] = gradient.sum(0).to(vector.dtype)
+            results[4 + index] = gradient.sum(0, dtype=torch.float32).to(vector.dtype)
     if wanted[7]:
         results[7] = at_residual.to(residual_dtype, copy=True).view(dy.shape)
-    return tuple(results)  # type: ignore[return-value]
+    return tuple([x.new_empty(0) if result is None else result for result in results])  # type: ignore[return-value]
 
 
 def _through_chain(
     chain: Epilogue, normal: Tensor, weights: list[Tensor], biases: list[Tensor], packed: str, dy: Tensor
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Gradients of the products of each weight, of the values at their biases, and of the residual, in float32."""
+    """Gradients of the products of each weight, of the values at their biases, and of the residual; in float32 where
+    there is an activation."""
+    if chain.linear:  # nothing depends on the products
+        scaled = dy if chain.factor == 1.0 else dy.float() * chain.factor
+        parts = list(scaled.split([matrix.shape[0] for matrix in weights], -1)) if len(weights) > 1 else [scaled]
+        return parts, parts, dy
     products = [normal @ matrix.t() for matrix in weights]
     nothing = dy.new_zeros(1, 1)  # stands for a residual, whose value no gradient depends on
     if not chain.gated:
