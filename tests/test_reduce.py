@@ -405,8 +405,13 @@ def test_cuda_spreads_more_rows_than_a_grid_dimension_holds() -> None:
     assert report.ok, report.message
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("width", [1, 7, 2048, 2049, 50257])
+@pytest.mark.parametrize(
+    "width, device",
+    [
+        *((width, "cpu") for width in (1, 7, 2048, 2049, 9001)),
+        *(pytest.param(width, "cuda", marks=pytest.mark.gpu) for width in (1, 7, 2048, 2049, 50257)),
+    ],
+)
 def test_argmax_is_the_first_largest(width: int, device: str) -> None:
     from flashkernel.ops.reduce.triton import argmax as by_parts
 
