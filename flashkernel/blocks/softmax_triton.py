@@ -9,7 +9,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
+    # By the sigmoid a small value would lose its digits to the 1; there, the first terms of the series.
+    y = x * x
+    series = x * (1 + y * (-0.3333333333 + y * (0.1333333333 + y * (-0.0539682540 + y * 0.0218694885))))
+    return tl.where(y < 0.0625, series, 2 * tl.sigmoid(2 * x) - 1)
 
 
 @triton.jit

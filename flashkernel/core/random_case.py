@@ -19,7 +19,7 @@ from flashkernel.core.op import FLOATS, RANDOM_LAYOUTS, Case, Op
 
 SIZES = ("small", "large")  # for Triton's interpreter, and for a GPU
 EDGES = tuple(edge + by for edge in (16, 32, 64, 128, 256, 512, 1024) for by in (-1, 0, 1))
-GROUP = 4  # seeds of the large class that share what kernels are compiled for: a compilation takes seconds
+GROUP = 8  # seeds of the large class that share what kernels are compiled for: a compilation takes seconds
 _LARGER = 12  # by how much the large class exceeds the declared ranges
 
 Choice = TypeVar("Choice")

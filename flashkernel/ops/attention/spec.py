@@ -26,6 +26,8 @@ def _kernels(call: Call) -> str | None:
     widest = max(call.facts["head_dim"], call.facts["value_dim"])
     if widest > 512:
         return f"heads must be at most 512 wide, not {widest}"
+    if widest > 128 and call.dtype == torch.float32 and call.device.kind == "cuda":
+        return f"in float32 heads of {widest} leave no registers: kernels would take minutes to compile, and spill"
     reason = too_wide(call.device, call.facts["head_dim"], call.facts["value_dim"], call.dtype.itemsize)
     if reason is not None:
         return f"heads of {widest} are too wide in {str(call.dtype).removeprefix('torch.')}: {reason}"

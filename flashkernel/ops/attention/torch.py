@@ -277,7 +277,8 @@ class Extras:
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq]), one tile of scores at a time."""
     wide = _wide(q.dtype)
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    # Distances would multiply the error that a rounded output brings into delta.
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype if extras.slopes is None else wide)
     lse = torch.full((problem.batch, problem.heads, problem.queries), -math.inf, dtype=wide, device=q.device)
     for first, tiles in zip(range(0, problem.queries, TILE), problem.walk(q.device)):
         last = min(first + TILE, problem.queries)
@@ -399,7 +400,7 @@ class Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks, alibi_slopes)
         ctx.problem = problem
-        return out, lse
+        return out.to(q.dtype), lse
 
     @staticmethod
     @once_differentiable

@@ -31,8 +31,8 @@ def random_decode(rng: Rng, case: Case) -> Case:
 def random_prefill(rng: Rng, case: Case) -> Case:
     """New queries of several sequences, packed; some sequences have none, and some queries belong to none."""
     axes = _axes(rng)
-    _cache(rng, axes, rng.one((16, 16, 64)) if rng.large else 16)
-    most = 150 if rng.large else 20
+    _cache(rng, axes, rng.one((16, 16, 64)) if rng.large else 16, most=400)
+    most = 70 if rng.large else 20  # the reference gathers all keys for each query
     starts = [0]
     for _ in range(axes["batch"]):
         starts.append(starts[-1] + (0 if rng.call.random() < 0.1 else rng.size(1, most)))
@@ -49,9 +49,9 @@ def _axes(rng: Rng) -> dict[str, Any]:
     return {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
 
-def _cache(rng: Rng, axes: dict[str, Any], page: int) -> int:
+def _cache(rng: Rng, axes: dict[str, Any], page: int, most: int = 1100) -> int:
     """Adds the axes of a cache and the lengths in it; returns its capacity."""
-    capacity = rng.size(1, 1100 if rng.large else 70)
+    capacity = rng.size(1, most if rng.large else 70)
     if page:
         pages = -(-capacity // page)
         axes |= {"most_pages": pages, "cache": (axes["batch"] * pages + 3, page)}

@@ -101,7 +101,8 @@ def attention_backward_queries(
     if PLAIN:
         factor *= scale
     query_sum = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    slope_sum = tl.zeros([ROWS], tl.float32)
+    slope_sum = tl.zeros([ROWS], tl.float32)  # of ds * distance
+    gradient_sum, weight_sum, lever_sum = slope_sum, slope_sum, slope_sum  # of p (dp - delta), p, p * distance
     place = (b * runs_batch + h * runs_head + tile).to(tl.int64)
     for run in range(tl.load(counts + place)):
         begin = tl.load(runs + (place * most_runs + run) * 3)
@@ -138,13 +139,27 @@ def attention_backward_queries(
                     target = dbias + place_q + k_index.to(tl.int64) * dbias_k
                     tl.atomic_add(target, outer, mask=(q_index < queries) & (k_index < keys), sem="relaxed")
                 if HAS_SLOPES:
-                    slope_sum -= tl.sum(outer * tl.abs(q_index + (keys - queries) - k_index), 1)
+                    distance = tl.abs(q_index + (keys - queries) - k_index)
+                    slope_sum += tl.sum(outer * distance, 1)
+                    gradient_sum += tl.sum(weight * ((slope_value - shift) if DROP else slope_value), 1)
+                    weight_sum += tl.sum(weight, 1)
+                    lever = weight
+                    if SLOPE is not None:
+                        derivative = SLOPE(before, b, h, q_index, k_index, queries, keys, tables)
+                        lever = tl.where(weight == 0.0, 0.0, weight * derivative)
+                    lever_sum += tl.sum(lever * distance, 1)
                 query_sum = tl.dot(inner.to(key.dtype), key, query_sum, input_precision=PRECISION)
     width = tl.arange(0, BLOCK_D)[None, :]
     target = dq + ((b * queries + row[:, None]) * heads + h) * WIDTH + width
     tl.store(target, query_sum * scale, mask=(row < queries)[:, None] & (width < WIDTH))
     if HAS_SLOPES:
-        tl.store(dslopes + (b * heads + h) * tiles + tile, tl.sum(slope_sum, 0))
+        # delta comes from an output that was rounded, and long distances would multiply its error. The sum of p dp is
+        # delta without that: what it differs by is taken back.
+        row_shift = tl.sum(shift, 1)
+        error = row_shift - (gradient_sum + row_shift * weight_sum)
+        if HAS_DLSE:
+            error += tl.load(dlse + stat + row, mask=row < queries, other=0.0)
+        tl.store(dslopes + (b * heads + h) * tiles + tile, -tl.sum(slope_sum + error * lever_sum, 0))
 
 
 @triton.jit
