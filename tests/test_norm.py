@@ -73,3 +73,16 @@ def test_an_outlier_does_not_spoil_the_variance() -> None:
     x[0, 0] = 1000.0
     expected = fk.layer_norm(x.double(), backend="reference")
     torch.testing.assert_close(fk.layer_norm(x, backend="triton").double(), expected, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 9)])
+def test_wide_rows_for_every_version_of_triton(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 3.9 on the backward kernel computes what it normalised twice, for want of registers."""
+    monkeypatch.setattr("flashkernel.ops.norm.triton.triton_version", lambda: version)
+    x, weight, dy = torch.randn(3, 8200), torch.randn(8200), torch.randn(3, 8200)
+    found = []
+    for backend in ("triton", "reference"):
+        leaves = [one.clone().requires_grad_() for one in (x, weight)]
+        fk.layer_norm(*leaves, backend=backend).backward(dy)
+        found.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*found)

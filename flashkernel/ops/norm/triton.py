@@ -14,6 +14,7 @@ from flashkernel.blocks.chain_triton import join_chain
 from flashkernel.blocks.widen_triton import widen_again
 from flashkernel.core import device, tune
 from flashkernel.core.launch import chained, launch
+from flashkernel.core.versions import triton_version
 from flashkernel.ops.norm.configs import (
     BACKWARD,
     COLUMN_SUM,
@@ -114,6 +115,7 @@ def norm_backward(
     dy_stride, dtotal_stride, total_stride, rows, width, offset,
     RMS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, RELOAD: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
@@ -128,13 +130,15 @@ def norm_backward(
     for first in tl.range(program * ROWS, rows, step, num_stages=STAGES):
         row = (first + lane).to(tl.int64)
         inside = (row < rows)[:, None] & in_width[None, :]
-        value = tl.load(total + row[:, None] * total_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(total + row[:, None] * total_stride + column[None, :], mask=inside, other=0.0)
+        value = given.to(tl.float32)
         gradient = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]  # [ROWS, 1]
         if RMS:
             normal = value * inverse
         else:
-            normal = (value - tl.load(mean + row, mask=row < rows, other=0.0)[:, None]) * inverse
+            average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]  # [ROWS, 1]
+            normal = (value - average) * inverse
         if HAS_WEIGHT:
             weight_sum += gradient * normal
         if HAS_BIAS:
@@ -147,6 +151,8 @@ def norm_backward(
             result = gradient - normal * (tl.sum(normal * gradient, 1) / width)[:, None]
         else:
             along, across = tl.reduce((normal * gradient, gradient), 1, _add_pairs)  # one exchange between warps
+            if RECOMPUTE:
+                normal = (widen_again(given) - average) * inverse
             result = gradient - normal * (along / width)[:, None] - (across / width)[:, None]
         result *= inverse
         if HAS_DTOTAL:
@@ -221,6 +227,7 @@ def backward(
     rows, width = dy.shape
     facts = device.facts(dy.device)
     reload = width > WIDEST_HELD
+    recompute = reload and not rms and (triton_version() or (0, 0)) >= (3, 9)  # whose code has no registers to spare
     streams = 2 + (dtotal is not None) + reload  # what each row loads
     shape = {"rows": rows, "width": width, "bytes": dy.element_size(), "streams": streams}
     config = tune.pick(BACKWARD, facts, shape)
@@ -235,7 +242,7 @@ def backward(
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), total.stride(0), rows, width, offset,
         RMS=rms, HAS_DTOTAL=dtotal is not None, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
         ROWS=config.rows, BLOCK=tune.power_of_2(width), STAGES=config.stages,
-        EVEN=width == tune.power_of_2(width), RELOAD=reload, num_warps=config.warps,
+        EVEN=width == tune.power_of_2(width), RELOAD=reload, RECOMPUTE=recompute, num_warps=config.warps,
     )  # fmt: skip
     return dx, _summed(dweight, None if weight is None else weight.dtype), _summed(dbias, bias_dtype)
 
