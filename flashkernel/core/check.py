@@ -204,9 +204,7 @@ def verify(
     ]  # fmt: skip
     if draws > 1 and any(not report.ok and math.isfinite(report.error) for report in reports):
         limits = _largest_limits(op, case, dtype, implementation, device, wanted, mine, range(seed + 1, seed + draws))
-        if (
-            implementation == "torch"
-        ):  # its operators are what all others are measured by; on a CPU they approximate exp
+        if implementation == "torch":  # others are measured by its operators, which approximate exp on a CPU
             limits = {name: 2 * limit for name, limit in limits.items()}
         reports = [
             replace(report, ok=True, limit=limits[report.name], message="")

@@ -68,6 +68,17 @@ class TensorMap:
         )  # fmt: skip
         return space.raw[start : start + _MAP_BYTES]
 
+    def address_place(self) -> int | None:
+        """Where in the 128 bytes the address lies by itself, such that it can be overwritten there; None where it
+        is not found."""
+        one, other = 0x7F0123456780, 0x7A9876543210
+        first, second = self.encode(one), self.encode(other)
+        for place in range(0, _MAP_BYTES, 8):
+            found = [struct.unpack_from("Q", encoded, place)[0] for encoded in (first, second)]
+            if found == [one, other] and first[:place] + first[place + 8 :] == second[:place] + second[place + 8 :]:
+                return place
+        return None
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -102,7 +113,8 @@ class Launched:
 
 class PreparedLaunch:
     """A launch on one stream, packed. `pack(buffer, 0, *addresses)` writes the addresses of its `moving` parameters in
-    order, `replace_address` those of its tensor maps; `launch(config, function, params, None)` launches."""
+    order. Those of its tensor maps are written to `words[map_words[place]]`, or by `replace_address(maps[place],
+    address)` for maps that do not hold them by themselves. `launch(config, function, params, None)` launches."""
 
     def __init__(self, launched: Launched, stream: int, moving: Sequence[int], addresses: dict[int, int]) -> None:
         """`moving` are the places of pointers that change; `addresses` has those of all other pointers and maps."""
@@ -110,10 +122,12 @@ class PreparedLaunch:
         total = 8 * len(moving) + sum(_MAP_BYTES for _ in launched.params) + _MAP_ALIGNMENT
         self._space = ctypes.create_string_buffer(total)
         start = -ctypes.addressof(self._space) % _MAP_ALIGNMENT
-        self.buffer = (ctypes.c_char * (total - start)).from_buffer(self._space, start)
+        self.buffer = (ctypes.c_char * ((total - start) // 8 * 8)).from_buffer(self._space, start)
         base = ctypes.addressof(self.buffer)
         self.pack = struct.Struct(f"{len(moving)}Q").pack_into
+        self.words = memoryview(self.buffer).cast("B").cast("Q")
         self.maps: dict[int, ctypes.c_void_p] = {}
+        self.map_words: dict[int, int] = {}
         places = []
         end = 8 * len(moving)
         for place, (kind, value) in enumerate(launched.params):
@@ -126,6 +140,9 @@ class PreparedLaunch:
             if kind == "M":
                 self.buffer[end : end + size] = value.encode(addresses[place])
                 self.maps[place] = ctypes.c_void_p(base + end)
+                inside = value.address_place()
+                if inside is not None:
+                    self.map_words[place] = (end + inside) // 8
             else:
                 struct.pack_into("Q" if kind == "P" else kind, self.buffer, end, addresses.get(place, value))
             end += size

@@ -261,16 +261,21 @@ class _Launch:
         out.names.update({
             f"{named}_pack": prepared.pack, f"{named}_buffer": prepared.buffer, f"{named}_config": prepared.config,
             f"{named}_function": prepared.function, f"{named}_params": prepared.params,
+            f"{named}_words": prepared.words,
         })  # fmt: skip
         addresses = {place: _address(*source) for place, source in sources.items()}
         maps = [place for place in prepared.maps if place in addresses]
-        for place in maps:
+        opaque = [place for place in maps if place not in prepared.map_words]
+        for place in opaque:
             out.line(f"a{place} = void({addresses[place]})")
         listed = ", ".join(addresses[place] for place in moving)
         out.line("with lock:")
         if moving:
             out.line(f"    {named}_pack({named}_buffer, 0, {listed})")
         for place in maps:
+            if place in prepared.map_words:
+                out.line(f"    {named}_words[{prepared.map_words[place]}] = {addresses[place]}")
+        for place in opaque:
             out.line(f"    replace_address({out.name(prepared.maps[place], 'map')}, a{place})")
         out.line(f"    status = launch({named}_config, {named}_function, {named}_params, None)")
         out.line(f"    if status: {named}.failed(status)")

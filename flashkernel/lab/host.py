@@ -2,8 +2,10 @@
 
 Kernels are launched without waiting, so a training or decoding loop of small kernels goes as fast as the host issues
 them. Shapes are small here, such that the GPU is never behind; calls are repeated, as layers and steps repeat them.
-The limit is 1.3 times torch's own time, or 25 us where torch has no such call; attention's limits are 60 us forward
-and 100 us backward.
+The limit is 1.3 times torch's own time, or 25 us where torch has no such call, backward beside what autograd's engine
+takes for a function that does nothing; attention's limits are 60 us forward and 100 us backward.
+
+"fwd" is a call without gradients, "fwd-grad" one whose inputs want them, "bwd" the gradients by torch.autograd.grad.
 """
 
 from __future__ import annotations
@@ -197,11 +199,30 @@ def measure(cases: Sequence[Case], device: torch.device, dtype: torch.dtype = to
     generator = torch.Generator(device).manual_seed(1)
     _RESIDUAL[:] = [torch.randn(_X, generator=generator, device=device).to(dtype)]
     _SINKS[:] = [torch.randn(64, generator=generator, device=device)]
+    engine_us = _engine_us(device)
     for case in cases:
-        yield _measure(case, device, dtype)
+        yield _measure(case, device, dtype, engine_us)
 
 
-def _measure(case: Case, device: torch.device, dtype: torch.dtype) -> list[Record]:
+class _Nothing(torch.autograd.Function):
+    """The identity, whose gradient is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _engine_us(device: torch.device) -> float:
+    """What torch.autograd.grad takes for a function that does nothing."""
+    step = _step(_Nothing.apply, (torch.zeros(8, device=device),), "bwd")
+    return float(np.median([_seconds(step, device) for _ in range(ROUNDS)])) * 1e6
+
+
+def _measure(case: Case, device: torch.device, dtype: torch.dtype, engine_us: float) -> list[Record]:
     call = case.make(device, dtype)
     wrong = _check(registry()[case.op], call)
     records: list[Record] = []
@@ -223,16 +244,18 @@ def _measure(case: Case, device: torch.device, dtype: torch.dtype) -> list[Recor
             record = Record(
                 OP, case.name, {}, kind, direction, name, "backend" if ours else "baseline",
                 not wrong, statistics(seconds), mode="host", note=wrong, host_us=float(np.median(seconds)) * 1e6,
-                limit_us=_limit(case, direction, own) if ours else None,
+                limit_us=_limit(case, direction, own, engine_us) if ours else None,
             )  # fmt: skip
             records.append(record)
     return records
 
 
-def _limit(case: Case, direction: str, own_us: float | None) -> float:
+def _limit(case: Case, direction: str, own_us: float | None, engine_us: float) -> float:
     if case.op == "attention":
         return ATTENTION_US["bwd" if direction == "bwd" else "fwd"]
-    return ALONE_US if own_us is None else SHARE * own_us
+    if own_us is not None:
+        return SHARE * own_us
+    return ALONE_US + (engine_us if direction == "bwd" else 0.0)
 
 
 def _step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) -> Callable[[], Any]:

@@ -103,13 +103,14 @@ def backward(
     padded = query_tiles * config.rows
     stats = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     buffer = torch.empty((batch, heads, padded, block(width)), dtype=torch.float32, device=q.device)
-    dsinks = _prepare(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold_norm else _LOG2E)
+    partial = _prepare(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold_norm else _LOG2E)
+    dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
     dk, dv = _backward(do, q, k, v, stats, buffer, problem, config)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         attention_finish, (heads * query_tiles * batch,),
-        buffer, dq, problem.scale, heads, queries, query_tiles,
-        WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
+        buffer, dq, partial, dsinks, problem.scale, heads, queries, query_tiles,
+        0 if partial is None else partial.shape[2], HAS_SINKS=sinks is not None, WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
         **chained(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None
@@ -130,7 +131,7 @@ def _prepare(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, stats: Tensor, buffer: Tensor,
     unit: float,
 ) -> Tensor | None:  # fmt: skip
-    """Fill the stats and the buffer; the gradient of the sinks is done with that."""
+    """Fill the stats and the buffer; the gradient of the sinks comes in parts, [batch, heads, blocks]."""
     batch, queries, heads, values = o.shape
     padded, rows = stats.shape[3], 64
     blocks = padded // rows
@@ -141,7 +142,7 @@ def _prepare(
         HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
         WIDTH=buffer.shape[3], CHAINED=chained(device.facts(o.device))["CHAINED"], num_warps=4,
     )  # fmt: skip
-    return None if sinks is None or dsinks is None else dsinks.sum((0, 2)).to(sinks.dtype)
+    return dsinks
 
 
 def _backward(

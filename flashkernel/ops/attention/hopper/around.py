@@ -55,20 +55,30 @@ def attention_prepare(
 
 @triton.jit
 def attention_finish(
-    buffer, dq, scale, heads, queries, query_tiles,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr, CHAINED: tl.constexpr,
+    buffer, dq, partial, dsinks, scale, heads, queries, query_tiles, blocks,
+    HAS_SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """dq from its buffer, whose tiles have an ORDER by the way they were added up (`Backward.dq`): "sent", their own;
     in "halves", each of them that of registers (`add` in backward_parts.py); "apart", that of registers of the tile
     transposed.
 
-    The last batch, to which was added last, comes first: it is still in L2.
+    The last batch, to which was added last, comes first: it is still in L2. The first program of each head adds up the
+    gradient of its sink, which attention_prepare left in parts [batch, heads, blocks].
     """
     if CHAINED:
         join_chain()
     h = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads % query_tiles
     b = ((tl.num_programs(0) - 1 - tl.program_id(0)) // (heads * query_tiles)).to(tl.int64)
+    if HAS_SINKS:
+        if tl.program_id(0) < heads:  # noqa: SIM102  the first is decided by the compiler
+            sums = tl.zeros([128], tl.float32)
+            for other in range(tl.num_programs(0) // (heads * query_tiles)):
+                for first in range(0, blocks, 128):
+                    lane = first + tl.arange(0, 128)
+                    sums += tl.load(partial + (other * heads + h) * blocks + lane, mask=lane < blocks, other=0.0)
+            tl.store(dsinks + h, tl.sum(sums, 0))
     start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
     value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
     value = value.to(dq.dtype.element_ty)
