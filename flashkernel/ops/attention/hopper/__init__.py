@@ -110,7 +110,8 @@ def backward(
     launch(
         attention_finish, (heads * query_tiles * batch,),
         buffer, dq, partial, dsinks, problem.scale, heads, queries, query_tiles,
-        0 if partial is None else partial.shape[2], HAS_SINKS=sinks is not None, WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
+        0 if partial is None else partial.shape[2],
+        HAS_SINKS=sinks is not None, WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
         **chained(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None

@@ -71,8 +71,8 @@ def attention_finish(
     h = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads % query_tiles
     b = ((tl.num_programs(0) - 1 - tl.program_id(0)) // (heads * query_tiles)).to(tl.int64)
-    if HAS_SINKS:
-        if tl.program_id(0) < heads:  # noqa: SIM102  the first is decided by the compiler
+    if HAS_SINKS:  # noqa: SIM102  decided by the compiler, unlike the next
+        if tl.program_id(0) < heads:
             sums = tl.zeros([128], tl.float32)
             for other in range(tl.num_programs(0) // (heads * query_tiles)):
                 for first in range(0, blocks, 128):
