@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile import _compiled, _key
+from compiled import compiled
 from torch import Tensor
 
 import flashkernel as fk
@@ -89,5 +89,5 @@ def test_compiles_and_fits(arch: int, call: Callable[[], Any]) -> None:
         call()
     assert launches
     for launch in launches:
-        needed = _compiled(_key(launch), arch).shared
+        needed = compiled(launch, arch).shared
         assert needed <= gpu.shared_per_block, f"{launch.name} {launch.constants} asks for {needed} bytes"
