@@ -48,6 +48,8 @@ class KernelOp:
         if backward is not None:
             self.registered.register_autograd(backward, setup_context=setup_context)
             self.function = _autograd_function(name, self.forward, setup_context, backward)
+            # Function.apply without its look at functorch, which costs as much as the call: `traced` has looked.
+            self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
     def __call__(self, *args):
         if traced(args[0]):
@@ -55,7 +57,7 @@ class KernelOp:
         if self.function is not None and torch.is_grad_enabled():
             for value in args:
                 if isinstance(value, Tensor) and value.requires_grad:
-                    outputs = self.function.apply(*args, None)
+                    outputs = self.apply(*args, None)
                     applied(self, args, outputs)
                     return outputs
         return self.forward(args, {})
@@ -88,5 +90,11 @@ def _autograd_function(name, forward, setup_context, backward):
         results = backward(ctx, *gradients)
         return *[None if isinstance(value, list) else value for value in results], None
 
-    body = {"forward": staticmethod(run_forward), "backward": staticmethod(once_differentiable(run_backward))}
+    run_once = once_differentiable(run_backward)
+
+    def backward_or_refusal(ctx, *gradients):
+        """A second derivative is refused; where none is asked for, grad mode is off already."""
+        return run_once(ctx, *gradients) if torch.is_grad_enabled() else run_backward(ctx, *gradients)
+
+    body = {"forward": staticmethod(run_forward), "backward": staticmethod(backward_or_refusal)}
     return type(name, (torch.autograd.Function,), body)

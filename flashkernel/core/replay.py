@@ -218,7 +218,9 @@ class _Applied:
     """A call with gradients that ends in one operator: its arguments, and which of its outputs are the result."""
 
     def __init__(self, op: Any, template: list[tuple[bool, Any]], picked: tuple[int, ...] | None) -> None:
-        self.op, self.template, self.picked = op, template, picked
+        self.op, self.template, self.picked, self.apply = op, template, picked, op.apply
+        self.tensors = [place for place, (from_call, value) in enumerate(template)
+                        if from_call or isinstance(value, Tensor)]  # fmt: skip
         self.recording: rec.Recording | None = None
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -227,10 +229,9 @@ class _Applied:
         if recording is None:
             recording = self.recording = self.op.forward.find(tuple(args))
         if recording is None or recording.hooked():
-            outputs = self.op.function.apply(*args, None)
+            outputs = self.apply(*args, None)
         else:
-            given = [value for value in args if isinstance(value, Tensor)]
-            return self.op.function.apply(*args, (recording, given, self.picked))
+            return self.apply(*args, (recording, [args[place] for place in self.tensors], self.picked))
         picked = self.picked
         if picked is None:
             return outputs
