@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import fast_interpreter
 import pytest
@@ -27,6 +28,26 @@ def pytest_configure(config: pytest.Config) -> None:
     if not HAS_GPU and not config.option.markexpr.startswith("compile"):
         os.environ["TRITON_INTERPRET"] = "1"
         fast_interpreter.install()
+        from flashkernel.core.versions import triton_version
+
+        if (triton_version() or (0, 0)) >= (3, 9):
+            _mend_interpreter()
+
+
+def _mend_interpreter() -> None:
+    """Keep what triton 3.9's interpreter broadcasts from a scalar comparison a truth value: it makes an integer of it,
+    and then refuses it as a mask. Compiled kernels are not concerned."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    broadcast = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, type_: Any, value: Any) -> Any:
+        made = broadcast(self, type_, value)
+        return TensorHandle(made.data.astype(np.bool_), tl.int1) if type_.scalar == tl.int1 else made
+
+    InterpreterBuilder.create_splat = create_splat
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

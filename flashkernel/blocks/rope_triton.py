@@ -38,8 +38,7 @@ def token_cos_sin(
         sine *= scaling
     else:
         if positions is not None:
-            # Not a mask & a scalar: the interpreter of triton 3.9 makes integers of that.
-            inside = pair < tl.where((position >= 0) & (position < table_rows), HALF, 0)
+            inside = inside & (position >= 0) & (position < table_rows)
         offset = batch * table_batch + position * table_row
         cosine = tl.load(cos + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
         sine = tl.load(sin + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashkernel.core.versions import INSTALL_TRITON, TRIED_TRITON
+from flashkernel.core.versions import INSTALL_TRITON, TRIED_TRITON, triton_version
 
 GIB = 2**30
 # Distributions beside torch: what each is for, and the command that installs it.
@@ -128,6 +128,9 @@ def _set_up() -> Iterator[Finding]:
         if tuple(int(part) for part in numpy.split(".")[:2]) >= (2, 4):
             detail = f"numpy {numpy} breaks the interpreter of triton 3.6"
             yield Finding("set-up", "numpy", "missing", detail, "pip install 'numpy<2.4'")
+        if (triton_version() or (0, 0)) >= (3, 9):
+            detail = "the interpreter of triton 3.9 refuses masks that were broadcast from a scalar comparison"
+            yield Finding("set-up", "interpreter", "missing", detail, f"pip install triton=={TRIED_TRITON[0]}")
     else:
         yield Finding("set-up", "TRITON_INTERPRET", "ok", "not set: Triton kernels run on a GPU only")
 

@@ -93,7 +93,7 @@ def append_kv(
 
     page = slot // PAGE_SIZE
     offset = slot % PAGE_SIZE
-    kept = head < tl.where((slot >= 0) & (slot < all_slots), kv_heads, 0)  # no mask & a scalar: blocks/rope_triton.py
+    kept = inside & (slot >= 0) & (slot < all_slots)
     k_target = k_pages + page * kp_page + offset * kp_offset + head * kp_head
     v_target = v_pages + page * vp_page + offset * vp_offset + head * vp_head
     k_divisor = 1.0
