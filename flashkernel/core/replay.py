@@ -100,9 +100,6 @@ class CallCache:
             return None
         else:  # kernels that keep counters keep a row of them for each stream
             parts.append(_current_stream(index))
-        for tensor in tensors:
-            if tensor.get_device() != index:
-                return None
         parts += (index, tune.generation, _allow_tf32())
         if _autocast():
             parts.append(torch.get_autocast_gpu_dtype())
@@ -146,7 +143,9 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
         kind = type(value)
         if kind is Tensor or kind is _PARAMETER:
             tensors.append(value)
-            parts += (value.dtype, value.shape, value.stride(), value.data_ptr() & 15 == 0)
+            # Strides along single elements, which contiguous tensors may differ in, are never taken.
+            strides = value.is_contiguous() or value.stride()
+            parts += (value.dtype, value.shape, strides, value.data_ptr() & 15 == 0, value.get_device())
         elif kind in _PLAIN:
             parts.append(value)
         elif kind is tuple or kind is list or kind is torch.Size:
