@@ -12,7 +12,7 @@ from test_matrix import _declines
 from torch import Tensor
 
 import flashkernel as fk
-from flashkernel.core import replay, tune
+from flashkernel.core import launch, replay, tune
 from flashkernel.core.check import verify
 from flashkernel.core.op import Case, Op, grid_of_cases
 from flashkernel.core.recording import Recording
@@ -349,3 +349,26 @@ def test_hopper_linear_and_cuda_calls_are_repeated(repeated: list[Any]) -> None:
     assert {"attention_forward", "attention_backward"} <= names
     assert any("linear" in name for name in names)
     assert any("row" in name or "sum" in name or "reduce" in name for name in names)
+
+
+def test_a_call_that_cannot_be_recorded_says_why(repeated: list[Any]) -> None:
+    x = torch.randn(1, 20, 2, 16)
+    for _ in range(4):
+        fk.attention(x, x, x, mask=fk.documents(torch.zeros(1, 20, dtype=torch.int32)), backend="triton")
+        fk.gelu(torch.randn(4, 16), backend="torch")
+    assert not repeated
+    reasons = {name: found for name, _, found in replay.report() if found}
+    assert any("asks torch for" in reason for reason in reasons["gelu"])
+
+
+def test_a_launch_that_is_not_understood_is_made_and_not_repeated(
+    repeated: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any) -> Any:
+        raise AttributeError("no packed_metadata")
+
+    monkeypatch.setattr(launch, "_launched", unknown)
+    for _ in range(4):
+        _rms(torch.randn(7, 32))
+    assert not repeated
+    assert any("is not understood" in reason for _, _, found in replay.report() for reason in found)

@@ -68,13 +68,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return
     if 0 in grid:
         return
+    launched: Launched | str
     listener = _listener.get()
     if listener is None:
         _run(kernel, grid, args, constants)
         return
     with listener.aside():
         code = _run(kernel, grid, args, constants)
-        launched = _launched(kernel, code, grid, args, constants)
+        try:
+            launched = _launched(kernel, code, grid, args, constants)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a version of triton calls otherwise
+            launched = f"what this version of triton launched is not understood ({type(error).__name__}: {error})"
     listener.launched(launched)
 
 

@@ -356,7 +356,7 @@ class _Tape(TorchDispatchMode):
                     return Recording(self.steps, self.arguments, None)
                 views = tuple([self._view(one) for one in (result if isinstance(result, tuple) else (result,))])
                 return Recording(self.steps, self.arguments, views if isinstance(result, tuple) else views[0])
-            except CannotRecord as error:
+            except (CannotRecord, RuntimeError) as error:  # RuntimeError: the driver refuses a tensor map
                 self.reason = str(error)
         return self.reason
 

@@ -33,6 +33,7 @@ from flashkernel.core import driver, env, state, tune
 from flashkernel.core import recording as rec
 
 RECORD_AFTER = 64  # calls: decoding changes the shapes of every step, and no step has that many layers
+RETRY_AFTER = 1024  # further calls, where a recording failed for a reason that others need not have
 MOST_CALLS = 4096  # kept for each function
 CONSTANT = "_flashkernel_constant"  # attribute of tensors that follow from a call's plain arguments alone
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -127,7 +128,7 @@ class CallCache:
             self.calls[key] = Uncacheable(made) if isinstance(made, str) else made
         mark = self.calls[key]
         if isinstance(mark, Uncacheable) and mark.reason in rec.PASSING:
-            self.calls[key] = 0
+            self.calls[key] = -RETRY_AFTER
         return result
 
     def find(self, args: tuple[Any, ...]) -> rec.Recording | None:
