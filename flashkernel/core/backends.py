@@ -23,12 +23,12 @@ def _anything(call: Call) -> str | None:
 
 def reference(target: str) -> Backend:
     """The ground truth; runs everywhere, picked only when asked for."""
-    return Backend("reference", target, _anything, composite=True, automatic=())
+    return Backend("reference", target, _anything, composite=True, auto_devices=())
 
 
 def torch_native(target: str, supports: Supports = _anything) -> Backend:
     """The best that torch itself offers; the default on a CPU."""
-    return Backend("torch", target, supports, composite=True, automatic=("cpu", "cuda"))
+    return Backend("torch", target, supports, composite=True, auto_devices=("cpu", "cuda"))
 
 
 def triton(
@@ -53,7 +53,7 @@ def hopper(
     target: str,
     supports: Supports = _anything,
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
-    unless: Supports | None = None,
+    deprioritised: Supports | None = None,
 ) -> Backend:
     """Gluon kernels for sm_90 alone: tile copies and matrix products that run beside the warps that issue them."""
 
@@ -66,7 +66,7 @@ def hopper(
             return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"
         return _dtype(call, dtypes) or supports(call)
 
-    return Backend("hopper", target, answer, unless=unless)
+    return Backend("hopper", target, answer, deprioritised=deprioritised)
 
 
 def cuda(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Backend:
@@ -77,7 +77,7 @@ def cuda(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype,
             return "it needs a CUDA GPU"
         return _dtype(call, dtypes) or _arch(call, 75) or cuda_loader.available() or supports(call)
 
-    return Backend("cuda", target, answer, automatic=())
+    return Backend("cuda", target, answer, auto_devices=())
 
 
 def _dtype(call: Call, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -181,7 +181,7 @@ def _decide(op: Op, forced: str | None, call: Call) -> Backend:
             raise BackendError(f"{op.name}: backend {forced!r} cannot serve this call: {reason}\n{_reasons(op, call)}")
         return backend
     for backend in op.backends:
-        if backend.unasked(call) and backend.supports(call) is None:
+        if backend.auto_selected(call) and backend.supports(call) is None:
             return backend
     raise BackendError(f"{op.name}: no backend can serve this call\n{_reasons(op, call)}")
 
@@ -199,7 +199,9 @@ def _reasons(op: Op, call: Call) -> str:
 
 def _explanation(op: Op, forced: str | None, call: Call) -> Explanation:
     verdicts = tuple(
-        Verdict(backend.name, backend.supports(call), None if backend.unless is None else backend.unless(call))
+        Verdict(
+            backend.name, backend.supports(call), None if backend.deprioritised is None else backend.deprioritised(call)
+        )
         for backend in op.backends
     )
     if forced is not None and forced not in {verdict.backend for verdict in verdicts}:
@@ -208,7 +210,7 @@ def _explanation(op: Op, forced: str | None, call: Call) -> Explanation:
         (
             backend.name
             for backend, verdict in zip(op.backends, verdicts)
-            if verdict.reason is None and (backend.name == forced if forced else backend.unasked(call))
+            if verdict.reason is None and (backend.name == forced if forced else backend.auto_selected(call))
         ),
         None,
     )

@@ -132,7 +132,7 @@ class Backend:
 
     A composite backend is a plain differentiable function with the reference's signature; any other is a module of
     kernel launchers that the room's api calls. An operator lists its backends in order of preference;
-    `automatic` says on which kinds of device a backend is picked without being asked for, and `unless` may say of a
+    `auto_devices` says on which kinds of device a backend is picked without being asked for, and `deprioritised` may say of a
     call why another one is better.
     """
 
@@ -140,12 +140,14 @@ class Backend:
     target: str  # "package.module" or "package.module:attribute"
     supports: Callable[[Call], str | None]
     composite: bool = False
-    automatic: tuple[str, ...] = ("cuda",)
-    unless: Callable[[Call], str | None] | None = None
+    auto_devices: tuple[str, ...] = ("cuda",)
+    deprioritised: Callable[[Call], str | None] | None = None
 
-    def unasked(self, call: Call) -> bool:
+    def auto_selected(self, call: Call) -> bool:
         """Whether it is picked for a call that it supports without being asked for."""
-        return call.device.kind in self.automatic and (self.unless is None or self.unless(call) is None)
+        return call.device.kind in self.auto_devices and (
+            self.deprioritised is None or self.deprioritised(call) is None
+        )
 
     @cached_property
     def run(self) -> Any:

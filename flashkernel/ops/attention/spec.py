@@ -256,7 +256,7 @@ ATTENTION = Op(
     reference=f"{_ROOM}.reference:attention",
     inputs=_INPUTS,
     backends=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, unless=_slower),
+        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_slower),
         backends.triton(f"{_ROOM}.triton", _kernels, least=80),
         backends.torch_native(f"{_ROOM}.torch:attention"),
         backends.reference(f"{_ROOM}.reference:attention"),

@@ -343,7 +343,7 @@ DECODE_ATTENTION = Op(
     reference=f"{_ROOM}.reference:decode_attention",
     inputs=_DECODE_INPUTS,
     backends=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, unless=_slower),
+        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_slower),
         backends.triton(f"{_ROOM}.triton", _kernels, least=80),
         backends.torch_native(f"{_ROOM}.torch:decode_attention"),
         backends.reference(f"{_ROOM}.reference:decode_attention"),
