@@ -173,7 +173,7 @@ def _verdict(backend: str = "hopper", **changes: Any) -> tuple[str | None, str |
     return answer.chosen, next(verdict.reason for verdict in answer.verdicts if verdict.backend == backend)
 
 
-def test_serves_long_walks_in_pages_unasked_and_others_if_asked() -> None:
+def test_is_selected_for_long_caches_in_pages_and_serves_others_if_asked() -> None:
     paged = {
         "q": torch.zeros(1, 1, 8, 128, dtype=torch.float16), "k": torch.zeros(64, 16, 2, 128, dtype=torch.float16),
         "page_table": torch.arange(64, dtype=torch.int32)[None],

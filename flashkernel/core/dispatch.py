@@ -199,10 +199,7 @@ def _reasons(op: Op, call: Call) -> str:
 
 def _explanation(op: Op, forced: str | None, call: Call) -> Explanation:
     verdicts = tuple(
-        Verdict(
-            backend.name, backend.supports(call), None if backend.deprioritised is None else backend.deprioritised(call)
-        )
-        for backend in op.backends
+        Verdict(backend.name, backend.supports(call), backend.reason_against(call)) for backend in op.backends
     )
     if forced is not None and forced not in {verdict.backend for verdict in verdicts}:
         _named(op, forced, call)

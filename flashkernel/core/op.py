@@ -132,7 +132,7 @@ class Backend:
 
     A composite backend is a plain differentiable function with the reference's signature; any other is a module of
     kernel launchers that the room's api calls. An operator lists its backends in order of preference;
-    `auto_devices` says on which kinds of device a backend is picked without being asked for, and `deprioritised` may say of a
+    `auto_devices` says on which kinds of device a backend is selected automatically, and `deprioritised` may say of a
     call why another one is better.
     """
 
@@ -143,11 +143,13 @@ class Backend:
     auto_devices: tuple[str, ...] = ("cuda",)
     deprioritised: Callable[[Call], str | None] | None = None
 
+    def reason_against(self, call: Call) -> str | None:
+        """Why another backend is better for a call that this one supports; None where it is not."""
+        return None if self.deprioritised is None else self.deprioritised(call)
+
     def auto_selected(self, call: Call) -> bool:
-        """Whether it is picked for a call that it supports without being asked for."""
-        return call.device.kind in self.auto_devices and (
-            self.deprioritised is None or self.deprioritised(call) is None
-        )
+        """Whether it is selected automatically for a call that it supports."""
+        return call.device.kind in self.auto_devices and self.reason_against(call) is None
 
     @cached_property
     def run(self) -> Any:

@@ -113,9 +113,8 @@ def _candidates(op: Op, case: Case, dtype: torch.dtype, settings: Settings) -> I
     answer = selection.question(op, case, dtype, facts(settings.device))
     for verdict in sorted(answer.verdicts, key=lambda verdict: verdict.backend != answer.chosen):
         # On a CPU Triton runs in its interpreter, in tests only: to time that says nothing.
-        automatic = verdict.backend != "reference" and (
-            kind == "cuda" or kind in op.backend(verdict.backend).auto_devices
-        )
+        named = op.backend(verdict.backend)
+        automatic = named.name != "reference" and (kind == "cuda" or kind in named.auto_devices)
         if not settings.wants(verdict.backend, automatic):
             continue
         if verdict.reason is not None:
