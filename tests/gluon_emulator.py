@@ -142,7 +142,7 @@ class Barrier:
         self.count = self.pending = self.bytes = self.phase = 0
         self.ready = False
 
-    def settle(self) -> None:
+    def stores_done(self) -> None:
         assert self.ready, "a barrier is used before it is initialised"
         assert self.pending >= 0, "a barrier is arrived at more often than it counts"
         if self.pending == 0 and self.bytes == 0:
@@ -291,7 +291,7 @@ def _load_tile(source: Descriptor, place: Any, barrier: Barrier, target: Shared)
     def arrive() -> None:
         target.data.copy_(source.read(place).view(target.data.shape))
         barrier.bytes -= source.block_type.nbytes
-        barrier.settle()
+        barrier.stores_done()
 
     _machine().later(arrive)
 
@@ -351,13 +351,13 @@ def _init(barrier: Barrier, count: int) -> None:
 def _expect(barrier: Barrier, size: int) -> None:
     barrier.pending -= 1
     barrier.bytes += int(size)
-    barrier.settle()
+    barrier.stores_done()
 
 
 def _arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
     if bool(pred):
         barrier.pending -= int(count)
-        barrier.settle()
+        barrier.stores_done()
     _machine().happen(0.3)
     _machine().pause(0.3)
 
@@ -547,13 +547,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         kernel[grid](*args, **constants)
 
 
-def counting_doubts(counts: list[Any]) -> Callable[..., None]:
-    """`launch`, which also says of each pass that may doubt how many items it doubted; None where it does not."""
+def counting_retries(counts: list[Any]) -> Callable[..., None]:
+    """`launch`, which also appends for each pass how many items it flagged for a retry; None where it has no flags."""
 
     def counted(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         launch(kernel, grid, *args, **constants)
-        if "doubts" in kernel.arg_names:
-            doubts = args[kernel.arg_names.index("doubts")]
-            counts.append(None if doubts is None else int((doubts[:, 1:] > 0).sum()))
+        if "retry_flags" in kernel.arg_names:
+            retry_flags = args[kernel.arg_names.index("retry_flags")]
+            counts.append(None if retry_flags is None else int((retry_flags[:, 1:] > 0).sum()))
 
     return counted

@@ -181,7 +181,7 @@ def _call(**changed: Any) -> dict[str, Any]:
     return {**ATTENTION_FP8.make_inputs(case, torch.float32), "mask": causal(), "out_dtype": torch.float32, **changed}
 
 
-GROWTHS = {"level": 1.0, "lifted": 6.0, "doubted": 400.0}
+GROWTHS = {"level": 1.0, "lifted": 6.0, "flagged": 400.0}
 
 
 @pytest.mark.parametrize("mask", [None, causal(), causal() & window(200)], ids=["full", "causal", "window"])
@@ -191,8 +191,8 @@ def test_keys_that_outgrow_the_first_tile(
     growth: str, blocks: str, mask: Any, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights grow with the keys: what e4m3 cannot hold is lifted, and what float32 cannot is done again with care."""
-    doubted: list[Any] = []
-    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_doubts(doubted))
+    flagged: list[Any] = []
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_retries(flagged))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 400, heads, 128) for heads in (2, 1, 1))
     k[:, 128:] *= GROWTHS[growth]
@@ -206,8 +206,8 @@ def test_keys_that_outgrow_the_first_tile(
         float((found - exact).norm() / exact.norm()) < 0.04
     )  # weights are off by a sixteenth at most, 2.6% on average
     assert torch.allclose(lse, exact_lse, atol=2e-5, rtol=1e-5)
-    assert len(doubted) == 1
-    assert (doubted[0] > 0) == (growth == "doubted")
+    assert len(flagged) == 1
+    assert (flagged[0] > 0) == (growth == "flagged")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "hopper"])

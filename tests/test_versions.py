@@ -17,8 +17,8 @@ from flashkernel.ops.attention.hopper.configs import BACKWARD
 ROOT = Path(__file__).parent.parent
 H200 = devices.KNOWN["h200"]
 SHAPE = {
-    "queries": 4096, "keys": 4096, "span": 4096, "head_dim": 128, "value_dim": 128, "bytes": 2, "group": 1, "trust": 1,
-    "masked": 1, "out_bytes": 2, "blocked": 0,
+    "queries": 4096, "keys": 4096, "span": 4096, "head_dim": 128, "value_dim": 128, "bytes": 2, "group": 1,
+    "fixed_max": 1, "masked": 1, "out_bytes": 2, "blocked": 0,
 }  # fmt: skip
 
 

@@ -63,19 +63,19 @@ def forward(
     together = _together(facts, one, heads // pairs // config.pack, count, problem)
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
     items = order(problem.mask, walk, lines, programs, facing)
-    trust = _trusts(q, k, problem)
-    doubts = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if trust else None
+    fixed_max = _can_fix_max(q, k, problem)
+    retry_flags = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if fixed_max else None
     early = problem.softcap > 0 or problem.scale <= 0  # elsewhere the largest product belongs to the largest score
     launch(
         attention_forward, (programs,),
         lse, _tiled(q, (config.rows, config.pack)), _tiled(k, (config.columns, 1)), _tiled(v, (config.columns, 1)),
-        _tiled(o, (config.rows, config.pack)), sinks, doubts, mask_tables, walk.runs, walk.plans, walk.loads,
+        _tiled(o, (config.rows, config.pack)), sinks, retry_flags, mask_tables, walk.runs, walk.plans, walk.loads,
         walk.counts, items, walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, items.shape[1], heads,
         heads // pairs, queries, keys, 1.0 if early else problem.scale * _LOG2E, problem.scale, problem.softcap,
         MASK=mask, TRAITS=_traits(problem.mask, config.groups == 2), CAP=problem.softcap > 0, EARLY=early,
         HAS_SINKS=sinks is not None, GROUPS=config.groups, STAGES=config.stages, COLUMNS=config.columns,
         WIDTH=block(width), VALUES=block(values), PACK=config.pack, SHARE=shares_output(config, width, values),
-        OVERLAP=config.overlap, TRUST=trust, REGISTERS=config.registers, num_warps=4,
+        OVERLAP=config.overlap, FIXED_MAX=fixed_max, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return o, lse
 
@@ -197,8 +197,8 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, int]:
     batch, queries, heads, width = q.shape
     return {
         "queries": queries, "keys": k.shape[1], "span": span(problem.mask, batch, heads, queries, k.shape[1]),
-        "head_dim": width, "value_dim": v.shape[3], "group": heads // k.shape[2], "trust": int(_trusts(q, k, problem)),
-        "masked": int(problem.mask is not None),
+        "head_dim": width, "value_dim": v.shape[3], "group": heads // k.shape[2],
+        "fixed_max": int(_can_fix_max(q, k, problem)), "masked": int(problem.mask is not None),
     }  # fmt: skip
 
 
@@ -227,10 +227,12 @@ def _traits(mask: Mask | None, roomy: bool) -> int:
     return 0 if mask is None else (mask.relative and roomy) + 2 * mask.bounded
 
 
-def _trusts(q: Tensor, k: Tensor, problem: Problem) -> bool:
-    """Whether the forward kernel subtracts the largest score of an item's first tile from all of its scores (doubts).
-    float16 has no room for that; and rows that see nothing cannot be told from what has vanished, so that with masks
-    that leave such rows all would be done twice."""
+def _can_fix_max(q: Tensor, k: Tensor, problem: Problem) -> bool:
+    """Whether the forward kernel uses the row max of an item's first tile for all its tiles (overflow_retry.py).
+
+    float16 has no range for that. Rows that see no key cannot be told from rows that underflowed: under masks that may
+    leave such rows, all items would be computed twice.
+    """
     return q.dtype == torch.bfloat16 and all_see(problem.mask, q.shape[1], k.shape[1])
 
 

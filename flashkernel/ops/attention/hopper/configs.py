@@ -78,11 +78,11 @@ def _forward_heuristic(device: Device, shape: Mapping[str, int]) -> Forward:
         return Forward(2, 64, 2, pack, 240)
     if width == 64 and shape["span"] <= _SHORT_SPAN and 2 * shape["span"] < shape["keys"]:
         # A window. With care, what a tile sees beyond it costs more than loading keys for fewer heads.
-        return Forward(2, 64, 5, pack if shape["trust"] else min(4, pack), 240, overlap=True)
-    return (_trusting if shape["trust"] else _careful)(width, pack, shape)
+        return Forward(2, 64, 5, pack if shape["fixed_max"] else min(4, pack), 240, overlap=True)
+    return (_fixed_max_config if shape["fixed_max"] else _online_config)(width, pack, shape)
 
 
-def _trusting(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
+def _fixed_max_config(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
     """Tiles of 64 keys, which cost no more here than wider ones, leave registers for more warpgroups: while some begin
     or end, others multiply."""
     if shape["queries"] * pack <= 128:
@@ -99,7 +99,7 @@ def _trusting(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
     return Forward(3, 64, 4, pack, 160)
 
 
-def _careful(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
+def _online_config(width: int, pack: int, shape: Mapping[str, int]) -> Forward:
     """Narrow tiles find their largest scores more often: only for short walks."""
     if width == 64:
         short = shape["span"] <= _MEDIUM_SPAN
@@ -121,7 +121,7 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
         power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(shape["span"]), block(shape["head_dim"]),
-        block(shape["value_dim"]), shape["group"], shape["trust"], shape["masked"],
+        block(shape["value_dim"]), shape["group"], shape["fixed_max"], shape["masked"],
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ as well. Within a warpgroup, S = Q K^T of the next tile is issued before O += P 
 the next item's first tile before the last product of this one: the tensor cores work while exponentials are computed
 and while an item ends.
 
-With TRUST only an item's first tile looks for its largest score, which all others go by; what that was wrong for shows
-in the end, and is done again with care (doubts.py).
+With FIXED_MAX a work item uses the row max of its first key tile for all its key tiles and never rescales. Items whose
+row sums leave [LEAST, MOST] are flagged and computed again with the online softmax (overflow_retry.py).
 
 Rows are queries of one head, or, with PACK > 1, of PACK heads that share their keys: row r is query r // PACK of head
 r % PACK. What a row sees must then not depend on its head.
@@ -26,7 +26,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.attention.hopper.doubts import clear, look, seek, settle
+from flashkernel.ops.attention.hopper.overflow_retry import any_flagged, clear, next_work_tile, stores_done
 from flashkernel.ops.attention.hopper.schedule import (
     after,
     ahead,
@@ -65,20 +65,20 @@ def _loads(item, tables):
 
 @gluon.jit
 def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-          COLUMNS: gl.constexpr, PACK: gl.constexpr, OVERLAP: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
-    """Load what the items need, all of them or (AGAIN) the doubted ones; the tables are asked one item ahead. Gives
+          COLUMNS: gl.constexpr, PACK: gl.constexpr, OVERLAP: gl.constexpr, RETRY: gl.constexpr):  # fmt: skip
+    """Load what the items need, all of them or (RETRY) the flagged ones; the tables are asked one item ahead. Gives
     (tiles loaded so far, items loaded so far)."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
     q_full, q_empty, k_full, v_full, _ = barriers
-    orders, doubts, _, group, queries = shape
+    orders, retry_flags, _, group, queries = shape
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
     HELD: gl.constexpr = 2 if OVERLAP else 1  # queries of so many items
-    step, item = seek(orders, doubts, 0, AGAIN)
+    step, item = next_work_tile(orders, retry_flags, 0, RETRY)
     count, place, begin, end = _loads(item, tables)
     while item[0] >= 0:
         tile, b, h = item
-        step, item = seek(orders, doubts, step + 1, AGAIN)
+        step, item = next_work_tile(orders, retry_flags, step + 1, RETRY)
         count_later, place_later, begin_later, end_later = _loads(item, tables)
         for w in gl.static_range(GROUPS):
             held = turn % HELD * GROUPS + w
@@ -107,14 +107,14 @@ def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.con
 
 @gluon.jit
 def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-          PACK: gl.constexpr, OVERLAP: gl.constexpr, TRUST: gl.constexpr):  # fmt: skip
+          PACK: gl.constexpr, OVERLAP: gl.constexpr, FIXED_MAX: gl.constexpr):  # fmt: skip
     """The loading warp."""
     nothing = gl.to_tensor(0)
     loaded, turn = _feed(inputs, buffers, barriers, shape, tables, nothing, nothing, GROUPS, STAGES, COLUMNS, PACK,
                          OVERLAP, False)  # fmt: skip
-    if TRUST:
-        doubted = look(shape[1], barriers[4])
-        if doubted:
+    if FIXED_MAX:
+        flagged = any_flagged(shape[1], barriers[4])
+        if flagged:
             loaded, turn = _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS, STAGES, COLUMNS, PACK,
                                  OVERLAP, True)  # fmt: skip
     claim_all(loaded, GROUPS, STAGES)
@@ -137,7 +137,7 @@ def _store(output, item, o, o_tiles, shape, w: gl.constexpr, GROUPS: gl.constexp
 def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, place, state, weight, top,
           parts, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
           GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
-          VALUES: gl.constexpr, PACK: gl.constexpr, TRUST: gl.constexpr, SCORES: gl.constexpr,
+          VALUES: gl.constexpr, PACK: gl.constexpr, FIXED_MAX: gl.constexpr, SCORES: gl.constexpr,
           OUTPUT: gl.constexpr):  # fmt: skip
     """Walk over the key tiles of an item, from the weights of its first tile to those of its last, whose values are
     still to be added. The second tile's keys must have been awaited.
@@ -174,7 +174,7 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
         return_keys(stage, GROUPS, STAGES)
         s = scores_of(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
                       SCORES)  # fmt: skip
-        if not TRUST:
+        if not FIXED_MAX:
             p, rescale, top = softmax(s, top, factor, COLUMNS, SCORES)
             parts = parts * gl.convert_layout(rescale, PARTS)[:, None] + sums_of(p, COLUMNS)
         elif LATE:
@@ -192,7 +192,7 @@ def _walk(buffers, barriers, tables, numbers, factor, mask_tables, item, query_t
         mbarrier.wait(k_full.index(following[0]), following[1], pred=more)
         output = warpgroup_mma_wait(0, deps=[output_later])
         return_values(v_stage, GROUPS, STAGES)
-        if not TRUST:
+        if not FIXED_MAX:
             output = output * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         elif LATE:
             p_last = weights_of(s_last, top, factor)
@@ -207,8 +207,8 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
            w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
            HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
            WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr, SHARE: gl.constexpr, HELD: gl.constexpr,
-           OVERLAP: gl.constexpr, TRUST: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: 64 rows of all items, or (AGAIN) of the doubted ones. Gives (place in the pipeline, items so far).
+           OVERLAP: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: 64 rows of all items, or (RETRY) of the flagged ones. Gives (place in the pipeline, items so far).
 
     A step of the loop takes an item from the weights of its first tile to its output. With OVERLAP it also finds the
     weights of the next item's first tile, while O += P V of this item's last is computed; where the two lie too far
@@ -220,14 +220,14 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_full, q_empty, k_full, v_full, _ = barriers
-    orders, doubts, _, _, _ = shape
+    orders, retry_flags, _, _, _ = shape
     _, plans, _, _, _ = tables
     pipeline = (k_full, v_full)
     dtype: gl.constexpr = k_tiles.dtype
     nothing = gl.zeros([64, COLUMNS], gl.float32, SCORES)
     lowest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     weight, top, parts = gl.convert_layout(nothing.to(dtype), OPERAND), lowest, sums_of(nothing, COLUMNS)
-    step, item = seek(orders, doubts, 0, AGAIN)
+    step, item = next_work_tile(orders, retry_flags, 0, RETRY)
     _, state = plan(place_of(item, tables, w, GROUPS), tables)
     item_next = item
     hop = STAGES - 1
@@ -254,7 +254,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
                 s = warpgroup_mma_wait(0, deps=[s_later])
                 return_keys(stage, GROUPS, STAGES)
                 p, top, parts = first_weights(s, index, masked, item, numbers, factor, mask_tables, w, MASK, TRAITS,
-                                              CAP, EARLY, GROUPS, COLUMNS, PACK, TRUST, SCORES)  # fmt: skip
+                                              CAP, EARLY, GROUPS, COLUMNS, PACK, FIXED_MAX, SCORES)  # fmt: skip
                 weight = gl.convert_layout(p.to(dtype), OPERAND)
                 second, second_phase = after(place, STAGES)
                 mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
@@ -265,7 +265,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
                     item_next = item_at(orders, step + 1)
         output, weight, top, parts, place = _walk(
             buffers, barriers, tables, numbers, factor, mask_tables, item, query_tile, place, state, weight, top,
-            parts, w, MASK, TRAITS, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, TRUST, SCORES,
+            parts, w, MASK, TRAITS, CAP, EARLY, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, FIXED_MAX, SCORES,
             OUTPUT,
         )  # fmt: skip
         if not SHARE:
@@ -285,7 +285,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
             mbarrier.wait(v_full.index(v_stage), v_phase)
             output_later = warpgroup_mma(weight, values_tile, output, is_async=True)
             _, state = plan(place_of(item_next, tables, w, GROUPS), tables)
-            share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, TRUST,
+            share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, FIXED_MAX,
                              SCORES)  # fmt: skip
             index, masked = state[2], state[4]
             state = ahead(state, tables)
@@ -294,7 +294,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
             following = item_at(orders, step + 2)
             hop = hop_to(item_next, following, tables, w, GROUPS, STAGES)
             p, top, parts = first_weights(s, index, masked, item_next, numbers, factor, mask_tables, w, MASK, TRAITS,
-                                          CAP, EARLY, GROUPS, COLUMNS, PACK, TRUST, SCORES)  # fmt: skip
+                                          CAP, EARLY, GROUPS, COLUMNS, PACK, FIXED_MAX, SCORES)  # fmt: skip
             # As in `_walk`, a branch that keeps the wait for the product behind the exponentials.
             second, second_phase = after(place, STAGES)
             mbarrier.wait(k_full.index(second), second_phase, pred=state[0] >= 0)
@@ -310,7 +310,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
                 output = warpgroup_mma_wait(0, deps=[output_later])
                 return_values(v_stage, GROUPS, STAGES)
                 place = skip(pipeline, after(place, STAGES), trail, GROUPS, STAGES)
-            share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, TRUST,
+            share = share_of(top, parts, item, step, own, lse, shape, sinks, w, HAS_SINKS, GROUPS, PACK, FIXED_MAX,
                              SCORES)  # fmt: skip
         output = output * gl.convert_layout(share, gl.SliceLayout(1, OUTPUT))[:, None]
         _store(output, item, o, o_tiles, shape, w, GROUPS, VALUES, PACK, SHARE)
@@ -322,7 +322,7 @@ def _items(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, ma
             step += 1
             item, item_next = item_next, following
         else:
-            step, item = seek(orders, doubts, step + 1, AGAIN)
+            step, item = next_work_tile(orders, retry_flags, step + 1, RETRY)
     return place, turn
 
 
@@ -331,19 +331,19 @@ def _consume(outputs, buffers, barriers, shape, tables, numbers, factor, sinks, 
              MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr,
              HAS_SINKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
              WIDTH: gl.constexpr, VALUES: gl.constexpr, PACK: gl.constexpr, SHARE: gl.constexpr,
-             OVERLAP: gl.constexpr, TRUST: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: all items, and then those again in which it cannot be trusted."""
+             OVERLAP: gl.constexpr, FIXED_MAX: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: all items, and then the flagged ones again with the online softmax."""
     HELD: gl.constexpr = 2 if OVERLAP else 1
     nothing = gl.to_tensor(0)
     place, turn = _items(
         outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, (nothing, nothing), nothing, w,
-        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, HELD, OVERLAP, TRUST,
-        False,
+        MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, HELD, OVERLAP,
+        FIXED_MAX, False,
     )  # fmt: skip
-    if TRUST:
-        settle(barriers[4])
-        doubted = look(shape[1], barriers[4])
-        if doubted:
+    if FIXED_MAX:
+        stores_done(barriers[4])
+        flagged = any_flagged(shape[1], barriers[4])
+        if flagged:
             _items(
                 outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, place, turn, w, MASK,
                 TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE, HELD, False, False,
@@ -360,11 +360,11 @@ _SIZES = (
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_forward(
-    lse, q, k, v, o, sinks, doubts, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads, by_batch,
-    by_head, most_items, heads, group, queries, keys, factor, scale, softcap,
+    lse, q, k, v, o, sinks, retry_flags, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads,
+    by_batch, by_head, most_items, heads, group, queries, keys, factor, scale, softcap,
     MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-    PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr, TRUST: gl.constexpr, REGISTERS: gl.constexpr,
+    PACK: gl.constexpr, SHARE: gl.constexpr, OVERLAP: gl.constexpr, FIXED_MAX: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     PART: gl.constexpr = 64 // PACK
     HELD: gl.constexpr = 2 * GROUPS if OVERLAP else GROUPS
@@ -380,14 +380,14 @@ def attention_forward(
     k_full = new_barriers(STAGES, 1)
     v_full = new_barriers(STAGES, 1)
     done = new_barriers(1, GROUPS)
-    if TRUST:
-        doubts += gl.program_id(0) * most_items
-        clear(doubts, most_items)
+    if FIXED_MAX:
+        retry_flags += gl.program_id(0) * most_items
+        clear(retry_flags, most_items)
     synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
     barriers = (q_full, q_empty, k_full, v_full, done)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    shape = (orders + gl.program_id(0) * most_items * 3, doubts, heads, group, queries)
+    shape = (orders + gl.program_id(0) * most_items * 3, retry_flags, heads, group, queries)
     tables = (runs, plans, most_runs, by_batch, by_head)
     sources = (loads, counts, most_loads, by_batch, by_head)
     numbers = (queries, keys, scale, softcap)
@@ -395,41 +395,41 @@ def attention_forward(
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP,
-                     TRUST)),
+                     FIXED_MAX)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP,
-                     TRUST)),
+                     FIXED_MAX)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 0,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 1,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 2,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_consume, (outputs, buffers, barriers, shape, tables, numbers, factor, sinks, mask_tables, 3,
                         MASK, TRAITS, CAP, EARLY, HAS_SINKS, GROUPS, STAGES, COLUMNS, WIDTH, VALUES, PACK, SHARE,
-                        OVERLAP, TRUST)),
+                        OVERLAP, FIXED_MAX)),
             (_load, (inputs, buffers, barriers, shape, sources, GROUPS, STAGES, COLUMNS, PACK, OVERLAP,
-                     TRUST)),
+                     FIXED_MAX)),
         ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])  # fmt: skip

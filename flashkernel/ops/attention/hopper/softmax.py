@@ -6,7 +6,7 @@ that they come from, four threads to a row.
 
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
 from flashkernel.core.gluon import gl, gluon
-from flashkernel.ops.attention.hopper.doubts import LEAST, MARGIN, MOST, doubt
+from flashkernel.ops.attention.hopper.overflow_retry import LEAST, MARGIN, MOST, flag
 from flashkernel.ops.attention.hopper.schedule import first_query
 
 
@@ -83,16 +83,16 @@ def sums_of(p, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HAS_SINKS: gl.constexpr,
-             GROUPS: gl.constexpr, PACK: gl.constexpr, TRUST: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+             GROUPS: gl.constexpr, PACK: gl.constexpr, FIXED_MAX: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
     """[64]: what an item's output is multiplied by in the end; its logarithms of sums are stored."""
-    _, doubts, heads, _, queries = shape
+    _, retry_flags, heads, _, queries = shape
     tile, b, h = item
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     query = first_query(tile, w, queries, GROUPS, 64 // PACK) + row // PACK  # [64]
     head = h + row % PACK  # [64]
     total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
-    if TRUST:
-        doubt(doubts, step, total, (query < queries) & (own > 0), LEAST, MOST)
+    if FIXED_MAX:
+        flag(retry_flags, step, total, (query < queries) & (own > 0), LEAST, MOST)
     if HAS_SINKS:  # one more column, in the denominator only
         sink = gl.load(sinks + head).to(gl.float32) * LOG2E
         rescale, extra, top = brought_together(top, sink)
@@ -108,12 +108,13 @@ def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HA
 @gluon.jit
 def first_weights(s, index, masked, item, numbers, factor, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
                   TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr,
-                  COLUMNS: gl.constexpr, PACK: gl.constexpr, TRUST: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
+                  COLUMNS: gl.constexpr, PACK: gl.constexpr, FIXED_MAX: gl.constexpr,
+                  SCORES: gl.constexpr):  # fmt: skip
     """(weights, top, sums) of an item's first tile."""
     s = scores_of(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
                   SCORES)  # fmt: skip
     top = largest(s, COLUMNS, SCORES) * factor
-    if TRUST:  # a row that has seen nothing yet goes by its scores as they are
+    if FIXED_MAX:  # a row that has seen nothing yet goes by its scores as they are
         top = gl.where(top == float("-inf"), 0.0, top + MARGIN)
         p = weights_of(s, top, factor)
     else:

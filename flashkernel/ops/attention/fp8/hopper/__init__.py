@@ -51,11 +51,11 @@ def forward(
     lines = Lines(count, tiles, heads // config.pack, config.pack, together)
     items = order(mask, walk, lines, programs, (queries, keys, config.rows, config.columns, config.groups))
     lazy = config.lazy and all_see(mask, queries, keys)
-    doubts = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if lazy else None
+    retry_flags = torch.empty((programs, items.shape[1]), dtype=torch.int32, device=q.device) if lazy else None
     launch(
         attention_forward_fp8, (programs,),
         lse, _rows(q, config), _quads(k, config.columns), _columns(v, config.columns), _rows(o, config),
-        sinks, *scales, doubts, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts, items,
+        sinks, *scales, retry_flags, mask_tables, walk.runs, walk.plans, walk.loads, walk.counts, items,
         items.shape[1], walk.runs.shape[-2], walk.loads.shape[-2], *walk.strides, heads,
         heads // pairs, queries, keys, *(x.shape[2] if x.ndim == 3 else 1 for x in scales),
         scale if softcap > 0 else scale * _LOG2E, softcap,

@@ -9,7 +9,7 @@ order: TMA sees K in quads, key = 4 quad + 2 pair + one, and brings all first pa
 (pair, quad, one) of S is then, as (quad, pair, one), the operand: its registers under other names.
 
 Weights are scaled to where e4m3 has all its bits. A LAZY walk puts the largest of its first tile at 2^4, and lifts a
-row only when the sums of a later tile say that a weight may be beyond 448; what may have overflown float32 is doubted
+row only when the sums of a later tile say that a weight may be beyond 448; what may have overflown float32 is flagged
 and done again. Other walks, and what is done again, have the largest so far at 2^8. Q's and K's scales join the factor
 in the exponent; O is kept in units of the current tile's V scale, changed by the multiplication that rescales it.
 """
@@ -35,7 +35,7 @@ from flashkernel.ops.attention.fp8.hopper.assembly import (
     RESCALED,
     RESCALED_OPERANDS,
 )
-from flashkernel.ops.attention.hopper.doubts import MOST, clear, doubt, look, seek, settle
+from flashkernel.ops.attention.hopper.overflow_retry import MOST, any_flagged, clear, flag, next_work_tile, stores_done
 from flashkernel.ops.attention.hopper.schedule import (
     after,
     claim_all,
@@ -61,15 +61,15 @@ SCALE_BLOCK = gl.constexpr(128)  # tokens that share a scale
 
 @gluon.jit
 def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-          COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, AGAIN: gl.constexpr):  # fmt: skip
-    """Load what the items need, all of them or (AGAIN) the doubted ones. Gives (tiles loaded so far, items so far)."""
+          COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, RETRY: gl.constexpr):  # fmt: skip
+    """Load what the items need, all of them or (RETRY) the flagged ones. Gives (tiles loaded so far, items so far)."""
     q, k, v = inputs
     q_tiles, k_tiles, v_tiles, _ = buffers
     q_full, q_empty, k_full, v_full, _ = barriers
-    orders, doubts, _, group, _ = shape
+    orders, retry_flags, _, group, _ = shape
     runs, counts, most_runs, _, _ = tables
     PART: gl.constexpr = 64 // PACK  # queries of a warpgroup
-    step, item = seek(orders, doubts, 0, AGAIN)
+    step, item = next_work_tile(orders, retry_flags, 0, RETRY)
     while item[0] >= 0:
         tile, b, h = item
         place = place_of(item, tables, 0, 1)
@@ -93,7 +93,7 @@ def _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS: gl.con
                 load_tile(v, [b, pair, 0, index * COLUMNS], v_full.index(stage), v_tiles.index(stage))
                 loaded += 1
         turn += 1
-        step, item = seek(orders, doubts, step + 1, AGAIN)
+        step, item = next_work_tile(orders, retry_flags, step + 1, RETRY)
     return loaded, turn
 
 
@@ -105,8 +105,8 @@ def _load(inputs, buffers, barriers, shape, tables, GROUPS: gl.constexpr, STAGES
     loaded, turn = _feed(inputs, buffers, barriers, shape, tables, nothing, nothing, GROUPS, STAGES, COLUMNS, WIDTH,
                          PACK, False)  # fmt: skip
     if LAZY:
-        doubted = look(shape[1], barriers[4])
-        if doubted:
+        flagged = any_flagged(shape[1], barriers[4])
+        if flagged:
             loaded, turn = _feed(inputs, buffers, barriers, shape, tables, loaded, turn, GROUPS, STAGES, COLUMNS, WIDTH,
                                  PACK, True)  # fmt: skip
     claim_all(loaded, GROUPS, STAGES)
@@ -161,7 +161,7 @@ def _lifted(sums, shift, SCORES: gl.constexpr):
     exponent = (highest.to(gl.int32, bitcast=True) >> 23) - 127
     lift = gl.where(highest > MOST_E4M3, exponent - LIFTED, 0)
     rescale = ((127 - lift) << 23).to(gl.float32, bitcast=True)  # 2^-lift
-    # What is far beyond may have been more than its sum says, and makes the row one to doubt.
+    # A sum far beyond that may have overflowed: it flags the row's item.
     return gl.where(lift < FARTHEST, rescale, float("nan")), shift - lift.to(gl.float32)
 
 
@@ -295,8 +295,8 @@ def _items(outputs, buffers, barriers, shape, tables, scales, numbers, scale, si
            w: gl.constexpr, MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
            BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
            COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, LAZY: gl.constexpr,
-           AGAIN: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: 64 rows of all items, or (AGAIN) of the doubted ones. Gives (tiles used so far, which say the
+           RETRY: gl.constexpr):  # fmt: skip
+    """Warpgroup `w`: 64 rows of all items, or (RETRY) of the flagged ones. Gives (tiles used so far, which say the
     stage and the phase; items so far)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
@@ -304,14 +304,14 @@ def _items(outputs, buffers, barriers, shape, tables, scales, numbers, scale, si
     o, lse = outputs
     q_tiles, k_tiles, v_tiles, o_tiles = buffers
     q_full, q_empty, k_full, v_full, _ = barriers
-    orders, doubts, heads, group, queries = shape
+    orders, retry_flags, heads, group, queries = shape
     runs, plans, most_runs, _, _ = tables
     q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, q_step, k_step, v_step = scales
     pipeline = (k_full, v_full)
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     query_tile = q_tiles.index(w).reshape([64, WIDTH])
     output_tile = o_tiles.index(w).reshape([64, WIDTH])
-    step, item = seek(orders, doubts, 0, AGAIN)
+    step, item = next_work_tile(orders, retry_flags, 0, RETRY)
     while item[0] >= 0:
         tile, b, h = item
         place = place_of(item, tables, w, GROUPS)
@@ -344,7 +344,7 @@ def _items(outputs, buffers, barriers, shape, tables, scales, numbers, scale, si
             unit = gl.load(v_scale)  # of nothing
         used = _pass_over(pipeline, used + own, trail, GROUPS, STAGES)
         if LAZY:
-            doubt(doubts, step, total, (query < queries) & (own > 0), LEAST, MOST)
+            flag(retry_flags, step, total, (query < queries) & (own > 0), LEAST, MOST)
         if HAS_SINKS:  # one more column, in the denominator only
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             rescale, extra, top = brought_together(top, sink)
@@ -360,7 +360,7 @@ def _items(outputs, buffers, barriers, shape, tables, scales, numbers, scale, si
         fence_async_shared()
         store_tile(o, [b, (tile * GROUPS + w) * PART, h, 0], o_tiles.index(w))
         turn += 1
-        step, item = seek(orders, doubts, step + 1, AGAIN)
+        step, item = next_work_tile(orders, retry_flags, step + 1, RETRY)
     return used, turn
 
 
@@ -369,16 +369,16 @@ def _consume(outputs, buffers, barriers, shape, tables, scales, numbers, scale, 
              MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr,
              BLOCKED: gl.constexpr, POLYNOMIAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
              COLUMNS: gl.constexpr, WIDTH: gl.constexpr, PACK: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
-    """Warpgroup `w`: all items, and then the doubted ones again."""
+    """Warpgroup `w`: all items, and then the flagged ones again."""
     nothing = gl.to_tensor(0)
     used, turn = _items(
         outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, nothing, nothing, w,
         MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, LAZY, False,
     )  # fmt: skip
     if LAZY:
-        settle(barriers[4])
-        doubted = look(shape[1], barriers[4])
-        if doubted:
+        stores_done(barriers[4])
+        flagged = any_flagged(shape[1], barriers[4])
+        if flagged:
             _items(
                 outputs, buffers, barriers, shape, tables, scales, numbers, scale, sinks, mask_tables, used, turn, w,
                 MASK, CAP, EARLY, HAS_SINKS, BLOCKED, POLYNOMIAL, GROUPS, STAGES, COLUMNS, WIDTH, PACK, False, True,
@@ -395,7 +395,7 @@ _SIZES = (
 
 @gluon.jit(do_not_specialize_on_alignment=_SIZES)
 def attention_forward_fp8(
-    lse, q, k, v, o, sinks, q_scale, k_scale, v_scale, doubts, mask_tables, runs, plans, loads, counts, orders,
+    lse, q, k, v, o, sinks, q_scale, k_scale, v_scale, retry_flags, mask_tables, runs, plans, loads, counts, orders,
     most_items, most_runs, most_loads, by_batch, by_head, heads, group, queries, keys, q_blocks, k_blocks, v_blocks,
     scale, softcap,
     MASK: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, HAS_SINKS: gl.constexpr, Q_STEP: gl.constexpr,
@@ -414,13 +414,13 @@ def attention_forward_fp8(
     v_full = new_barriers(STAGES, 1)
     done = new_barriers(1, GROUPS)
     if LAZY:
-        doubts += gl.program_id(0) * most_items
-        clear(doubts, most_items)
+        retry_flags += gl.program_id(0) * most_items
+        clear(retry_flags, most_items)
     synchronize()  # else the compiler does so in the first warpgroup's loops, since these are what they wait for
     barriers = (q_full, q_empty, k_full, v_full, done)
     inputs, outputs = (q, k, v), (o, lse)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    shape = (orders + gl.program_id(0) * most_items * 3, doubts, heads, group, queries)
+    shape = (orders + gl.program_id(0) * most_items * 3, retry_flags, heads, group, queries)
     tables = (runs, plans, most_runs, by_batch, by_head)
     sources = (loads, counts, most_loads, by_batch, by_head)
     scales = (q_scale, k_scale, v_scale, q_blocks, k_blocks, v_blocks, Q_STEP, K_STEP, V_STEP)

@@ -1,4 +1,4 @@
-"""The Hopper forward kernel where it trusts an item's first tile, under the emulator: what it doubts is done again."""
+"""The Hopper forward kernel with a fixed row max, under the emulator: items that overflow are computed again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ALIKE, FAR_APART = 0.1, 30.0  # scales: scores that differ by a few units, and b
 
 
 @pytest.fixture
-def doubted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """An emulated H200 of 3 multiprocessors, and for each forward pass how many items it doubted; None where it did not
-    trust at all."""
+def flagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """An emulated H200 of 3 multiprocessors, and for each forward pass how many items it flagged; None where it has no
+    fixed row max."""
     counts: list[Any] = []
-    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_doubts(counts))
+    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_retries(counts))
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield counts
 
@@ -39,7 +39,7 @@ def _check(case: Case, device: str = "cpu") -> None:
 
 def _case(mask: Mask | None, scale: float, axes: Any, **more: Any) -> Case:
     options = {"scale": scale, "return_lse": True} | ({} if mask is None else {"mask": mask})
-    return Case("trust", axes, options, gradients=False, **more)
+    return Case("fixed_max", axes, options, gradients=False, **more)
 
 
 SHAPES = {
@@ -54,18 +54,18 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_that_are_alike_are_not_doubted(shape: str, doubted: list[Any]) -> None:
+def test_scores_that_are_alike_are_not_flagged(shape: str, flagged: list[Any]) -> None:
     mask, axes, more = SHAPES[shape]
     _check(_case(mask, ALIKE, axes, **more))
-    assert doubted == [0]
+    assert flagged == [0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_doubted_items_are_done_again(shape: str, doubted: list[Any]) -> None:
+def test_flagged_items_are_computed_again(shape: str, flagged: list[Any]) -> None:
     mask, axes, more = SHAPES[shape]
     _check(_case(mask, FAR_APART, axes, **more))
-    assert len(doubted) == 1
-    assert doubted[0] > 0
+    assert len(flagged) == 1
+    assert flagged[0] > 0
 
 
 CONFIGS = [
@@ -78,23 +78,23 @@ CONFIGS = [
 
 @pytest.mark.parametrize("scale", [ALIKE, FAR_APART])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_kind_of_config(config: Forward, scale: float, doubted: list[Any]) -> None:
+def test_every_kind_of_config(config: Forward, scale: float, flagged: list[Any]) -> None:
     with tune.override(FORWARD, config):
         _check(_case(causal() & window(200), scale, _axes(1, (310, 450), (4, 2), 64)))
-    assert (doubted[0] > 0) == (scale == FAR_APART)
+    assert (flagged[0] > 0) == (scale == FAR_APART)
 
 
 @pytest.mark.parametrize("stages", range(4, 9))
-def test_items_do_not_begin_where_the_last_one_has_no_room_for_them(stages: int, doubted: list[Any]) -> None:
+def test_items_do_not_begin_where_the_last_one_has_no_room_for_them(stages: int, flagged: list[Any]) -> None:
     """The first of four warpgroups hands back three tiles between items: with five stages, its next one must wait."""
     config = Forward(4, 64, stages, 1, 112, overlap=True)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=1)), tune.override(FORWARD, config):
         _check(_case(causal(), ALIKE, _axes(1, 700, 2, 64)))
-    assert doubted == [0]
+    assert flagged == [0]
 
 
 @pytest.mark.parametrize("outgrown", [[], [1], [0, 2]], ids=str)
-def test_only_what_is_doubted_is_done_again(outgrown: list[int], doubted: list[Any]) -> None:
+def test_only_flagged_items_are_computed_again(outgrown: list[int], flagged: list[Any]) -> None:
     """One item for each of three heads; the keys of some outgrow their first tile."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, 3, 64, dtype=torch.bfloat16) for length in (64, 300, 300))
@@ -104,10 +104,10 @@ def test_only_what_is_doubted_is_done_again(outgrown: list[int], doubted: list[A
     with devices.pretend(replace(devices.KNOWN["h200"], sms=1)), tune.override(FORWARD, Forward(2, 64, 2, 1, 240)):
         o = attention(q, k, v, backend="hopper")
     torch.testing.assert_close(o.double(), attention(*wide, backend="reference"), atol=2e-2, rtol=2e-2)
-    assert doubted == [len(outgrown)]
+    assert flagged == [len(outgrown)]
 
 
-def test_what_cannot_be_trusted(doubted: list[Any]) -> None:
+def test_calls_without_a_fixed_max(flagged: list[Any]) -> None:
     """float16 has no room for weights beyond 1; and rows that see nothing could not be told from vanished ones."""
     blind = custom(lambda b, h, q, k: (q > 5) & (k <= q))
     for dtype, mask, lengths in (
@@ -117,11 +117,11 @@ def test_what_cannot_be_trusted(doubted: list[Any]) -> None:
     ):
         q, k = (torch.randn(1, length, 1, 64, dtype=dtype) for length in lengths)
         attention(q, k, k, mask=mask, backend="hopper")
-    assert doubted == [None, None, None]
+    assert flagged == [None, None, None]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_numbers_that_are_none_come_out_as_with_care(value: float, doubted: list[Any]) -> None:
+def test_numbers_that_are_none_come_out_as_with_care(value: float, flagged: list[Any]) -> None:
     q = torch.randn(1, 70, 1, 64, dtype=torch.bfloat16)
     k = torch.randn(1, 200, 1, 64, dtype=torch.bfloat16)
     k[0, 150, 0, 3] = value
@@ -129,20 +129,20 @@ def test_numbers_that_are_none_come_out_as_with_care(value: float, doubted: list
     careful = attention(q.half(), k.half(), k.half(), backend="hopper")
     assert torch.equal(o.isnan(), careful.isnan())
     assert o.isnan().any()
-    assert doubted[0] > 0
-    assert doubted[1] is None
+    assert flagged[0] > 0
+    assert flagged[1] is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [ALIKE, FAR_APART])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_doubts_on_a_gpu(shape: str, scale: float) -> None:
+def test_retries_on_a_gpu(shape: str, scale: float) -> None:
     mask, axes, more = SHAPES[shape]
     _check(_case(mask, scale, axes, **more), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_doubted_items_on_a_gpu(head_dim: int) -> None:
+def test_many_flagged_items_on_a_gpu(head_dim: int) -> None:
     """Several items a program, all of them done twice."""
     _check(_case(causal(), FAR_APART, _axes(8, 1100, (16, 8), head_dim)), "cuda")
