@@ -67,13 +67,13 @@ def attention_backward_queries(
 ):  # fmt: skip
     tile, h, b = program_of(tiles, heads)
     tile = tiles - 1 - tile
-    head, kv_head = h.to(tl.int64), (h // group).to(tl.int64)
+    head = h.to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
     q_index = row[:, None]  # [ROWS, 1]
-    q_place = origin(b * q_batch + head * q_head, q_seq, TMA)
-    do_place = origin(b * do_batch + head * do_head, do_seq, TMA)
-    k_place = origin(b * k_batch + kv_head * k_head, k_seq, TMA)
-    v_place = origin(b * v_batch + kv_head * v_head, v_seq, TMA)
+    q_place = origin(b, h, q_batch, q_head, q_seq, TMA)
+    do_place = origin(b, h, do_batch, do_head, do_seq, TMA)
+    k_place = origin(b, h // group, k_batch, k_head, k_seq, TMA)
+    v_place = origin(b, h // group, v_batch, v_head, v_seq, TMA)
     query = load_tile(q, q_place, tile * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, True, TMA)
     upstream = load_tile(do, do_place, tile * ROWS, do_seq, queries, ROWS, VALUES, BLOCK_V, True, TMA)
     out = load_tile(
@@ -176,11 +176,10 @@ def attention_backward_keys(
 ):  # fmt: skip
     """dk and dv, or one of them where heads are so wide that registers do not hold both."""
     tile, pair, b = program_of(tl.cdiv(keys, COLUMNS), heads // group)  # pair: key/value head
-    kv_head = pair.to(tl.int64)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     k_index = column[:, None]  # [COLUMNS, 1]
-    k_place = origin(b * k_batch + kv_head * k_head, k_seq, TMA)
-    v_place = origin(b * v_batch + kv_head * v_head, v_seq, TMA)
+    k_place = origin(b, pair, k_batch, k_head, k_seq, TMA)
+    v_place = origin(b, pair, v_batch, v_head, v_seq, TMA)
     key = load_tile(k, k_place, tile * COLUMNS, k_seq, keys, COLUMNS, WIDTH, BLOCK_D, True, TMA)
     if WANT_K:
         value = load_tile(v, v_place, tile * COLUMNS, v_seq, keys, COLUMNS, VALUES, BLOCK_V, True, TMA)
@@ -197,8 +196,8 @@ def attention_backward_keys(
         if HAS_SLOPES:
             slope = tl.load(slopes + b * slope_batch + h)
         head = h.to(tl.int64)
-        q_place = origin(b * q_batch + head * q_head, q_seq, TMA)
-        do_place = origin(b * do_batch + head * do_head, do_seq, TMA)
+        q_place = origin(b, h, q_batch, q_head, q_seq, TMA)
+        do_place = origin(b, h, do_batch, do_head, do_seq, TMA)
         stat = (b * heads + h) * queries
         place = (b * runs_batch + h * runs_head + tile).to(tl.int64)
         for run in range(tl.load(counts + place)):

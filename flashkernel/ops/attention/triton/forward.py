@@ -45,12 +45,12 @@ def attention_forward(
 ):  # fmt: skip
     tile, h, b = program_of(tiles, heads)
     tile = tiles - 1 - tile  # under a causal mask the last tiles are the longest: they go first
-    head, kv_head = h.to(tl.int64), (h // group).to(tl.int64)  # times a stride they may exceed int32
+    head = h.to(tl.int64)  # times a stride it may exceed int32
     row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
     q_index = row[:, None]  # [ROWS, 1]
-    q_place = origin(b * q_batch + head * q_head, q_seq, TMA)
-    k_place = origin(b * k_batch + kv_head * k_head, k_seq, TMA)
-    v_place = origin(b * v_batch + kv_head * v_head, v_seq, TMA)
+    q_place = origin(b, h, q_batch, q_head, q_seq, TMA)
+    k_place = origin(b, h // group, k_batch, k_head, k_seq, TMA)
+    v_place = origin(b, h // group, v_batch, v_head, v_seq, TMA)
     query = load_tile(q, q_place, tile * ROWS, q_seq, queries, ROWS, WIDTH, BLOCK_D, True, TMA)  # [ROWS, BLOCK_D]
     bias += b * bias_batch + head * bias_head
     slope = 0.0

@@ -15,12 +15,16 @@ def program_of(tiles, heads):
 
 
 @triton.jit
-def origin(start, stride, TMA: tl.constexpr):
-    """Where a matrix of rows begins, `start` elements into its tensor: as (row, column) for a descriptor."""
+def origin(b, h, by_batch, by_head, stride, TMA: tl.constexpr):
+    """Where the matrix of a batch and head begins in its tensor: so many elements in, or (row, column) of a descriptor.
+
+    With a descriptor (sources.py) batches are whole rows apart, and so are heads, unless they lie side by side.
+    """
     if TMA:
-        return (start // stride).to(tl.int32), (start % stride).to(tl.int32)
+        row = b.to(tl.int32) * (by_batch // stride).to(tl.int32) + h * (by_head // stride).to(tl.int32)
+        return row, h * (by_head % stride).to(tl.int32)
     else:
-        return start, 0
+        return b * by_batch + h.to(tl.int64) * by_head, 0
 
 
 @triton.jit
