@@ -13,7 +13,6 @@ from flashkernel.blocks.mask import Mask
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import described, fields_of, gl
 from flashkernel.core.launch import chained, launch
-from flashkernel.ops.attention.hopper.around import attention_finish, attention_prepare
 from flashkernel.ops.attention.hopper.backward import attention_backward
 from flashkernel.ops.attention.hopper.backward_wide import attention_backward_wide
 from flashkernel.ops.attention.hopper.configs import (
@@ -28,6 +27,7 @@ from flashkernel.ops.attention.hopper.configs import (
 )
 from flashkernel.ops.attention.hopper.forward import attention_forward
 from flashkernel.ops.attention.hopper.order import Lines, order
+from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
 from flashkernel.ops.attention.hopper.walks import all_see, span, walks
 from flashkernel.ops.attention.triton import Problem
 
@@ -103,12 +103,12 @@ def backward(
     padded = query_tiles * config.rows
     stats = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     buffer = torch.empty((batch, heads, padded, block(width)), dtype=torch.float32, device=q.device)
-    partial = _prepare(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold_norm else _LOG2E)
+    partial = _preprocess(do, dlse, sinks, o, lse, stats, buffer, 1 / problem.scale if config.fold_norm else _LOG2E)
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
     dk, dv = _backward(do, q, k, v, stats, buffer, problem, config)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
-        attention_finish, (heads * query_tiles * batch,),
+        attention_backward_postprocess, (heads * query_tiles * batch,),
         buffer, dq, partial, dsinks, problem.scale, heads, queries, query_tiles,
         0 if partial is None else partial.shape[2],
         HAS_SINKS=sinks is not None, WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
@@ -128,7 +128,7 @@ def _backward_of_nothing(
     return dq, dk, dv, None, dsinks, None
 
 
-def _prepare(
+def _preprocess(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, stats: Tensor, buffer: Tensor,
     unit: float,
 ) -> Tensor | None:  # fmt: skip
@@ -138,7 +138,7 @@ def _prepare(
     blocks = padded // rows
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
-        attention_prepare, (heads * blocks * batch,),
+        attention_backward_preprocess, (heads * blocks * batch,),
         o, do, lse, dlse, sinks, stats, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
         HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
         WIDTH=buffer.shape[3], CHAINED=chained(device.facts(o.device))["CHAINED"], num_warps=4,

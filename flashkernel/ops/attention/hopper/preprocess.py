@@ -1,4 +1,5 @@
-"""What is done before and after the Hopper backward kernel: what it adds to its products, and dq from its buffer."""
+"""Preprocess and postprocess kernels of the Hopper backward pass: delta and the scaled LSE before it, dq from its
+float32 buffer and the gradient of the sinks after it."""
 
 import triton
 import triton.language as tl
@@ -9,7 +10,7 @@ from flashkernel.blocks.softmax_triton import LOG2E
 
 
 @triton.jit
-def attention_prepare(
+def attention_backward_preprocess(
     o, do, lse, dlse, sinks, stats, dq, dsinks, do_batch, do_seq, do_head, heads, queries, padded, unit,
     HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDTH: tl.constexpr, CHAINED: tl.constexpr,
@@ -54,7 +55,7 @@ def attention_prepare(
 
 
 @triton.jit
-def attention_finish(
+def attention_backward_postprocess(
     buffer, dq, partial, dsinks, scale, heads, queries, query_tiles, blocks,
     HAS_SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -64,7 +65,7 @@ def attention_finish(
     transposed.
 
     The last batch, to which was added last, comes first: it is still in L2. The first program of each head adds up the
-    gradient of its sink, which attention_prepare left in parts [batch, heads, blocks].
+    gradient of its sink, which attention_backward_preprocess left in parts [batch, heads, blocks].
     """
     if CHAINED:
         join_chain()
