@@ -368,7 +368,7 @@ def _wait(barrier: Barrier, phase: Any, pred: Any = True, **_: Any) -> None:
         _machine().wait(lambda: barrier.phase != parity, f"phase {parity} of a barrier")
 
 
-def _announce(place: Any, groups: int) -> None:
+def _named_barrier_arrive(place: Any, groups: int) -> None:
     machine, name = _machine(), int(place)
     assert 0 <= name < 8, f"there is no named barrier {name}"
     come = machine.named.setdefault(name, set())
@@ -379,7 +379,7 @@ def _announce(place: Any, groups: int) -> None:
     machine.pause(0.3)
 
 
-def _await_announced(place: Any, groups: int) -> None:
+def _named_barrier_sync(place: Any, groups: int) -> None:
     machine, name = _machine(), int(place)
     come = machine.named.setdefault(name, set())
     machine.wait(lambda: len(come) == groups, f"named barrier {name}")
@@ -477,7 +477,8 @@ _KNOWN: dict[str, Any] = {
     "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
     "load_tile": _load_tile, "store_tile": _store_tile, "add_tile": _add_tile,
     "reinterpret": _reinterpret, "fence_async_shared": lambda: None, "synchronize": lambda: None,
-    "hand_back": lambda barrier: _arrive(barrier, 128), "announce": _announce, "await_announced": _await_announced,
+    "consumer_release": lambda barrier: _arrive(barrier, 128),
+    "named_barrier_arrive": _named_barrier_arrive, "named_barrier_sync": _named_barrier_sync,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
 }  # fmt: skip

@@ -384,7 +384,7 @@ def test_machine_code(name: str) -> None:
         careful = before.count("FMNMX") >= 8
         lazy += not careful
         assert before.count("MUFU.EX2") >= by_unit - careful * moved
-        assert before.count("BAR.SYNC") <= 1  # what the compiler adds; hand-backs are announced
+        assert before.count("BAR.SYNC") <= 1  # what the compiler adds; releases arrive at named barriers
         step = re.split(r"@!?P\d+ BRA", after)
         assert "VOTE.ANY" in before + step[0]
         assert step[0].count("FMUL") < 8

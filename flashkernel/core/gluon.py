@@ -28,16 +28,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "add_tile",
-    "announce",
-    "await_announced",
+    "consumer_release",
     "described",
     "fence_async_shared",
     "fields_of",
     "gl",
     "gluon",
-    "hand_back",
     "load_tile",
     "mbarrier",
+    "named_barrier_arrive",
+    "named_barrier_sync",
     "new_barriers",
     "reinterpret",
     "store_tile",
@@ -79,12 +79,12 @@ def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def hand_back(barrier):
-    """Arrive at a barrier with every thread, once it has read what it hands back; such a barrier counts threads.
+def consumer_release(barrier):
+    """Release a buffer to the producer: every thread arrives at the mbarrier, whose count is that of threads.
 
-    `mbarrier.arrive` counts a warpgroup as one, and the compiler brings its warps together before that and, since it
-    takes the arrival for an access to all of shared memory, once more before whatever comes next. Here none waits for
-    another. This is for reads, and for products that have been awaited; what was written must be fenced before.
+    For `mbarrier.arrive`, which counts a warpgroup once, the compiler synchronizes the warpgroup before the arrival
+    and, since it takes that for an access to all of shared memory, once more after it. Here no warp waits for another.
+    Reads must have completed, asynchronous products been awaited, and writes been fenced.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
@@ -98,12 +98,11 @@ _AWAIT = gl.constexpr({count: f"barrier.cta.sync $1, {count}; mov.b32 $0, $1;" f
 
 
 @gluon.jit
-def announce(place, GROUPS: gl.constexpr):
-    """A warpgroup has come to a named barrier, and goes on: GROUPS of them and one waiting warp make it full.
+def named_barrier_arrive(place, GROUPS: gl.constexpr):
+    """Arrive at a named barrier without waiting: GROUPS warpgroups and one waiting warp complete it.
 
-    This is how a warpgroup hands back what it has read. `mbarrier.arrive` brings its warps together first, and the
-    compiler, which takes that for an access to all of shared memory, once more before whatever comes next. And where
-    every thread arrives by itself (`hand_back`), its counting in shared memory slows down products that read there.
+    Consumers release K and V buffers with it: cheaper than `mbarrier.arrive`, for which the compiler synchronizes the
+    warpgroup twice, and than `consumer_release`, whose counting in shared memory slows down products that read there.
     """
     lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     where = lanes * 0 + (place + FIRST_NAMED)
@@ -111,8 +110,8 @@ def announce(place, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def await_announced(place, GROUPS: gl.constexpr):
-    """A warp waits until GROUPS warpgroups have come to a named barrier, which is then empty again."""
+def named_barrier_sync(place, GROUPS: gl.constexpr):
+    """Wait, as the one warp, until GROUPS warpgroups have arrived at a named barrier, which is then free again."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     where = lanes * 0 + (place + FIRST_NAMED)
     gl.inline_asm_elementwise(_AWAIT[GROUPS * 128 + 32], "=r,r", [where], dtype=gl.int32, is_pure=False, pack=1)

@@ -20,10 +20,10 @@ from flashkernel.blocks.chain_triton import join_chain
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import (
     add_tile,
+    consumer_release,
     fence_async_shared,
     gl,
     gluon,
-    hand_back,
     mbarrier,
     new_barriers,
     synchronize,
@@ -51,7 +51,7 @@ def _add_half(dq, target, part, dq_tiles, w: gl.constexpr, ROWS: gl.constexpr, P
 def _return(barrier, THREADS: gl.constexpr):
     """A warpgroup arrives, as one or, where that is faster, with every thread; the barrier must count accordingly."""
     if THREADS:
-        hand_back(barrier)
+        consumer_release(barrier)
     else:
         mbarrier.arrive(barrier, count=1)
 
@@ -224,7 +224,7 @@ def _consume_queries(dq, buffers, barriers, orders, shape, tables, ROWS: gl.cons
     group, query_tiles, heads = shape
     runs, _, _, _, _ = tables
     nothing = gl.zeros([WIDTH, ROWS], gl.float32, QUERIES)
-    hand_back(ds_empty.index(0))  # what the very first step finds before it
+    consumer_release(ds_empty.index(0))  # what the very first step finds before it
     if CHAINED:
         gdc_wait()  # what is added to must have been cleared
     step = 0
@@ -244,7 +244,7 @@ def _consume_queries(dq, buffers, barriers, orders, shape, tables, ROWS: gl.cons
                 mbarrier.wait(ds_full.index(step & 1), (step >> 1) & 1)
                 later = warpgroup_mma(k_turned, ds_tiles.index(step & 1), nothing, use_acc=False, is_async=True)
                 product = warpgroup_mma_wait(0, deps=[later])
-                hand_back(ds_empty.index(step & 1))
+                consumer_release(ds_empty.index(step & 1))
                 add(dq, base + index, product, ROWS)
                 left -= 1
             base += query_tiles

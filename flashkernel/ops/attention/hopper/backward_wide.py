@@ -18,10 +18,10 @@ from triton.language.extra.cuda import gdc_wait
 from flashkernel.blocks.chain_triton import join_chain
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import (
+    consumer_release,
     fence_async_shared,
     gl,
     gluon,
-    hand_back,
     mbarrier,
     new_barriers,
     synchronize,
@@ -115,7 +115,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
                     add(dq, target * 2, query_sum, WIDTH // 2)
                 target = base + index
                 value_sum = warpgroup_mma_wait(0, deps=[value_later])
-                hand_back(do_empty.index(stage))
+                consumer_release(do_empty.index(stage))
                 step += 1
                 left -= 1
             base += query_tiles
@@ -180,7 +180,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 ds_tiles.index(side).store(ds)
                 fence_async_shared()
                 mbarrier.arrive(ds_full.index(side), count=1)
-                hand_back(do_empty.index(stage))
+                consumer_release(do_empty.index(stage))
                 mbarrier.wait(q_full.index(stage), phase)
                 mbarrier.wait(ds_full.index(side), (step >> 1) & 1)
                 query_later = multiply_queries(ds_tiles.index(side), k_tile, no_queries, 1, 64, WIDTH // 2)
@@ -188,7 +188,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
                 query_sum = warpgroup_mma_wait(1, deps=[query_later])
                 add(dq, (base + index) * 2 + 1, query_sum, WIDTH // 2)
                 key_sum = warpgroup_mma_wait(0, deps=[key_later])
-                hand_back(q_empty.index(stage))
+                consumer_release(q_empty.index(stage))
                 step += 1
                 left -= 1
             base += query_tiles

@@ -4,11 +4,11 @@ An item is (tile of queries, batch, first head), of the backward kernel (tile of
 -1 after the last, in a table made on the host (order.py). The other tables are those of walks.py. A walk's state is
 (tiles left after this one, place of the run, tile, end of the run, whether it is masked).
 
-Tiles of keys and values are handed back by named barriers (`announce`), which the loading warp waits for before it
-loads what comes there next.
+Consumers release tiles of keys and values through named barriers (`named_barrier_arrive`), on which the loading warp
+waits before it loads the next tile there.
 """
 
-from flashkernel.core.gluon import announce, await_announced, gl, gluon, mbarrier
+from flashkernel.core.gluon import gl, gluon, mbarrier, named_barrier_arrive, named_barrier_sync
 
 
 @gluon.jit
@@ -24,23 +24,23 @@ def return_keys(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """A warpgroup has read the keys of a stage. With more stages than there are named barriers for keys and values, it
     says so with the values: so many tiles ahead, that is soon enough."""
     if STAGES <= 4:
-        announce(stage, GROUPS)
+        named_barrier_arrive(stage, GROUPS)
 
 
 @gluon.jit
 def return_values(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """A warpgroup has read the values of a stage, its keys before."""
     if STAGES <= 4:
-        announce(STAGES + stage, GROUPS)
+        named_barrier_arrive(STAGES + stage, GROUPS)
     else:
-        announce(stage, GROUPS)
+        named_barrier_arrive(stage, GROUPS)
 
 
 @gluon.jit
 def claim_keys(loaded, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """The loading warp waits for room for the keys of a tile, after so many others."""
     if loaded >= STAGES:
-        await_announced(loaded % STAGES, GROUPS)
+        named_barrier_sync(loaded % STAGES, GROUPS)
 
 
 @gluon.jit
@@ -48,7 +48,7 @@ def claim_values(loaded, GROUPS: gl.constexpr, STAGES: gl.constexpr):
     """The loading warp waits for room for the values of a tile whose keys have theirs."""
     APART: gl.constexpr = STAGES <= 4
     if APART and loaded >= STAGES:
-        await_announced(STAGES + loaded % STAGES, GROUPS)
+        named_barrier_sync(STAGES + loaded % STAGES, GROUPS)
 
 
 @gluon.jit
