@@ -9,16 +9,24 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    # By the sigmoid a small value would lose its digits to the 1; there, the first terms of the series.
-    y = x * x
-    series = x * (1 + y * (-0.3333333333 + y * (0.1333333333 + y * (-0.0539682540 + y * 0.0218694885))))
-    return tl.where(y < 0.0625, series, 2 * tl.sigmoid(2 * x) - 1)
+    """By the sigmoid: an absolute error of a rounding of 1, also where x is small."""
+    return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
-def brought_together(top, other):
-    """Two tops of softmaxes, either of which may be -inf: (what the weights beside each are multiplied by to be those
-    beside the higher one, and the higher one)."""
-    higher = tl.maximum(top, other)
-    anchor = tl.where(higher == float("-inf"), 0.0, higher)
-    return tl.exp2(top - anchor), tl.exp2(other - anchor), higher
+def accurate_tanh(x):
+    """With the first terms of the series where x is small, so that it keeps its digits there."""
+    y = x * x
+    series = x * (1 + y * (-0.3333333333 + y * (0.1333333333 + y * (-0.0539682540 + y * 0.0218694885))))
+    return tl.where(y < 0.0625, series, tanh(x))
+
+
+@triton.jit
+def merge_row_max(a, b):
+    """Merges two row maxima in powers of two, either of which may be -inf.
+
+    Returns (scale_a, scale_b, row_max), where scale_x = exp2(x - row_max).
+    """
+    row_max = tl.maximum(a, b)
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return tl.exp2(a - finite), tl.exp2(b - finite), row_max

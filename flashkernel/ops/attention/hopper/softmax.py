@@ -4,7 +4,7 @@ A row of 64 is a query of one head, or with PACK > 1 of one among PACK heads. Sc
 that they come from, four threads to a row.
 """
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max, tanh
 from flashkernel.core.gluon import gl, gluon
 from flashkernel.ops.attention.hopper.overflow_retry import LEAST, MARGIN, MOST, flag
 from flashkernel.ops.attention.hopper.schedule import first_query
@@ -95,7 +95,7 @@ def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HA
         flag(retry_flags, step, total, (query < queries) & (own > 0), LEAST, MOST)
     if HAS_SINKS:  # one more column, in the denominator only
         sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-        rescale, extra, top = brought_together(top, sink)
+        rescale, extra, top = merge_row_max(top, sink)
         total = total * rescale + extra
         share = gl.where(total == 0.0, 0.0, rescale / total)
     else:

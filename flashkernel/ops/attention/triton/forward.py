@@ -7,7 +7,7 @@ maximum rises. Full tiles are not masked, empty ones not loaded. LSE is saved in
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max
 from flashkernel.ops.attention.triton.dropping import keep, seed_word
 from flashkernel.ops.attention.triton.scores import load_tile, origin, program_of, transform, visible
 
@@ -20,7 +20,7 @@ def finish(
     """Write what the rows [ROWS] of head h have summed up: output [ROWS, BLOCK_V] over total, and the LSE."""
     if HAS_SINKS:  # one more column, in the denominator only
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        rescale, extra, top = brought_together(top, sink)
+        rescale, extra, top = merge_row_max(top, sink)
         total = total * rescale + extra
         output *= rescale[:, None]
     nothing = total == 0.0

@@ -11,7 +11,7 @@ for the arithmetic that the others waste.
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -199,7 +199,7 @@ def _finish(output, total, top, b, query, head, inside, outputs, sinks, queries,
     o, lse = outputs
     if HAS_SINKS:  # one more column, in the denominator only
         sink = gl.load(sinks + head, mask=inside, other=0.0).to(gl.float32) * LOG2E
-        rescale, extra, top = brought_together(top, sink)
+        rescale, extra, top = merge_row_max(top, sink)
         total = total * rescale + extra
         share = gl.where(total == 0.0, 0.0, rescale / total)
     else:

@@ -7,7 +7,7 @@ in powers of two.
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, accurate_tanh, merge_row_max
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def walk(
         if SCALED:
             product *= tl.load(k_scale + s_first + s_place + head)[None, :]
         if CAP:
-            score = softcap * tanh(product * (scale / softcap)) * LOG2E
+            score = softcap * accurate_tanh(product * (scale / softcap)) * LOG2E
         else:
             score = product * (scale * LOG2E)
         if MASKED:
@@ -107,12 +107,12 @@ def finish(
     if HAS_BEFORE:
         other_lse = tl.load(before_lse + lse_place, mask=inside, other=float("-inf")) * LOG2E
         other = tl.load(before + place[:, None] * VALUES + column, mask=mask, other=0.0)
-        rescale, share, top = brought_together(top, other_lse)
+        rescale, share, top = merge_row_max(top, other_lse)
         output = output * rescale[:, None] + other * share[:, None]
         total = total * rescale + share
     if HAS_SINKS:  # one more column, in the denominator only
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2E
-        rescale, share, top = brought_together(top, sink)
+        rescale, share, top = merge_row_max(top, sink)
         total = total * rescale + share
         output *= rescale[:, None]
     nothing = total == 0.0

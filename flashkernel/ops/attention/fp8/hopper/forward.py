@@ -14,7 +14,7 @@ and done again. Other walks, and what is done again, have the largest so far at 
 in the exponent; O is kept in units of the current tile's V scale, changed by the multiplication that rescales it.
 """
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, brought_together, tanh
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -347,7 +347,7 @@ def _items(outputs, buffers, barriers, shape, tables, scales, numbers, scale, si
             flag(retry_flags, step, total, (query < queries) & (own > 0), LEAST, MOST)
         if HAS_SINKS:  # one more column, in the denominator only
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-            rescale, extra, top = brought_together(top, sink)
+            rescale, extra, top = merge_row_max(top, sink)
             total = total * rescale + extra * LARGEST
             share = gl.where(total == 0.0, 0.0, rescale * unit / total)
         else:
