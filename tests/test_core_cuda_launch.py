@@ -167,12 +167,12 @@ def test_loading_inside_a_capture_relaxes_it_and_restores_it(source: Path, monke
 def test_a_chained_launch_asks_for_an_early_start_where_it_can(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn(monkeypatch, (8, 4, 8, 1))
     arguments = (None, 1.0, 512, True)
-    Module(source).kernel("fill", FILL).launch((2,), (256,), arguments, chained=True)
+    Module(source).kernel("fill", FILL).launch((2,), (256,), arguments, programmatic=True)
     cuda._launch_configs.clear()
     cuda.core().LaunchConfig.programmatic_stream_serialization = False  # as from cuda-core 1.2 on
     for module in (Module(source), Module(source, virtual_arch=75), Module(source, virtual_arch=90)):
-        for chained in (False, True):
-            module.kernel("fill", FILL).launch((2,), (256,), arguments, chained=chained)
+        for programmatic in (False, True):
+            module.kernel("fill", FILL).launch((2,), (256,), arguments, programmatic=programmatic)
     usual, early = ("config", (2,), (256,), 0), ("config", (2,), (256,), 0, True)
     assert [launch[1] for launch in stand_in.launches] == [usual, usual, early, usual, usual, usual, early]
 

@@ -184,12 +184,12 @@ class Kernel:
         args: Sequence[Any],
         shared: int = 0,
         device: torch.device | None = None,
-        chained: bool = False,
+        programmatic: bool = False,
     ) -> None:
         """Run on the current stream of `device` (by default the first tensor's); an empty grid launches nothing.
 
         Tensors pass their data pointer and None a null pointer; numbers follow the declared arguments. `shared` is
-        dynamic shared memory in bytes. `chained`, from sm_90 on: the kernel may start before the one before it has
+        dynamic shared memory in bytes. `programmatic`, from sm_90 on: the kernel may start before the one before it has
         ended, and must itself wait (griddepcontrol.wait) before it touches memory.
         """
         if grid == 0 or (isinstance(grid, tuple) and 0 in grid):
@@ -200,18 +200,18 @@ class Kernel:
             raise ValueError(f"{self.name}: tensors are on {device}; CUDA kernels need them on a GPU")
         current = torch.cuda.current_device()
         if device.index is None or device.index == current:
-            return self._launch(current, grid, block, args, shared, chained)
+            return self._launch(current, grid, block, args, shared, programmatic)
         with torch.cuda.device(device):
-            return self._launch(device.index, grid, block, args, shared, chained)
+            return self._launch(device.index, grid, block, args, shared, programmatic)
 
-    def _launch(self, index: int, grid: Any, block: Any, args: Sequence[Any], shared: int, chained: bool) -> None:
+    def _launch(self, index: int, grid: Any, block: Any, args: Sequence[Any], shared: int, programmatic: bool) -> None:
         kernel = self._loaded.get(index) or self.load(index)
         if index not in getattr(_thread, "devices", ()):
             _adopt_context(index)
         if shared > self._shared.get(index, 0):
             self._allow_shared(index, kernel, shared)
         # What is compiled for an older architecture cannot wait.
-        key = (grid, block, shared, chained and (self.module.virtual_arch or 90) >= 90)
+        key = (grid, block, shared, programmatic and (self.module.virtual_arch or 90) >= 90)
         config = _launch_configs.get(key)
         if config is None:
             if len(_launch_configs) >= MOST_LAUNCH_CONFIGS:
@@ -287,10 +287,10 @@ class Kernel:
         self._shared[index] = shared
 
 
-def _launch_config(grid: Any, block: Any, shared: int, chained: bool) -> Any:
-    """cuda-core's; before 1.2 it could not ask for an early start, and a chained kernel starts like any other."""
+def _launch_config(grid: Any, block: Any, shared: int, programmatic: bool) -> Any:
+    """cuda-core's; before 1.2 it could not ask for an early start, and a programmatic kernel starts like any other."""
     kind = core().LaunchConfig
-    early = chained and hasattr(kind, "programmatic_stream_serialization")
+    early = programmatic and hasattr(kind, "programmatic_stream_serialization")
     options = {"programmatic_stream_serialization": True} if early else {}
     return kind(grid=grid, block=block, shmem_size=shared, **options)
 

@@ -25,7 +25,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.device import facts as device_facts
 from flashkernel.core.driver import Launched, TensorMap
 
-MOST_CHAINED = 8 << 20  # bytes that a row-by-row kernel moves at most to be launched early
+MOST_PDL_BYTES = 8 << 20  # that a row-by-row kernel moves at most to be launched by PDL
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_options")
 _recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
 _listener: ContextVar[Any] = ContextVar("flashkernel_listener", default=None)
@@ -231,13 +231,13 @@ def listened() -> bool:
     return _listener.get() is not None
 
 
-def chained(facts: Device, moved: int = 0) -> dict[str, bool]:
-    """Constants of a kernel that joins the chain of blocks/chain_triton.py: from sm_90 on it may be launched early.
+def pdl_options(facts: Device, moved: int = 0) -> dict[str, bool]:
+    """Constants of a kernel that can be launched by programmatic dependent launch (blocks/pdl_triton.py), from sm_90 on.
 
-    One that moves many bytes wants the multiprocessors to itself: programs that wait for it take its seats.
+    A kernel that moves many bytes (`moved`) is launched without: waiting programs would take SM slots from it.
     """
-    early = facts.kind == "cuda" and facts.arch >= 90 and moved <= MOST_CHAINED and not env.interpreting()
-    return {"CHAINED": True, "launch_pdl": True} if early else {"CHAINED": False}
+    early = facts.kind == "cuda" and facts.arch >= 90 and moved <= MOST_PDL_BYTES and not env.interpreting()
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
 @contextmanager

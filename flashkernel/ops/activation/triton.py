@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from flashkernel.blocks.activation_triton import activate, clamp_gate, clamp_up
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.activation.configs import BACKWARD, FORWARD, Block
 
@@ -46,10 +46,10 @@ def _load_pair(
 @triton.jit
 def activation_forward(
     gate, up, y, gate_stride, up_stride, up_start, rows, width, alpha, limit,
-    KIND: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     row, first = _place(BLOCK)
     if row >= rows:
         return
@@ -110,7 +110,7 @@ def forward(
         activation_forward, _grid(rows, ceil_div(width, config.elements)),
         gate, up, y, _stride(gate), _stride(up), width if layout == "halves" else 0, rows, width, alpha, limit,
         KIND=kind, LAYOUT=layout, BLOCK=config.elements, num_warps=config.warps,
-        **chained(device.facts(gate.device), gate.nbytes + up.nbytes),
+        **pdl_options(device.facts(gate.device), gate.nbytes + up.nbytes),
     )  # fmt: skip
     return y
 

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.chain_triton import join_chain
 from flashkernel.blocks.codec_triton import encode_e4m3, encode_int8, largest_bits
 from flashkernel.blocks.heads import tile
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.rope_triton import load_pairs, store_pairs, token_cos_sin, turn
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.append_kv.configs import APPEND
 
@@ -61,11 +61,11 @@ def append_kv(
     PAGE_SIZE: tl.constexpr, CODE: tl.constexpr, MOST: tl.constexpr, INTERLEAVED: tl.constexpr,
     TABLE_STEP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr,
     ROTARY: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    SPLITS: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = ROTARY // 2
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     share = tl.program_id(0) % SPLITS
     token = (tl.program_id(0) // SPLITS).to(tl.int64)
     slot = tl.load(slots + token * slots_step).to(tl.int64)
@@ -175,7 +175,7 @@ def forward(
         TABLE_STEP=1 if cos is None else cos.stride(-1), K_DIM=dim, V_DIM=v.shape[2], V_COLUMNS=power_of_2(v.shape[2]),
         ROTARY=rotary, PAIRS=power_of_2(rotary // 2), REST=power_of_2(dim - rotary) if dim > rotary else 0,
         SPLITS=config.splits, Q_HEADS=tile(q_heads, config.splits), KV_HEADS=tile(kv_heads, config.splits),
-        num_warps=config.warps, **chained(facts),
+        num_warps=config.warps, **pdl_options(facts),
     )  # fmt: skip
     return q_out
 

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernel.blocks.chain_triton import join_chain
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_triton import finish
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.gemm.configs import LINEAR, MOST_COUNTERS, Stream, row_tile, tile_count
 
 
@@ -57,7 +57,7 @@ def linear_vector(
     x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
     CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     STREAMS: tl.constexpr = 2 if GATED else 1
@@ -66,8 +66,8 @@ def linear_vector(
     place = (tile - first_tile) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     step = tl.arange(0, INNER)  # [INNER]
     near = tl.minimum(place, size - 1).to(tl.int64)[:, None]  # columns beyond the last repeat it, and are not stored
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     left = weight + near * stride + step[None, :]  # [COLUMNS, INNER]
     right = weights[LAST] + near * strides[LAST] + step[None, :]
     sums = (tl.zeros([COLUMNS, INNER // VECTOR], tl.float32),) * (ROWS * STREAMS)
@@ -155,7 +155,7 @@ def linear_tensor(
     x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share, eps, offset,
     CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, OUTER: tl.constexpr,
     SHARED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
     program = tl.program_id(0)
@@ -167,8 +167,8 @@ def linear_tensor(
     else:
         work_begin, work_end = program * steps, (program + 1) * steps
         first_of_mine, last_of_mine = program, program
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     row = tl.arange(0, ROWS)  # [ROWS]
     step = tl.arange(0, INNER)  # [INNER]
     x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [INNER, ROWS]
@@ -270,7 +270,7 @@ def forward(
     constants = {
         "CHAIN": chain, "GATED": gated, "NORM": norm_weight is not None, "EVEN": inner % config.inner == 0,
         "COLUMNS": config.columns, "INNER": config.inner, "STAGES": config.stages, "num_warps": config.warps,
-        **chained(facts),
+        **pdl_options(facts),
     }  # fmt: skip
     if config.kernel == "vector":
         launch(

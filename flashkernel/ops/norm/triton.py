@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.widen_triton import widen_again
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.core.versions import triton_version
 from flashkernel.ops.norm.configs import (
     BACKWARD,
@@ -48,7 +48,7 @@ def norm_forward(
     x_stride, residual_stride, rows, width, eps, offset,
     RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, SAMPLED: tl.constexpr,
-    READ: tl.constexpr, WRITTEN: tl.constexpr, CHAINED: tl.constexpr,
+    READ: tl.constexpr, WRITTEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EVEN: a row is as wide as the block. EARLY: the weight is fetched before the row is reduced, if registers allow.
 
@@ -57,8 +57,8 @@ def norm_forward(
     so with one such outlier among n samples the variance loses width / n^2 roundings of float32: nothing beside the
     rounding of the output.
     """
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = (row < rows) | (ROWS == 1)
     x_row, residual_row, place = row[:, None] * x_stride, row[:, None] * residual_stride, row[:, None] * width
@@ -207,7 +207,7 @@ def forward(
         SAMPLED=x.element_size() == 2 and width >= LEAST_SAMPLED,
         READ=_POLICY[read], WRITTEN=_POLICY[written],
         EARLY=config.rows * block <= EARLY_VALUES * 32 * config.warps, num_warps=config.warps,
-        **chained(facts, 2 * x.nbytes),
+        **pdl_options(facts, 2 * x.nbytes),
     )  # fmt: skip
     return y, total, mean, rstd
 

@@ -9,7 +9,7 @@ import torch
 
 from flashkernel.core import device
 from flashkernel.core.cuda import Kernel, Module
-from flashkernel.core.launch import chained
+from flashkernel.core.launch import pdl_options
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
@@ -46,7 +46,7 @@ def kernel(name: str, *parameters: str | int) -> Kernel:
 
 def _early(x: torch.Tensor, moved: int = 0) -> bool:
     """Whether a kernel that moves so many bytes is launched before the one before it has ended."""
-    return chained(device.facts(x.device), moved)["CHAINED"]
+    return pdl_options(device.facts(x.device), moved)["PDL"]
 
 
 def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[tor
     if a is not y:
         finish = kernel("finish_rows", TYPES[x.dtype], kind)
         arguments = (a, b, y, saved, rows, width, a.shape[1])
-        finish.launch((-(-rows // 4),), (WARP, 4), arguments, chained=_early(x))
+        finish.launch((-(-rows // 4),), (WARP, 4), arguments, programmatic=_early(x))
     return y, saved
 
 
@@ -81,7 +81,7 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
     grid, block = _row_in_registers(rows, width, values)
     arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides)
     forward = kernel("row_softmax", TYPES[x.dtype], vector, values // vector, sight)
-    forward.launch(grid, block, arguments, chained=_early(x, 2 * x.nbytes))
+    forward.launch(grid, block, arguments, programmatic=_early(x, 2 * x.nbytes))
     return y
 
 
@@ -194,7 +194,7 @@ def _reduce_pairs(
     kernel("row_reduce", TYPES[x.dtype], weight_type, kind, pair is not whole, mask.tensor is not None).launch(
         (-(-rows // together), splits), (threads, together),
         (x, weight, mask.tensor, *pair, x.stride(0), weight_stride, rows, width, span, scale, queries,
-         *mask.sizes, *mask.strides), chained=_early(x, x.nbytes),
+         *mask.sizes, *mask.strides), programmatic=_early(x, x.nbytes),
     )  # fmt: skip
     return pair
 
@@ -220,6 +220,6 @@ def _spread(
         (blocks, min(rows, MOST_GRID_ROWS), -(-rows // MOST_GRID_ROWS)), (threads,),
         (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, rows, width,
          first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.sizes, *mask.strides),
-        chained=_early(x, 2 * x.nbytes),
+        programmatic=_early(x, 2 * x.nbytes),
     )  # fmt: skip
     return result

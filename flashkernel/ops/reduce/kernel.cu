@@ -45,7 +45,7 @@ row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, 
            Index weight_stride, Index rows, Index width, Index span, float scale, Index queries, Index middle,
            Index inner, Index outer_stride, Index middle_stride, Index inner_stride, Index column_stride) {
     constexpr int N = PER_LOAD<T>;
-    join_chain();
+    pdl_enter();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;  // a whole warp, alone with its row: nobody waits for it
     const Index seen = KIND == SOFTMAX || KIND == WEIGHTED ? visible_columns(row, width, queries) : width;
@@ -109,7 +109,7 @@ row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, 
 template <typename T, int KIND>
 __global__ void finish_rows(const float* a, const float* b, T* first, float* second, Index rows, Index width,
                             int splits) {
-    join_chain();
+    pdl_enter();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     Pair pair = nothing<KIND>();
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
 row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index rows, int width, float scale,
             Index queries, Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
-    join_chain();
+    pdl_enter();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     const int seen = SIGHT == ALL ? width : visible_columns(row, width, queries);
@@ -259,7 +259,7 @@ spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* firs
             Index x_stride, Index dy_stride, Index rows, Index width, int splits, float scale, Index queries,
             Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
-    join_chain();
+    pdl_enter();
     const Index row = Index(blockIdx.z) * gridDim.y + blockIdx.y;
     if (row >= rows) return;
     const int step = blockDim.x * N;

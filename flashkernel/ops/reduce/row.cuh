@@ -17,10 +17,10 @@ constexpr int IN_FLIGHT = 4;  // loads a thread issues before it uses the first:
 // on it adds exponentials. kinds.py has the same numbers.
 enum Kind { SUM, MEAN, WEIGHTED, MAX, LOGSUMEXP, SOFTMAX, SOFTMAX_BACKWARD };
 
-// A kernel may be launched before the one before it has ended, from sm_90 on, to save the time between them (cuda.py
-// says when). It must call this first: all that was launched before is done and seen, and the next kernel may take the
-// seats that become free. Launched without haste, it waits for nothing.
-__device__ inline void join_chain() {
+// Programmatic dependent launch, from sm_90 on: a kernel may be launched before the one before it has ended (cuda.py
+// says when). It must call this first: it waits until all earlier kernels have completed and their writes are visible,
+// then lets the next kernel launch. Launched without PDL, it waits for nothing.
+__device__ inline void pdl_enter() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");

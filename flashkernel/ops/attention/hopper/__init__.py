@@ -12,7 +12,7 @@ from torch import Tensor
 from flashkernel.blocks.mask import Mask
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import described, fields_of, gl
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.attention.hopper.backward import attention_backward
 from flashkernel.ops.attention.hopper.backward_wide import attention_backward_wide
 from flashkernel.ops.attention.hopper.configs import (
@@ -112,7 +112,7 @@ def backward(
         buffer, dq, partial, dsinks, problem.scale, heads, queries, query_tiles,
         0 if partial is None else partial.shape[2],
         HAS_SINKS=sinks is not None, WIDTH=width, BLOCK=block(width), ROWS=config.rows, ORDER=config.dq, num_warps=8,
-        **chained(device.facts(q.device)),
+        **pdl_options(device.facts(q.device)),
     )  # fmt: skip
     return dq, dk, dv, None, dsinks, None
 
@@ -141,7 +141,7 @@ def _preprocess(
         attention_backward_preprocess, (heads * blocks * batch,),
         o, do, lse, dlse, sinks, stats, buffer, dsinks, *do.stride()[:3], heads, queries, padded, unit,
         HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK=rows, VALUES=values, BLOCK_V=block(values),
-        WIDTH=buffer.shape[3], CHAINED=chained(device.facts(o.device))["CHAINED"], num_warps=4,
+        WIDTH=buffer.shape[3], PDL=pdl_options(device.facts(o.device))["PDL"], num_warps=4,
     )  # fmt: skip
     return dsinks
 
@@ -187,7 +187,7 @@ def _backward(
         items.shape[1], lines, pairs, heads // pairs, stats.shape[3] // config.rows, queries, keys,
         problem.scale * _LOG2E, problem.scale, problem.softcap,
         MASK=mask, TRAITS=_traits(problem.mask, roomy), CAP=problem.softcap > 0, STAGES=config.stages,
-        WIDTH=block(width), VALUES=block(values), **variant, num_warps=4, **chained(facts),
+        WIDTH=block(width), VALUES=block(values), **variant, num_warps=4, **pdl_options(facts),
     )  # fmt: skip
     return dk, dv
 

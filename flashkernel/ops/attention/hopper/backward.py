@@ -16,7 +16,7 @@ A product is always awaited in the step that issues it; ptxas serialises all of 
 
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import (
     add_tile,
@@ -186,13 +186,13 @@ def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables,
              MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, FOLD_NORM: gl.constexpr,
              FOLD_DELTA: gl.constexpr, APART: gl.constexpr, SENT: gl.constexpr, ROWS: gl.constexpr,
              STAGES: gl.constexpr, HELD: gl.constexpr, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-             CHAINED: gl.constexpr):  # fmt: skip
+             PDL: gl.constexpr):  # fmt: skip
     """A warpgroup. Tiles of 64 queries have code for each buffer of keys and values, at addresses that the compiler
     knows: the loop over steps is a tenth shorter. Tiles of 128 are shorter of registers, which it takes."""
     group, _, _ = shape
     _, _, _, _, ds_full, _, _ = barriers
     _return(ds_full.index(0), APART)  # what the very first step finds before it
-    if CHAINED:
+    if PDL:
         gdc_wait()  # what is added to must have been cleared
     COPIES: gl.constexpr = HELD if ROWS == 64 else 1
     step = 0
@@ -216,7 +216,7 @@ def _consume(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables,
 
 @gluon.jit
 def _consume_queries(dq, buffers, barriers, orders, shape, tables, ROWS: gl.constexpr, HELD: gl.constexpr,
-                     WIDTH: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+                     WIDTH: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The third warpgroup, with APART: dQ^T = K^T dS of every step, with K^T in registers for a whole item."""
     QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])  # [WIDTH, ROWS]
     _, _, k_boxes, _, _, _, ds_tiles, _ = buffers
@@ -225,7 +225,7 @@ def _consume_queries(dq, buffers, barriers, orders, shape, tables, ROWS: gl.cons
     runs, _, _, _, _ = tables
     nothing = gl.zeros([WIDTH, ROWS], gl.float32, QUERIES)
     consumer_release(ds_empty.index(0))  # what the very first step finds before it
-    if CHAINED:
+    if PDL:
         gdc_wait()  # what is added to must have been cleared
     step = 0
     turn = 0
@@ -265,7 +265,7 @@ def attention_backward(
     by_batch, by_head, most_items, lines, pairs, group, query_tiles, queries, keys, factor, scale, softcap,
     MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, FOLD_NORM: gl.constexpr, FOLD_DELTA: gl.constexpr,
     APART: gl.constexpr, SENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    WIDTH: gl.constexpr, VALUES: gl.constexpr, CHAINED: gl.constexpr,
+    WIDTH: gl.constexpr, VALUES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     k_boxes = gl.allocate_shared_memory(k.dtype, [HELD, 1, 128, 1, WIDTH], k.layout)
     v_boxes = gl.allocate_shared_memory(v.dtype, [HELD, 1, 128, 1, VALUES], v.layout)
@@ -285,8 +285,8 @@ def attention_backward(
     ds_full = new_barriers(2, 256 if APART else 2)
     ds_empty = new_barriers(2, 128)
     k_read = new_barriers(HELD, 1 if APART else 2)
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     synchronize()  # else the compiler does so in the loading warp's loops, since these are what it waits for
     heads = pairs * group
     inputs = (q, do, k, v, stats)
@@ -304,19 +304,19 @@ def attention_backward(
     if APART:
         gl.warp_specialize([
             (load_steps, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, ROWS, STAGES, True, HELD,
-                     CHAINED)),
+                     PDL)),
             (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 0, MASK, TRAITS, CAP,
-                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, PDL)),
             (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 1, MASK, TRAITS, CAP,
-                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
-            (_consume_queries, (dq, buffers, barriers, own_orders, walked, tables, ROWS, HELD, WIDTH, CHAINED)),
+                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, PDL)),
+            (_consume_queries, (dq, buffers, barriers, own_orders, walked, tables, ROWS, HELD, WIDTH, PDL)),
         ], [4, 4, 4], [192, 192, 104])  # fmt: skip
     else:
         gl.warp_specialize([
             (load_steps, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, ROWS, STAGES, True, HELD,
-                     CHAINED)),
+                     PDL)),
             (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 0, MASK, TRAITS, CAP,
-                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, PDL)),
             (_consume, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables, 1, MASK, TRAITS, CAP,
-                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, CHAINED)),
+                        FOLD_NORM, FOLD_DELTA, APART, SENT, ROWS, STAGES, HELD, WIDTH, VALUES, PDL)),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -41,7 +41,7 @@ def _hand_over(inputs, outputs, buffers, kv_full, kv_done, orders, turn, HELD: g
 
 @gluon.jit
 def load_steps(inputs, outputs, buffers, barriers, orders, shape, tables, ROWS: gl.constexpr, STAGES: gl.constexpr,
-          JOINT: gl.constexpr, HELD: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+          JOINT: gl.constexpr, HELD: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The loading warp. With JOINT, all that a step reads comes and goes at once.
 
     An item is handed over once the next one's first STAGES steps are on their way: until the item has ended there is
@@ -52,7 +52,7 @@ def load_steps(inputs, outputs, buffers, barriers, orders, shape, tables, ROWS: 
     kv_full, kv_done, q_full, q_empty, do_full, do_empty = barriers
     group, padded, heads, rows = shape
     runs, counts, most_runs, by_batch, by_head = tables
-    if CHAINED:
+    if PDL:
         gdc_wait()
     for turn in gl.static_range(HELD):
         _fetch(inputs, buffers, kv_full, orders, turn, HELD)

@@ -15,7 +15,7 @@ other has products under way.
 
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import (
     consumer_release,
@@ -48,7 +48,7 @@ def _unflat(flat, TURNED: gl.constexpr):
 @gluon.jit
 def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, MASK: gl.constexpr,
             TRAITS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
-            VALUES: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+            VALUES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The values' warpgroup: P, dV, and the left half of dQ.
 
     An item's last dQ is computed when it ends; its first step finds no dS before it, and multiplies an old one for
@@ -67,7 +67,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
     v_tile = v_boxes.index(0).reshape([64, VALUES])
     nothing = gl.zeros([64, 64], gl.float32, TURNED)
     no_queries = gl.zeros([64, WIDTH // 2], gl.float32, QUERIES)
-    if CHAINED:
+    if PDL:
         gdc_wait()  # what is added to must have been cleared
     step = 0
     turn = 0
@@ -135,7 +135,7 @@ def _values(dq, buffers, barriers, orders, shape, tables, numbers, mask_tables, 
 
 @gluon.jit
 def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.constexpr,
-          WIDTH: gl.constexpr, VALUES: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+          WIDTH: gl.constexpr, VALUES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The keys' warpgroup: dS, dK, and the right half of dQ."""
     TURNED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -150,7 +150,7 @@ def _keys(dq, buffers, barriers, orders, shape, tables, scale, STAGES: gl.conste
     nothing = gl.zeros([64, 64], gl.float32, TURNED)
     no_queries = gl.zeros([64, WIDTH // 2], gl.float32, QUERIES)
     flat = _flat(nothing)
-    if CHAINED:
+    if PDL:
         gdc_wait()  # what is added to must have been cleared
     step = 0
     turn = 0
@@ -211,7 +211,7 @@ def attention_backward_wide(
     dq, q, do, k, v, stats, dk, dv, mask_tables, runs, plans, loads, counts, orders, most_runs, most_loads,
     by_batch, by_head, most_items, lines, pairs, group, query_tiles, queries, keys, factor, scale, softcap,
     MASK: gl.constexpr, TRAITS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
-    VALUES: gl.constexpr, CHAINED: gl.constexpr,
+    VALUES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     k_boxes = gl.allocate_shared_memory(k.dtype, [1, 1, 64, 1, WIDTH], k.layout)
     v_boxes = gl.allocate_shared_memory(v.dtype, [1, 1, 64, 1, VALUES], v.layout)
@@ -231,8 +231,8 @@ def attention_backward_wide(
     p_full = new_barriers(1, 1)
     ds_full = new_barriers(2, 1)
     k_read = new_barriers(1, 1)
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     synchronize()  # else the compiler does so in the loading warp's loops, since these are what it waits for
     heads = pairs * group
     inputs = (q, do, k, v, stats)
@@ -249,8 +249,8 @@ def attention_backward_wide(
     numbers = (queries, keys, factor, scale, softcap)
     gl.warp_specialize([
         (load_steps, (inputs, outputs, sources, loading, own_orders, loaded, sources_of, 64, STAGES, False, 1,
-                      CHAINED)),
+                      PDL)),
         (_values, (dq, buffers, barriers, own_orders, walked, tables, numbers, mask_tables,
-                   MASK, TRAITS, CAP, STAGES, WIDTH, VALUES, CHAINED)),
-        (_keys, (dq, buffers, barriers, own_orders, walked, tables, scale, STAGES, WIDTH, VALUES, CHAINED)),
+                   MASK, TRAITS, CAP, STAGES, WIDTH, VALUES, PDL)),
+        (_keys, (dq, buffers, barriers, own_orders, walked, tables, scale, STAGES, WIDTH, VALUES, PDL)),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.softmax_triton import LOG2E
 
 
@@ -13,7 +13,7 @@ from flashkernel.blocks.softmax_triton import LOG2E
 def attention_backward_preprocess(
     o, do, lse, dlse, sinks, stats, dq, dsinks, do_batch, do_seq, do_head, heads, queries, padded, unit,
     HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What is added to S and dP: -lse in units of 1 / `unit`, and -delta = dlse - sum(o do); a dq of zeros.
 
@@ -21,7 +21,7 @@ def attention_backward_preprocess(
     see nothing get an lse of +inf, which leaves no probability. Heads come first in the grid: what neighbouring
     programs read lies side by side. The first batch comes last, and is in L2 when the next kernel begins with it.
     """
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()  # it waits for what is computed here
     blocks = padded // BLOCK
     h = tl.program_id(0) % heads
@@ -58,7 +58,7 @@ def attention_backward_preprocess(
 def attention_backward_postprocess(
     buffer, dq, partial, dsinks, scale, heads, queries, query_tiles, blocks,
     HAS_SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """dq from its buffer, whose tiles have an ORDER by the way they were added up (`Backward.dq`): "sent", their own;
     in "halves", each of them that of registers (`add` in backward_parts.py); "apart", that of registers of the tile
@@ -67,8 +67,8 @@ def attention_backward_postprocess(
     The last batch, to which was added last, comes first: it is still in L2. The first program of each head adds up the
     gradient of its sink, which attention_backward_preprocess left in parts [batch, heads, blocks].
     """
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     h = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads % query_tiles
     b = ((tl.num_programs(0) - 1 - tl.program_id(0)) // (heads * query_tiles)).to(tl.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import described, fields_of, gl
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.decode.configs import COMBINE, RING, Ring, block
 from flashkernel.ops.decode.hopper.kernels import decode_stream
 from flashkernel.ops.decode.triton import Cache, Settings
@@ -43,10 +43,10 @@ def forward(q: Tensor, cache: Cache, sinks: Tensor | None, settings: Settings) -
     rows = tune.power_of_2(queries * group)
     partial = torch.empty((2 * programs, rows, block(width)), dtype=torch.float32, device=q.device)
     stats = torch.empty((2 * programs, 2, rows), dtype=torch.float32, device=q.device)
-    chain = chained(facts)
+    pdl = pdl_options(facts)
     constants: dict[str, Any] = {
         "WINDOWED": settings.window > 0, "HAS_SINKS": sinks is not None, "BATCH": tune.power_of_2(batch), "ROWS": rows,
-        "KEYS": config.keys, **chain,
+        "KEYS": config.keys, **pdl,
     }  # fmt: skip
     height = min(cache.page or config.keys, config.keys)
     launch(

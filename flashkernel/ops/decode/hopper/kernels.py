@@ -98,9 +98,9 @@ def _numbers(table, begin, length, alive, sink_tokens, WINDOWED: gl.constexpr, P
 @gluon.jit
 def _load(x, tiles, full, empty, lengths, table, share, sizes, units, table_row, WINDOWED: gl.constexpr,
           PAGE: gl.constexpr, PAGES: gl.constexpr, PANELS: gl.constexpr, KEYS: gl.constexpr,
-          STAGES: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+          STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """A loading warp: the share's tiles of keys, or of values, one box for each page and 64 columns."""
-    if CHAINED:
+    if PDL:
         gdc_wait()  # what it copies may be what the kernel before has written
     origin, end, b, into = share
     _, _, _, sink_tokens = sizes
@@ -309,7 +309,7 @@ def decode_stream(
     batch, queries, heads, group, units, capacity, window, sink_tokens, scale, softcap,
     WINDOWED: gl.constexpr, CAP: gl.constexpr, HAS_SINKS: gl.constexpr, PAGE: gl.constexpr, WIDTH: gl.constexpr,
     BLOCK: gl.constexpr, BATCH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, CHAINED: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     HEIGHT: gl.constexpr = KEYS if PAGE == 0 or PAGE > KEYS else PAGE  # of a box
     PAGES: gl.constexpr = KEYS // HEIGHT
@@ -326,9 +326,9 @@ def decode_stream(
     k_empty = new_barriers(STAGES, 1)
     v_full = new_barriers(STAGES, 1)
     v_empty = new_barriers(STAGES, 1)
-    if CHAINED:
+    if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # the combining kernel may take its seats now; it waits for our results
+        gdc_launch_dependents()  # the combine kernel may become resident; it waits for our results
     share = _share(lengths, batch, capacity, queries, window, sink_tokens, units, WINDOWED, KEYS, BATCH)
     sizes = (queries, capacity, window, sink_tokens)
     gl.warp_specialize([
@@ -336,7 +336,7 @@ def decode_stream(
                    (k_full, k_empty, v_full, v_empty), share, sizes, (units, heads, group), sinks, scale, softcap,
                    WINDOWED, CAP, HAS_SINKS, WIDTH, BLOCK, ROWS, KEYS, STAGES)),
         (_load, (k, k_boxes, k_full, k_empty, lengths, table, share, sizes, units, table_row, WINDOWED, PAGE, PAGES,
-                 PANELS, KEYS, STAGES, CHAINED)),
+                 PANELS, KEYS, STAGES, PDL)),
         (_load, (v, v_boxes, v_full, v_empty, lengths, table, share, sizes, units, table_row, WINDOWED, PAGE, PAGES,
-                 PANELS, KEYS, STAGES, CHAINED)),
+                 PANELS, KEYS, STAGES, PDL)),
     ], [1, 1], [REGISTERS, REGISTERS])  # fmt: skip

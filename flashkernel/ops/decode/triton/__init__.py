@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.decode.configs import COMBINE, TILES, WALK, Tiles, Walk
 from flashkernel.ops.decode.triton.kernels import decode_combine, decode_pieces
 from flashkernel.ops.decode.triton.prefill import prefill
@@ -130,7 +130,7 @@ def _pass(q: Tensor, cache: Cache, settings: Settings, parts: Parts, dtype: torc
         "SHARED": parts.shared, "START": settings.start, "WINDOWED": settings.window > 0,
         "HAS_SINKS": parts.sinks is not None, "HAS_BEFORE": before is not None, "VALUES": values, "BLOCK_V": block_v,
         "BATCH": tune.power_of_2(sequences), "ROWS": config.rows, "KEYS": config.keys, "HEADS": config.heads,
-        **chained(facts),
+        **pdl_options(facts),
     }  # fmt: skip
     launch(
         decode_pieces, (programs,),

@@ -72,12 +72,12 @@ def decode_pieces(
     SCALED: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BEFORE: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BATCH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, CHAINED: tl.constexpr,
+    OVERLAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if CHAINED:
+    if PDL:
         gdc_wait()
     if OVERLAP:
-        gdc_launch_dependents()  # the combining kernel may take its seats now; it waits for our results
+        gdc_launch_dependents()  # the combine kernel may become resident; it waits for our results
     program, programs = tl.program_id(0), tl.num_programs(0)
     units = bundles * row_tiles
     shared = _bound(prefix, lengths, capacity, START)
@@ -171,7 +171,7 @@ def decode_combine(
     batch, queries, heads, group, bundles, row_tiles, capacity, window, sink_tokens, programs,
     SHARED: tl.constexpr, START: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_BEFORE: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    KEYS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The parts of one unit's rows added up, in the order of the programs; a unit that has one part is finished."""
     units = bundles * row_tiles
@@ -185,7 +185,7 @@ def decode_combine(
     each = tl.sum(tl.where(every == b, counts, 0), 0) // units
     place = tl.sum(tl.where(every < b, counts, 0), 0) + unit * each
     first, last = owner_of(place, line, programs), owner_of(place + each - 1, line, programs)
-    if CHAINED:
+    if PDL:
         gdc_wait()  # all programs wait, or the next kernel could begin before the first has ended
         gdc_launch_dependents()
     if (last > first) and not whole_units(counts, line, units, batch, programs, SHARED):

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 
 PART = 2048  # columns of a program
 
@@ -22,9 +22,9 @@ def _larger(value, index, other, other_index):
 
 
 @triton.jit
-def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexpr, CHAINED: tl.constexpr):
-    if CHAINED:
-        join_chain()
+def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl_enter()
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = part * PART + tl.arange(0, PART)
     given = tl.load(x + row * row_stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
@@ -34,11 +34,9 @@ def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexp
 
 
 @triton.jit
-def best_of_rows(
-    values, places, result, parts, invalid, PARTS: tl.constexpr, CHECKED: tl.constexpr, CHAINED: tl.constexpr
-):
-    if CHAINED:
-        join_chain()
+def best_of_rows(values, places, result, parts, invalid, PARTS: tl.constexpr, CHECKED: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        pdl_enter()
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
     place = tl.load(places + row * parts + part, mask=part < parts, other=2147483647)
@@ -55,7 +53,7 @@ def argmax(x: torch.Tensor, invalid: int | None = None) -> torch.Tensor:
     values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
     places = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     result = torch.empty(rows, dtype=torch.int64, device=x.device)
-    early = chained(device.facts(x.device))
+    early = pdl_options(device.facts(x.device))
     launch(best_of_parts, (parts, rows), x, values, places, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
     launch(
         best_of_rows, (rows,), values, places, result, parts, -1 if invalid is None else invalid,

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.configs import REDUCE, SPREAD, splits_of
 from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
@@ -133,15 +133,15 @@ def reduce_rows(
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
     KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, RISING: tl.constexpr, ALIGNED: tl.constexpr,
     RAW: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s) reduces columns [s * span, (s + 1) * span) of the rows of tile t; BLOCK divides span.
 
     With RAW it leaves the pairs, first = a and second = b, both [rows, splits]. RISING says that scale > 0: then -inf,
     which stands for columns beyond the row, survives the scaling.
     """
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     BLOCK: tl.constexpr = LANES * GROUP
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
@@ -185,11 +185,11 @@ def reduce_rows(
 @triton.jit
 def finish_rows(
     partial_a, partial_b, first, second, rows, width, splits,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the pairs [rows, splits] that the programs of a split row left, always in the same order."""
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     row = tl.program_id(0) + tl.arange(0, 1)  # [1]
     split = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = split < splits
@@ -207,7 +207,7 @@ def spread_rows(
     x_stride, dy_stride, rows, width, blocks, splits, scale, queries,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
     KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """result[r, c] from x[r, c] and what its row was reduced to.
 
@@ -216,8 +216,8 @@ def spread_rows(
     softmax           y = exp(scale * x - a) / b              (a, b) merged from the pairs [rows, splits]
     softmax backward  dx = x * (dy - a) * scale               x: the softmax itself; a: sum(x * dy), merged likewise
     """
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     begin = (program % blocks).to(tl.int64) * BLOCK
@@ -278,7 +278,7 @@ def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[tor
         splits = a.shape[1]
         launch(
             finish_rows, (rows,), a, b, y, saved, rows, width, splits,
-            KIND=kind, BLOCK=tune.power_of_2(splits), num_warps=1, **chained(device.facts(x.device)),
+            KIND=kind, BLOCK=tune.power_of_2(splits), num_warps=1, **pdl_options(device.facts(x.device)),
         )  # fmt: skip
     return y, saved
 
@@ -315,7 +315,7 @@ def reduce_pairs(
         x.stride(0), weight_stride, rows, width, span, scale, queries, *mask.sizes, *mask.strides,
         KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
         ALIGNED=aligned(x), RAW=pair is not whole, STAGES=config.stages if span > block else 1,
-        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.warps, **chained(facts, x.nbytes),
+        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.warps, **pdl_options(facts, x.nbytes),
     )  # fmt: skip
     return pair
 
@@ -349,6 +349,6 @@ def spread(
         x.stride(0), dy_stride, rows, width, blocks, splits, scale, queries, *mask.sizes, *mask.strides,
         KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0,
         ROWS=config.rows, BLOCK=config.block, SPLITS=tune.power_of_2(splits),
-        num_warps=config.warps, **chained(facts, 2 * x.nbytes),
+        num_warps=config.warps, **pdl_options(facts, 2 * x.nbytes),
     )  # fmt: skip
     return result

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.chain_triton import join_chain
+from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.widen_triton import widen_again
 from flashkernel.core import device, tune
-from flashkernel.core.launch import chained, launch
+from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.configs import SOFTMAX_BACKWARD, SOFTMAX_FORWARD, tile_width
 from flashkernel.ops.reduce.masks import MaskRows
@@ -47,13 +47,13 @@ def softmax_forward(
     x_stride, rows, width, scale, queries,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, RISING: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """RISING says that scale > 0: then -inf, which stands for columns beyond the row, survives the scaling.
 
     EVEN: the row is as wide as the block."""
-    if CHAINED:
-        join_chain()
+    if PDL:
+        pdl_enter()
     row, here = _tile_rows(rows, ROWS)
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     in_width = (column < width) | EVEN
@@ -108,7 +108,7 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
         softmax_forward, (tune.ceil_div(rows, config.rows) if width else 0,),
         x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides,
         MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
-        ROWS=config.rows, BLOCK=block, EVEN=width == block, num_warps=config.warps, **chained(facts, 2 * x.nbytes),
+        ROWS=config.rows, BLOCK=block, EVEN=width == block, num_warps=config.warps, **pdl_options(facts, 2 * x.nbytes),
     )  # fmt: skip
     return y
 
