@@ -232,7 +232,7 @@ def listened() -> bool:
 
 
 def pdl_options(facts: Device, moved: int = 0) -> dict[str, bool]:
-    """Constants of a kernel that can be launched by programmatic dependent launch (blocks/pdl_triton.py), from sm_90 on.
+    """Constants of a kernel that may use programmatic dependent launch (blocks/pdl_triton.py), from sm_90 on.
 
     A kernel that moves many bytes (`moved`) is launched without: waiting programs would take SM slots from it.
     """
