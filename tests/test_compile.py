@@ -23,7 +23,8 @@ from flashkernel.ops import registry
 
 pytestmark = pytest.mark.compile
 
-PARKED = 176  # bytes of stack for values that are needed between loops, 64-bit offsets of heads among them
+PARKED = 160  # bytes of stack for values that are needed between loops
+PARKED_BY = {"attention_backward_keys": 176}  # its offsets of heads are 64 bits wide
 FEW = 2  # loads from there in the loops of warpgroups that hold nearly all registers there are
 GPUS = {75: "t4", 80: "a100", 90: "h200"}
 
@@ -82,7 +83,7 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
             spilled = (
                 f"{launch.name} {launch.constants}: {machine.stack} bytes of stack on sm_{arch}, in loops {traffic}"
             )
-            assert machine.stack <= PARKED, spilled
+            assert machine.stack <= PARKED_BY.get(launch.name, PARKED), spilled
             assert traffic.stores == 0, spilled
             assert not gluon or traffic.loads <= FEW, spilled
         assert machine.shared <= devices.KNOWN[GPUS[arch]].shared_per_block, (

@@ -143,6 +143,19 @@ def test_arguments_in_the_same_memory_are_told_apart_or_not_recorded(repeated: l
     assert len(repeated) == 5
 
 
+def test_one_tensor_in_several_places_is_not_recorded_with_gradients(repeated: list[Any]) -> None:
+    """Other calls of these shapes have several tensors."""
+    for _ in range(4):
+        x = torch.randn(1, 20, 2, 16, requires_grad=True)
+        fk.attention(x, x, x, backend="triton")
+    for _ in range(3):
+        q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3))
+        found, wanted = (fk.attention(q, k, v, backend=backend) for backend in ("triton", "torch"))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        for one, other in zip(*(torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, wanted))):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 def test_masks_with_tables_are_not_recorded(repeated: list[Any]) -> None:
     x = torch.randn(1, 32, 2, 16)
     for split in (5, 9, 20, 31):

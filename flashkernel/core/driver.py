@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 _INVALID_CONTEXT = 201
-_NOT_FOUND = 500
 _COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CUlaunchAttributeID
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _SIZES = {"P": 8, "M": _MAP_BYTES}  # pointer, tensor map; other formats are struct's

@@ -28,8 +28,8 @@ _OPERATIONS = {
 }  # fmt: skip
 _SUMS = {_aten.sum.dim_IntList, _aten.sum.default}
 _METHODS = {_aten.zero_.default: "zero_", _aten.fill_.Scalar: "fill_", _aten.copy_.default: "copy_"}
-_SHARED_MEMORY = "two of its arguments begin at the same address"
-PASSING = {_SHARED_MEMORY}  # reasons that another call of the same shapes need not have
+SHARED_MEMORY = "two of its arguments begin at the same address"
+PASSING = {SHARED_MEMORY}  # reasons that another call of the same shapes need not have
 
 
 class CannotRecord(Exception):
@@ -372,7 +372,7 @@ class _Tape(TorchDispatchMode):
         if len(sharing) > 1:  # views of one tensor: which one is told by where it begins
             sharing = [slot for slot in sharing if self.tensors[slot].data_ptr() == x.data_ptr()]
             if len(sharing) != 1:
-                raise CannotRecord(_SHARED_MEMORY)
+                raise CannotRecord(SHARED_MEMORY)
         return sharing[0], x.data_ptr() - self.tensors[sharing[0]].data_ptr()
 
     def _try(self, note: Callable[[], None]) -> None:

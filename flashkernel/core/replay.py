@@ -102,8 +102,9 @@ class CallCache:
         else:  # kernels that keep counters keep a row of them for each stream
             parts.append(_current_stream(index))
         parts += (index, tune.generation, _allow_tf32())
-        if _autocast():
-            parts.append(torch.get_autocast_gpu_dtype())
+        device = "cuda" if index >= 0 else "cpu"
+        if _autocast(device):
+            parts.append(torch.get_autocast_dtype(device))
         if self.public and _grad_enabled():
             parts += [tensor.requires_grad for tensor in tensors]
         return tuple(parts)
@@ -245,6 +246,8 @@ def _applied(
         return Uncacheable(f"with gradients it applies {len(seen)} operators, not one")
     op, args, outputs = seen[0]
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    if len(places) < len(tensors):  # another call of these shapes may pass different ones
+        return Uncacheable(rec.SHARED_MEMORY)
     template: list[tuple[bool, Any]] = []
     for value in args:
         if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """Worker processes beside each other that may crash or hang without harm to the rest.
 
 `concurrent.futures` gives up on all its work when one process dies. Here a task whose worker died, or did not answer in
-time, is handed back with the reason, and a fresh worker takes the place.
+time, is returned with the reason, and a fresh worker takes its place.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _too_much(device: Device, shape: Mapping[str, int], config: Tiles, held: int, streamed: int) -> str | None:
-    """Why elements held for the whole walk, and those in flight, do not fit in shared memory.
+    """Why elements held for the whole loop over tiles, and those in flight, do not fit in shared memory.
 
     In float32 probabilities go through it as well, and so does a bias; the tile that is multiplied is one of those in
     flight.
