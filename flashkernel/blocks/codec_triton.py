@@ -1,6 +1,6 @@
-"""Eight-bit codes of values, in device code that every architecture runs: e4m3 floats and integers.
+"""Quantisation to 8 bits on every architecture: e4m3 floats and int8.
 
-Triton converts to e4m3 from sm_89 on only; here the code is made of integer arithmetic, rounding to nearest even.
+Triton converts to e4m3 only from sm_89 on. These functions use integer arithmetic and round to nearest even.
 """
 
 import triton
@@ -9,21 +9,21 @@ import triton.language as tl
 
 @triton.jit
 def largest_bits(values):
-    """The largest magnitude of each row of float32 values [ROWS, COLUMNS], as the float's bits: int32 [ROWS].
+    """Returns the bits of the largest magnitude in each row of float32 values [ROWS, COLUMNS]: int32 [ROWS].
 
-    The bits of magnitudes are ordered as these are, with NaN above infinity: a maximum of bits keeps a NaN.
+    The bits of magnitudes have the order of the magnitudes, with NaN above infinity, so the maximum keeps a NaN.
     """
     return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
 @triton.jit
 def encode_e4m3(values):
-    """The bytes of float32 values as e4m3 (torch.float8_e4m3fn): beyond 448 saturated, NaN kept."""
+    """Returns float32 values as e4m3 bytes (torch.float8_e4m3fn); saturates at 448 and keeps NaN."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Normal: 3 of 23 fraction bits stay, and the exponent's bias becomes 7 instead of 127.
+    # Normal numbers: keep 3 of 23 fraction bits; the exponent's bias changes from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6: multiples of 2^-9; adding 2^23 rounds to an integer, which is then in the low bits.
+    # Below 2^-6: multiples of 2^-9. Adding 2^23 rounds to an integer and leaves it in the low bits.
     small = (magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.minimum(tl.where(magnitude < 0x3C800000, small, normal), 0x7E)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
@@ -32,6 +32,6 @@ def encode_e4m3(values):
 
 @triton.jit
 def encode_int8(values):
-    """float32 values rounded to nearest even, as int8 within [-127, 127]."""
-    rounded = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
+    """Returns float32 values rounded to nearest even, as int8 in [-127, 127]."""
+    rounded = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction bits
     return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)

@@ -1,4 +1,4 @@
-"""Half-precision values that are needed twice, before and after a reduction, held as they came."""
+"""Half-precision values that are used before and after a reduction stay in half precision in between."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def widen_again(x):
-    """float32 of what was widened by `.to` before, in another way: else the compiler holds the wide values meanwhile.
+    """Converts x to float32 a second time, by other instructions than `.to`.
 
-    That takes twice the registers, and halves how many rows a multiprocessor has in flight.
+    With a second `.to` the compiler would reuse the first result and keep float32 values in registers in between. That
+    takes twice the registers and halves the rows that an SM has in flight.
     """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)

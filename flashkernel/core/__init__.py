@@ -1,1 +1,1 @@
-"""Machinery that knows no operator."""
+"""Dispatch, launch, replay, tuning, timing and checking, independent of any operator. See README.md."""

@@ -1,4 +1,4 @@
-"""The kinds of backend, each with what it needs from the machine; a room adds what it needs from the call."""
+"""The kinds of backend with their requirements on the machine; operators add requirements on the call (`supports`)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def _anything(call: Call) -> str | None:
 
 
 def reference(target: str) -> Backend:
-    """The ground truth; runs everywhere, picked only when asked for."""
+    """The ground truth in plain torch. Runs everywhere; used only on request."""
     return Backend("reference", target, _anything, composite=True, auto_devices=())
 
 
 def torch_native(target: str, supports: Supports = _anything) -> Backend:
-    """The best that torch itself offers; the default on a CPU."""
+    """The best implementation in torch itself; the default on a CPU."""
     return Backend("torch", target, supports, composite=True, auto_devices=("cpu", "cuda"))
 
 
 def triton(
-    target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS, least: int = 75
+    target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS, min_arch: int = 75
 ) -> Backend:
-    """Portable Triton kernels. On a CPU they run under Triton's interpreter, for tests, when asked for.
+    """Portable Triton kernels. On a CPU they run under Triton's interpreter, on request, for tests.
 
-    Kernels that multiply matrices need sm_80: before, Triton has no tensor cores for them.
+    Kernels with matrix products need `min_arch=80`: Triton does not use the tensor cores of older GPUs.
     """
 
     def answer(call: Call) -> str | None:
@@ -44,7 +44,7 @@ def triton(
             return f"triton is not installed; {INSTALL_TRITON}"
         if call.device.kind != "cuda" and not env.interpreting():
             return "it needs a CUDA GPU (or TRITON_INTERPRET=1, for tests)"
-        return _dtype(call, dtypes) or _arch(call, least) or supports(call)
+        return _dtype(call, dtypes) or _arch(call, min_arch) or supports(call)
 
     return Backend("triton", target, answer)
 
@@ -55,7 +55,7 @@ def hopper(
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     deprioritised: Supports | None = None,
 ) -> Backend:
-    """Gluon kernels for sm_90 alone: tile copies and matrix products that run beside the warps that issue them."""
+    """Gluon kernels for sm_90 only, with TMA and asynchronous warpgroup matrix products (wgmma)."""
 
     def answer(call: Call) -> str | None:
         if _installed("triton") is None:
@@ -70,7 +70,7 @@ def hopper(
 
 
 def cuda(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Backend:
-    """CUDA C++ compiled at first use by NVRTC; picked only when asked for, unless a room says otherwise."""
+    """CUDA C++ kernels, compiled at first use by NVRTC; used only on request."""
 
     def answer(call: Call) -> str | None:
         if call.device.kind != "cuda":
@@ -87,11 +87,11 @@ def _dtype(call: Call, dtypes: tuple[torch.dtype, ...]) -> str | None:
     return f"it computes in {names}, not in {str(call.dtype).removeprefix('torch.')}"
 
 
-def _arch(call: Call, least: int) -> str | None:
+def _arch(call: Call, min_arch: int) -> str | None:
     if call.device.kind != "cuda":
         return None
-    if call.device.arch < least:
-        return f"it needs sm_{least} or newer; {call.device.name} is sm_{call.device.arch}"
+    if call.device.arch < min_arch:
+        return f"it needs sm_{min_arch} or newer; {call.device.name} is sm_{call.device.arch}"
     if call.dtype == torch.bfloat16 and call.device.arch < 80:
         return f"bfloat16 needs sm_80 or newer; {call.device.name} is sm_{call.device.arch}"
     return None

@@ -1,8 +1,8 @@
-"""CUDA C++ text -> machine code -> launch on torch's stream.
+"""Compiles CUDA C++ and launches its kernels on torch's stream.
 
-A `Module` is a .cu file. Its kernels are compiled when first used, by NVRTC, for the GPU at hand, and the machine code
-is kept on disk under a hash of everything it depends on. cuda-core loads and launches it. A kernel may be a template
-instance, `module.kernel("row_sum<__nv_bfloat16>")`; each is compiled by itself, so only what is used costs time.
+A `Module` is a .cu file. NVRTC compiles its kernels at their first use, for the GPU at hand, and the machine code is
+kept on disk under a hash of everything it depends on. cuda-core loads and launches it. A kernel may be a template
+instance, `module.kernel("row_sum<__nv_bfloat16>")`; each is compiled separately, so unused ones cost no time.
 
     SUM = Module(Path(__file__).with_name("kernel.cu")).kernel("row_sum<float>", "pointer, pointer, int32")
     SUM.launch((rows,), (256,), (x, out, x.shape[1]))
@@ -27,12 +27,12 @@ import torch
 
 from flashkernel.core import device as devices
 from flashkernel.core import env, nvrtc
-from flashkernel.core.driver import Launched
-from flashkernel.core.launch import heard, listened
+from flashkernel.core.driver import LaunchRecord
+from flashkernel.core.launch import is_observed, notify_launch
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
 
 SCHEMA = 1
-MOST_LAUNCH_CONFIGS = 4096  # kept ready; grids follow the shapes, so there may be many
+MAX_LAUNCH_CONFIGS = 4096  # kept; grids depend on shapes, so there may be many
 
 __all__ = [
     "ARGUMENT_TYPES",
@@ -66,7 +66,7 @@ _has_gpu = cache(torch.cuda.is_available)
 
 
 def available() -> str | None:
-    """The reason why CUDA C++ kernels cannot run here, or None; a pretended GPU counts as one."""
+    """The reason why CUDA C++ kernels cannot run here, or None; a pretended GPU counts as present."""
     reason = can_compile()
     if reason is None and not devices.pretending() and not _has_gpu():
         return "torch sees no CUDA GPU"
@@ -76,9 +76,14 @@ def available() -> str | None:
 class Module:
     """A .cu file and how to compile it.
 
-    `defines` become macros; `options` are NVRTC's ("--use_fast_math"); `include` are folders of project headers. With
-    `specific`, sm_90 and up compile for their own instructions (sm_90a). With `virtual_arch`, kernels are compiled to
-    PTX for that older architecture and finished by the driver: an sm_75 path can be proven on any newer GPU.
+    Args:
+        source_path: The .cu file.
+        defines: Macros by name.
+        options: Options of NVRTC, e.g. "--use_fast_math".
+        include: Folders of project headers.
+        specific: Compile for architecture-specific instructions (sm_90a) from sm_90 on.
+        virtual_arch: Compile to PTX for this older architecture, which the driver compiles for the GPU at hand: a code
+            path of sm_75 can be tested on any newer GPU.
     """
 
     def __init__(
@@ -108,13 +113,13 @@ class Module:
         return self._kernels[key]
 
     def target(self, arch: int) -> str:
-        """NVRTC's name for what a GPU of this architecture gets."""
+        """NVRTC's name of the architecture that a GPU of `sm_<arch>` gets code for."""
         if self.virtual_arch is not None:
             return f"compute_{self.virtual_arch}"
         return f"sm_{arch}a" if self.specific and arch >= 90 else f"sm_{arch}"
 
     def compile(self, name: str, arch: int) -> CompiledCubin:
-        """One kernel's code for `sm_<arch>`, from the disk where it was compiled before."""
+        """The code of one kernel for `sm_<arch>`, from the disk cache if it is there."""
         source = self.source_path.read_text(encoding="utf-8")
         reason = can_compile()
         if reason is not None:
@@ -129,7 +134,7 @@ class Module:
         return compiled
 
     def _digest(self, source: str, name: str, arch: int) -> str:
-        """A hash of all that the code depends on: text, project headers, options, target, compiler, CUDA headers."""
+        """A hash of all that the code depends on: source, project headers, options, target, compiler, CUDA headers."""
         headers = [(path.name, path.read_bytes()) for path in _project_headers(self.source_path, self.include)]
         toolkit = [nvrtc.header_version(folder) for folder in nvrtc.include_dirs()]
         how = (name, self.target(arch), self.options, nvrtc.version(), toolkit)
@@ -189,8 +194,8 @@ class Kernel:
         """Run on the current stream of `device` (by default the first tensor's); an empty grid launches nothing.
 
         Tensors pass their data pointer and None a null pointer; numbers follow the declared arguments. `shared` is
-        dynamic shared memory in bytes. `programmatic`, from sm_90 on: the kernel may start before the one before it has
-        ended, and must itself wait (griddepcontrol.wait) before it touches memory.
+        dynamic shared memory in bytes. `programmatic` is programmatic dependent launch, from sm_90 on: the kernel may
+        start before its predecessor ends, and must wait (griddepcontrol.wait) before it accesses memory.
         """
         if grid == 0 or (isinstance(grid, tuple) and 0 in grid):
             return
@@ -210,11 +215,11 @@ class Kernel:
             _adopt_context(index)
         if shared > self._shared.get(index, 0):
             self._allow_shared(index, kernel, shared)
-        # What is compiled for an older architecture cannot wait.
+        # Code for an older architecture has no griddepcontrol.wait.
         key = (grid, block, shared, programmatic and (self.module.virtual_arch or 90) >= 90)
         config = _launch_configs.get(key)
         if config is None:
-            if len(_launch_configs) >= MOST_LAUNCH_CONFIGS:
+            if len(_launch_configs) >= MAX_LAUNCH_CONFIGS:
                 _launch_configs.clear()
             config = _launch_configs[key] = _launch_config(*key)
         handle = torch._C._cuda_getCurrentRawStream(index)
@@ -222,11 +227,11 @@ class Kernel:
         if stream is None:
             stream = _streams[index, handle] = core().Stream.from_handle(handle)
         core().launch(stream, config, kernel, *self.pack(args, index))
-        if listened():
-            heard(self._launched(kernel, key, args))
+        if is_observed():
+            notify_launch(self._launch_record(kernel, key, args))
 
-    def _launched(self, kernel: Any, key: tuple[Any, Any, int, bool], args: Sequence[Any]) -> Launched | str:
-        """What it takes to launch this again, or the reason why that is not known."""
+    def _launch_record(self, kernel: Any, key: tuple[Any, Any, int, bool], args: Sequence[Any]) -> LaunchRecord | str:
+        """The record that the driver repeats this launch from, or the reason why there is none."""
         if self.arguments is None:
             return f"{self.name} has no declared arguments"
         grid, block, shared, programmatic = key
@@ -235,7 +240,7 @@ class Kernel:
         )
         params = tuple((_FORMATS[kind], value) for kind, value in zip(self.arguments, args))
         function = int(_driver("cuKernelGetFunction", kernel.handle))
-        return Launched(
+        return LaunchRecord(
             self.name, params, function, (x, y, z), (u, v, w), shared, programmatic, owner=kernel
         )  # fmt: skip
 
@@ -288,10 +293,10 @@ class Kernel:
 
 
 def _launch_config(grid: Any, block: Any, shared: int, programmatic: bool) -> Any:
-    """cuda-core's; before 1.2 it could not ask for an early start, and a programmatic kernel starts like any other."""
+    """A LaunchConfig of cuda-core. Versions before 1.2 have no programmatic dependent launch: it is left out."""
     kind = core().LaunchConfig
-    early = programmatic and hasattr(kind, "programmatic_stream_serialization")
-    options = {"programmatic_stream_serialization": True} if early else {}
+    pdl = programmatic and hasattr(kind, "programmatic_stream_serialization")
+    options = {"programmatic_stream_serialization": True} if pdl else {}
     return kind(grid=grid, block=block, shmem_size=shared, **options)
 
 
@@ -332,7 +337,7 @@ def _driver(function: str, *args: Any) -> Any:
 
 
 def _adopt_context(index: int) -> None:
-    """Make torch's context current for driver calls: a thread that only ran autograd so far may have none."""
+    """Make torch's context current for driver calls: autograd's threads may have none."""
     with _loading_allowed():
         core().Device(index).set_current()
     _thread.devices = {*getattr(_thread, "devices", ()), index}
@@ -340,7 +345,7 @@ def _adopt_context(index: int) -> None:
 
 @contextmanager
 def _loading_allowed() -> Iterator[None]:
-    """Allow set-up while this thread captures a graph: loading code is no work on the stream."""
+    """Allow code to be loaded while this thread captures a graph: loading is not work on the stream."""
     if not torch.cuda.is_current_stream_capturing():
         yield
         return

@@ -1,4 +1,4 @@
-"""What the hardware is and can do: facts for heuristics, versions for records, clocks and energy for measurements."""
+"""The hardware: its properties for heuristics, versions for records, clocks and energy for measurements."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 
-from flashkernel.core import state
+from flashkernel.core import replay_switch
+from flashkernel.core.tracing import assume_constant_result
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Device:
-    """A processor as launch heuristics see it. Sizes are in bytes; what a CPU does not have is zero."""
+    """The properties of a GPU or CPU that heuristics use. Sizes are in bytes; what a CPU does not have is zero."""
 
     kind: str  # "cpu" or "cuda"
     name: str
     arch: int  # 90 for sm_90; 0 on a CPU
-    sms: int  # multiprocessors; 1 on a CPU
-    shared_per_block: int  # the most one block may ask for
+    sms: int  # streaming multiprocessors; 1 on a CPU
+    shared_per_block: int  # maximum of one block (opt-in)
     shared_per_sm: int
     registers_per_sm: int
     threads_per_sm: int
@@ -37,12 +38,12 @@ class Device:
     memory_bytes: int
 
     def __hash__(self) -> int:
-        return hash(self.name)  # a string's hash is kept with it: devices are dictionary keys on the hot path
+        return hash(self.name)  # strings cache their hash: devices are dictionary keys on the hot path
 
 
 @dataclass(frozen=True)
 class Health:
-    """A GPU's state at one moment; a reading its driver does not give is None."""
+    """Clocks, temperature and power of a GPU at one moment; None for a reading that its driver does not support."""
 
     sm_clock_mhz: int | None
     memory_clock_mhz: int | None
@@ -51,8 +52,8 @@ class Health:
 
 
 def _gpu(name: str, arch: int, sms: int, shared_kib: int, threads: int, l2_mib: float, memory_gib: int) -> Device:
-    """A GPU from its data sheet; `shared_kib` is what one block may use."""
-    reserved = 1 if arch >= 80 else 0  # KiB of a multiprocessor's shared memory that each block costs
+    """The properties of a GPU from its data sheet; `shared_kib` is the maximum of one block."""
+    reserved = 1 if arch >= 80 else 0  # KiB of an SM's shared memory that the system reserves for each block
     return Device(
         kind="cuda",
         name=name,
@@ -78,67 +79,75 @@ KNOWN: dict[str, Device] = {
 }
 
 _pretended: ContextVar[Device | None] = ContextVar("flashkernel_pretended_device", default=None)
-_facts: dict[torch.device, Device] = {}
+_known_devices: dict[torch.device, Device] = {}
 
 
-def facts(device: torch.device) -> Device:
-    """What `device` is, or what `pretend` says it is. Costs a dictionary lookup."""
+def properties(device: torch.device) -> Device:
+    """The properties of `device`, or those of the device that `pretend` sets. Costs a dictionary lookup.
+
+    Example:
+        >>> import torch
+        >>> properties(torch.device("cpu")).kind
+        'cpu'
+    """
     if torch.compiler.is_compiling():
-        return _constant_facts(device)  # tracers cannot read a context variable, and a graph must not keep a pretence
+        # Dynamo cannot read a context variable, and a compiled graph must not keep a pretended device.
+        return _constant_properties(device)
     pretended = _pretended.get()
-    return _real_facts(device) if pretended is None else pretended
+    return _real_properties(device) if pretended is None else pretended
 
 
 @contextmanager
 def pretend(device: Device) -> Iterator[None]:
-    """Let `facts` answer `device` inside: heuristics and explanations for a GPU that is not here (`KNOWN["h200"]`)."""
-    token = _pretended.set(device)
-    try:
-        with state.suspended():
-            yield
-    finally:
-        _pretended.reset(token)
+    """Let `properties` return `device` inside, for heuristics and explanations of a GPU that is not here.
+
+    Args:
+        device: The device to pretend, e.g. `KNOWN["h200"]`.
+    """
+    with replay_switch.scoped(_pretended, device):
+        yield
 
 
 def pretending() -> bool:
-    """Whether a `pretend` is in force."""
+    """True inside `pretend`."""
     return _pretended.get() is not None
 
 
-def _real_facts(device: torch.device) -> Device:
-    known = _facts.get(device)
+def _real_properties(device: torch.device) -> Device:
+    known = _known_devices.get(device)
     if known is not None:
         return known
     if device.type == "cuda" and device.index is None:
-        return _real_facts(torch.device("cuda", torch.cuda.current_device()))  # not kept: the current device may change
+        index = torch.cuda.current_device()  # may change later, so the answer is not kept
+        return _real_properties(torch.device("cuda", index))
     if device.type == "cuda":
         known = _read_gpu(device)
     elif device.type in ("cpu", "meta"):
         known = _read_cpu()
     else:
         raise ValueError(f"device {str(device)!r} is not known; FlashKernel runs on 'cpu' and 'cuda' devices")
-    _facts[device] = known
+    _known_devices[device] = known
     return known
 
 
-@torch.compiler.assume_constant_result
-def _constant_facts(device: torch.device) -> Device:
-    return _real_facts(device)
+@assume_constant_result
+def _constant_properties(device: torch.device) -> Device:
+    return _real_properties(device)
 
 
 def _read_gpu(device: torch.device) -> Device:
-    properties: Any = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return Device(
         kind="cuda",
-        name=properties.name,
-        arch=properties.major * 10 + properties.minor,
-        sms=properties.multi_processor_count,
-        shared_per_block=properties.shared_memory_per_block_optin,
-        shared_per_sm=properties.shared_memory_per_multiprocessor,
-        registers_per_sm=properties.regs_per_multiprocessor,
-        threads_per_sm=properties.max_threads_per_multi_processor,
-        l2_bytes=properties.L2_cache_size,
-        memory_bytes=properties.total_memory,
+        name=found.name,
+        arch=found.major * 10 + found.minor,
+        sms=found.multi_processor_count,
+        shared_per_block=found.shared_memory_per_block_optin,
+        shared_per_sm=found.shared_memory_per_multiprocessor,
+        registers_per_sm=found.regs_per_multiprocessor,
+        threads_per_sm=found.max_threads_per_multi_processor,
+        l2_bytes=found.L2_cache_size,
+        memory_bytes=found.total_memory,
     )
 
 
@@ -160,7 +169,7 @@ def _cpu_name() -> str:
 
 
 def slug(device: Device) -> str:
-    """A folder name for the device: "NVIDIA H100 80GB HBM3" is "h100", any CPU is "cpu"."""
+    """A folder name for the device: "h100" for "NVIDIA H100 80GB HBM3", "cpu" for any CPU."""
     if device.kind == "cpu":
         return "cpu"
     words = re.findall(r"[a-z0-9]+", device.name.lower())
@@ -186,7 +195,7 @@ def _versions() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a measurement or a compiled kernel depends on; what is not installed is left out."""
+    """Versions of the software that measurements and compiled kernels depend on, without what is not installed."""
     return dict(_versions())
 
 
@@ -207,7 +216,7 @@ def health(device: torch.device) -> Health | None:
     """Clocks, temperature and power right now; None on a CPU or where pynvml cannot reach the GPU."""
     if _nvml_handle(device) is None:
         return None
-    # NVML's constants: clock 1 is the multiprocessors', 2 the memory's; temperature sensor 0 is the chip.
+    # NVML's constants: clock 1 is the SMs', 2 the memory's; temperature sensor 0 is the GPU chip.
     power = _reading(device, "nvmlDeviceGetPowerUsage")
     return Health(
         sm_clock_mhz=_reading(device, "nvmlDeviceGetClockInfo", 1),
@@ -224,7 +233,7 @@ def _nvml() -> Any | None:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver library, no permission: all mean that there are no readings
+    except Exception:  # no package, no driver library or no permission: there are no readings
         return None
     return pynvml
 

@@ -1,8 +1,7 @@
-"""Kernel launches by the CUDA driver itself, through ctypes.
+"""Kernel launches through the CUDA driver API (cuLaunchKernelEx), called by ctypes.
 
-Triton and cuda-core take all arguments of a launch anew every time. A `PreparedLaunch` keeps them packed as the
-driver wants them: to launch again, only the addresses of tensors are written. It needs no compiler, and of Triton only
-the loaded kernel and the types of its parameters.
+Triton and cuda-core pack all arguments at every launch. A `PreparedLaunch` keeps them packed: to launch again, only the
+addresses of tensors are written. It needs the loaded kernel (CUfunction) and the types of its parameters.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class TensorMap:
     nan_fill: bool
 
     def encode(self, address: int) -> bytes:
-        """The 128 bytes a kernel takes as its parameter."""
+        """The 128-byte CUtensorMap for a tensor at `address`."""
         rank = len(self.sizes)
         space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
         start = -ctypes.addressof(space) % _MAP_ALIGNMENT
@@ -67,25 +66,25 @@ class TensorMap:
         )  # fmt: skip
         return space.raw[start : start + _MAP_BYTES]
 
-    def address_place(self) -> int | None:
-        """Where in the 128 bytes the address lies by itself, such that it can be overwritten there; None where it
-        is not found."""
+    def address_offset(self) -> int | None:
+        """The offset of the 8 bytes that hold the address and nothing else; None where there are none such."""
         one, other = 0x7F0123456780, 0x7A9876543210
         first, second = self.encode(one), self.encode(other)
-        for place in range(0, _MAP_BYTES, 8):
-            found = [struct.unpack_from("Q", encoded, place)[0] for encoded in (first, second)]
-            if found == [one, other] and first[:place] + first[place + 8 :] == second[:place] + second[place + 8 :]:
-                return place
+        for offset in range(0, _MAP_BYTES, 8):
+            found = [struct.unpack_from("Q", encoded, offset)[0] for encoded in (first, second)]
+            after = offset + 8
+            if found == [one, other] and first[:offset] + first[after:] == second[:offset] + second[after:]:
+                return offset
         return None
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A launch that was made, with all it takes to make it again.
+class LaunchRecord:
+    """All that is needed to repeat a launch.
 
-    `params` are the kernel's parameters in order: a format of struct's, "P" for a pointer (a Tensor, an address or
-    None) or "M" for a TensorMap, with its value. `rerun` stands for all of this under Triton's interpreter: it takes
-    the values of `params` and runs the kernel. `owner` keeps the code loaded.
+    `params` are the kernel's parameters in order, each a pair of format and value. A format is "P" for a pointer (a
+    Tensor, an address or None), "M" for a TensorMap, or one of Python's struct module. Under Triton's interpreter
+    there is no CUfunction: `rerun` takes the values of `params` and runs the kernel.
     """
 
     name: str
@@ -96,76 +95,84 @@ class Launched:
     shared: int = 0
     programmatic: bool = False  # programmatic dependent launch
     cooperative: bool = False
-    owner: Any = field(default=None, repr=False)
+    owner: Any = field(default=None, repr=False)  # keeps the code loaded
     rerun: Callable[[Sequence[Any]], None] | None = field(default=None, repr=False)
 
     def mismatch(self) -> str | None:
-        """Why the parameters cannot be those of the loaded function, by their sizes; None where they can."""
+        """The reason why `params` do not fit the loaded function, by their sizes; None where they fit."""
         if self.function == 0:
             return None
-        wanted = [_SIZES.get(kind) or struct.calcsize(kind) for kind, _ in self.params]
+        packed = [_SIZES.get(kind) or struct.calcsize(kind) for kind, _ in self.params]
         found = parameter_sizes(self.function)
-        if found is None or found == wanted:
+        if found is None or found == packed:
             return None
-        return f"{self.name} has parameters of {found} bytes where {wanted} were packed"
+        return f"{self.name} has parameters of {found} bytes where {packed} were packed"
 
 
 class PreparedLaunch:
-    """A launch on one stream, packed. `pack(buffer, 0, *addresses)` writes the addresses of its `moving` parameters in
-    order. Those of its tensor maps are written to `words[map_words[place]]`, or by `replace_address(maps[place],
-    address)` for maps that do not hold them by themselves. `launch(config, function, params, None)` launches."""
+    """A launch on one stream with all its parameters packed in host memory.
 
-    def __init__(self, launched: Launched, stream: int, moving: Sequence[int], addresses: dict[int, int]) -> None:
-        """`moving` are the places of pointers that change; `addresses` has those of all other pointers and maps."""
-        self.launched = launched  # keeps the code loaded
-        total = 8 * len(moving) + sum(_MAP_BYTES for _ in launched.params) + _MAP_ALIGNMENT
+    To launch it for other tensors: write the addresses of the variable pointers with `pack(buffer, 0, *addresses)`;
+    write those of tensor maps to `words[map_words[index]]`, or with `replace_address(maps[index], address)` for maps
+    that mix their address with other bits; then call `launch(config, function, params, None)`.
+    """
+
+    def __init__(self, record: LaunchRecord, stream: int, variable: Sequence[int], addresses: dict[int, int]) -> None:
+        """Pack the parameters.
+
+        Args:
+            record: The launch to repeat.
+            stream: CUstream handle.
+            variable: Indices of the pointer parameters whose addresses change from launch to launch.
+            addresses: The addresses of all other pointers, and the first ones of tensor maps, by parameter index.
+        """
+        self.record = record  # keeps the code loaded
+        total = 8 * len(variable) + sum(_MAP_BYTES for _ in record.params) + _MAP_ALIGNMENT
         self._space = ctypes.create_string_buffer(total)
         start = -ctypes.addressof(self._space) % _MAP_ALIGNMENT
         self.buffer = (ctypes.c_char * ((total - start) // 8 * 8)).from_buffer(self._space, start)
         base = ctypes.addressof(self.buffer)
-        self.pack = struct.Struct(f"{len(moving)}Q").pack_into
+        self.pack = struct.Struct(f"{len(variable)}Q").pack_into
         self.words = memoryview(self.buffer).cast("B").cast("Q")
         self.maps: dict[int, ctypes.c_void_p] = {}
         self.map_words: dict[int, int] = {}
-        places = []
-        end = 8 * len(moving)
-        for place, (kind, value) in enumerate(launched.params):
-            if place in moving:
-                places.append(8 * list(moving).index(place))
+        offsets = []
+        end = 8 * len(variable)  # variable pointers come first, in one piece
+        for index, (kind, value) in enumerate(record.params):
+            if index in variable:
+                offsets.append(8 * list(variable).index(index))
                 continue
             size = _SIZES.get(kind) or struct.calcsize(kind)
             end += -end % (_MAP_ALIGNMENT if kind == "M" else size)
-            places.append(end)
+            offsets.append(end)
             if kind == "M":
-                self.buffer[end : end + size] = value.encode(addresses[place])
-                self.maps[place] = ctypes.c_void_p(base + end)
-                inside = value.address_place()
+                self.buffer[end : end + size] = value.encode(addresses[index])
+                self.maps[index] = ctypes.c_void_p(base + end)
+                inside = value.address_offset()
                 if inside is not None:
-                    self.map_words[place] = (end + inside) // 8
+                    self.map_words[index] = (end + inside) // 8
             else:
-                struct.pack_into("Q" if kind == "P" else kind, self.buffer, end, addresses.get(place, value))
+                struct.pack_into("Q" if kind == "P" else kind, self.buffer, end, addresses.get(index, value))
             end += size
-        self._pointers = (ctypes.c_void_p * len(places))(*[base + place for place in places])
-        wanted = [
-            (_PROGRAMMATIC_STREAM_SERIALIZATION, launched.programmatic), (_COOPERATIVE, launched.cooperative)
-        ]  # fmt: skip
-        chosen = [number for number, wants in wanted if wants]
-        self._attributes = (_Attribute * max(1, len(chosen)))()
-        for slot, number in zip(self._attributes, chosen):
+        self._pointers = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
+        available = [(_PROGRAMMATIC_STREAM_SERIALIZATION, record.programmatic), (_COOPERATIVE, record.cooperative)]
+        attributes = [number for number, wanted in available if wanted]
+        self._attributes = (_Attribute * max(1, len(attributes)))()
+        for slot, number in zip(self._attributes, attributes):
             slot.id, slot.value[0] = number, 1
         self._config = _Config(
-            launched.grid, launched.block, launched.shared, stream, ctypes.addressof(self._attributes), len(chosen)
+            record.grid, record.block, record.shared, stream, ctypes.addressof(self._attributes), len(attributes)
         )
         self.config = ctypes.c_void_p(ctypes.addressof(self._config))
-        self.function = ctypes.c_void_p(launched.function)
+        self.function = ctypes.c_void_p(record.function)
         self.params = ctypes.c_void_p(ctypes.addressof(self._pointers))
 
-    def failed(self, status: int) -> None:
-        """Launch again in a thread that had no context yet; raise for anything else."""
-        if status == _INVALID_CONTEXT:  # autograd's threads may not have met the driver before
+    def handle_error(self, status: int) -> None:
+        """Launch again if this thread had no CUDA context; RuntimeError for any other status."""
+        if status == _INVALID_CONTEXT:  # autograd's threads may not have called the driver before
             torch.cuda.synchronize()
             status = launch()(self.config, self.function, self.params, None)
-        check(f"the launch of {self.launched.name}", status)
+        check(f"the launch of {self.record.name}", status)
 
 
 @cache
@@ -176,7 +183,7 @@ def library() -> Any:
 
 @cache
 def unavailable() -> str | None:
-    """Why launches cannot be repeated by the driver here; None where they can."""
+    """The reason why the driver cannot repeat launches here; None where it can."""
     try:
         launch(), replace_address(), library().cuTensorMapEncodeTiled
         from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # noqa: F401
@@ -185,7 +192,7 @@ def unavailable() -> str | None:
     except AttributeError as error:
         return f"the CUDA driver is too old ({error})"
     except ImportError as error:
-        return f"this torch has no short way to allocate ({error})"
+        return f"this torch has no _empty_strided_cuda to allocate with ({error})"
     return None
 
 
@@ -197,12 +204,12 @@ def launch() -> Any:
 
 @cache
 def replace_address() -> Any:
-    """cuTensorMapReplaceAddress: a tensor map for other memory."""
+    """cuTensorMapReplaceAddress."""
     return library().cuTensorMapReplaceAddress
 
 
 def check(what: str, status: int) -> None:
-    """Raise where the driver reports an error."""
+    """RuntimeError where a driver call returned an error."""
     if status:
         text = ctypes.c_char_p()
         library().cuGetErrorName(ctypes.c_int(status), ctypes.byref(text))
@@ -210,7 +217,7 @@ def check(what: str, status: int) -> None:
 
 
 def parameter_sizes(function: int) -> list[int] | None:
-    """The sizes in bytes of a kernel's parameters; None from a driver that cannot tell (before CUDA 12.4)."""
+    """The sizes in bytes of a kernel's parameters; None with a driver older than CUDA 12.4, which cannot tell."""
     ask = getattr(library(), "cuFuncGetParamInfo", None)
     if ask is None:
         return None

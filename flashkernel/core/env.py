@@ -1,11 +1,11 @@
-"""Every environment variable FlashKernel reads. They are read when asked, so a change takes effect at once.
+"""Every environment variable FlashKernel reads. They are read at each use, so a change takes effect at once.
 
 | variable | meaning |
 | --- | --- |
-| FLASHKERNEL_CACHE_DIR | keeps compiled kernels and tuned launch configs; default: in the user's cache folder |
-| FLASHKERNEL_REPLAY | 0: calls are not recorded, and each works out anew what it launches (core/replay.py) |
+| FLASHKERNEL_CACHE_DIR | folder of compiled kernels and tuned launch configs; default: in the user's cache folder |
+| FLASHKERNEL_REPLAY | 0: no launch cache; calls are not recorded and replayed (core/replay.py) |
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
-| PTXAS_OPTIONS | Triton's own: more options for ptxas, which compiles its kernels |
+| PTXAS_OPTIONS | Triton's own: additional options of ptxas |
 | XDG_CACHE_HOME | the user's cache folder; default: `~/.cache` |
 | CUDA_HOME | a CUDA toolkit, for the headers that CUDA C++ kernels include; default: `/usr/local/cuda` |
 """
@@ -25,17 +25,17 @@ def cache_dir() -> Path:
 
 
 def replaying() -> bool:
-    """Whether calls that come again may be recorded."""
+    """True if calls may be recorded and replayed (core/replay.py)."""
     return os.environ.get("FLASHKERNEL_REPLAY") != "0"
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run under its interpreter."""
+    """True if Triton kernels run under its interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def ptxas_options() -> str:
-    """What the user wants ptxas to be given; an option passed with a launch would replace it."""
+    """The user's options for ptxas; options passed with a launch replace them, so `versions` appends these."""
     return os.environ.get("PTXAS_OPTIONS", "")
 
 

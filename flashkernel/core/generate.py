@@ -1,4 +1,4 @@
-"""Triton functions made from text at run time."""
+"""Triton functions generated from source text at run time (masks, score functions, epilogues)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @cache
 def jit_function(name: str, parameters: str, text: str) -> Any:
-    """A Triton function `name(parameters)` that returns the expression `text`; equal texts give the same function."""
+    """A Triton function `name(parameters)` that returns the expression `text`; the same for equal texts."""
     import triton
     import triton.language as tl
 
     source = f"def {name}({parameters}):\n    return {text}\n"
     file = f"<flashkernel {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    # Triton reads a function's source through inspect, which finds what linecache holds.
+    # Triton reads a function's source through inspect, which looks it up in linecache.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"tl": tl}
     exec(compile(source, file, "exec"), names)

@@ -1,39 +1,33 @@
-"""The one place that launches a Triton kernel, records a launch, or compiles one for a GPU that is not here.
+"""The only place that launches a Triton kernel.
 
-Rooms call `launch(kernel, grid, *args, **constants)`. A `listener` is told of launches and how to repeat them.
-Inside `recording()` nothing runs: the launches are kept, and `compile_for(launch, arch)` turns each into machine code
-with its registers, stack and shared memory, on any machine.
+Launchers call `launch(kernel, grid, *args, **constants)`. Inside `observe(observer)` the observer gets a `LaunchRecord`
+of every launch, from which the driver can repeat it (core/recording.py). Inside `collect_launches()` nothing runs: the
+launches are returned with their arguments, e.g. to be compiled for a GPU that is not here.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from flashkernel.core import env, state, versions
+from flashkernel.core import env, replay_switch, versions
 from flashkernel.core.device import Device
-from flashkernel.core.device import facts as device_facts
-from flashkernel.core.driver import Launched, TensorMap
+from flashkernel.core.device import properties as device_properties
+from flashkernel.core.driver import LaunchRecord, TensorMap
 
-MOST_PDL_BYTES = 8 << 20  # that a row-by-row kernel moves at most to be launched by PDL
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_options")
-_recorder: ContextVar[list[Launch] | None] = ContextVar("flashkernel_recorder", default=None)
-_listener: ContextVar[Any] = ContextVar("flashkernel_listener", default=None)
+MAX_PDL_BYTES = 8 << 20  # a row-wise kernel that moves more is launched without PDL
+_collected: ContextVar[list[Launch] | None] = ContextVar("flashkernel_collected_launches", default=None)
+_observer: ContextVar[LaunchObserver | None] = ContextVar("flashkernel_launch_observer", default=None)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the arguments it would have been launched with."""
+    """A kernel with its grid and arguments, collected instead of launched."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -45,66 +39,71 @@ class Launch:
         return self.kernel.fn.__name__
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the compiler made of a launch."""
+class LaunchObserver(Protocol):
+    """Learns of every kernel launch inside `observe`."""
 
-    registers: int
-    stack: int  # bytes per thread; anything above zero is a spill or a run-time-indexed array
-    shared: int  # bytes per block
-    cubin: bytes
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which torch operations are not part of the observed call: Triton's interpreter uses torch."""
 
-    @cached_property
-    def sass(self) -> str:
-        """The disassembly."""
-        return disassembled(self.cubin)
+    def on_launch(self, record: LaunchRecord | str) -> None:
+        """A kernel was launched. A string is the reason why the launch cannot be repeated."""
+
+    def on_write(self, x: torch.Tensor) -> None:
+        """A kernel wrote to an argument of the call."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run `kernel` over `grid` on the current stream of its first tensor's device; a grid of zero launches nothing."""
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.append(Launch(kernel, grid, args, constants))
+    """Launch `kernel` on the current stream of its first tensor's device; a grid with a 0 launches nothing.
+
+    Args:
+        kernel: A `triton.jit` or `gluon.jit` function.
+        grid: Number of programs along up to three dimensions.
+        args: The kernel's positional arguments; the first is a tensor or a tensor descriptor.
+        constants: Its constexpr arguments, and Triton's launch options (`num_warps`, `num_stages`, ...).
+    """
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(Launch(kernel, grid, args, constants))
         return
     if 0 in grid:
         return
-    launched: Launched | str
-    listener = _listener.get()
-    if listener is None:
+    record: LaunchRecord | str
+    observer = _observer.get()
+    if observer is None:
         _run(kernel, grid, args, constants)
         return
-    with listener.aside():
+    with observer.paused():
         code = _run(kernel, grid, args, constants)
         try:
-            launched = _launched(kernel, code, grid, args, constants)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # what a version of triton calls otherwise
-            launched = f"what this version of triton launched is not understood ({type(error).__name__}: {error})"
-    listener.launched(launched)
+            record = _launch_record(kernel, code, grid, args, constants)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # a Triton version with other attributes
+            record = f"what this version of triton launched is not understood ({type(error).__name__}: {error})"
+    observer.on_launch(record)
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """The compiled kernel, which was launched."""
-    first = args[0]
+    """Launch and return the compiled kernel."""
+    first = args[0][0] if isinstance(args[0], tuple) else args[0]
     device = first.device if isinstance(first, torch.Tensor) else first.base.device  # or a tensor descriptor
     if not env.interpreting():
-        constants = versions.compile_options(device_facts(device).arch) | constants
+        constants = versions.compile_options(device_properties(device).arch) | constants
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return kernel[grid](*args, **constants)
     return kernel[grid](*args, **constants)
 
 
-def _launched(
+def _launch_record(
     kernel: Any, code: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]
-) -> Launched | str:
-    """What it takes to launch this again, or the reason why that is not known."""
+) -> LaunchRecord | str:
+    """The record that the driver repeats this launch from, or the reason why there is none."""
     values = {**dict(zip(kernel.arg_names, args)), **constants}
     missing = [name for name in kernel.arg_names if name not in values]
     if missing:
         return f"{kernel.fn.__name__} was launched with a default value for {missing[0]}"
     bound = [values[name] for name in kernel.arg_names]
     if env.interpreting():
-        return _interpreted(kernel, grid, bound)
+        return _interpreted_record(kernel, grid, bound)
     metadata = code.metadata
     warps, clusters, shared = code.packed_metadata
     if clusters != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -116,17 +115,17 @@ def _launched(
             _flatten(kind, value, maps, params)
     except _Unsupported as error:
         return f"{code.name}: {error}"
-    params += [("P", None), ("P", None)]  # scratch memory, of which there is none
+    params += [("P", None), ("P", None)]  # global and profile scratch memory: none
     x, y, z = (*grid, 1, 1)[:3]
-    launched = Launched(
+    record = LaunchRecord(
         code.name, tuple(params), code.function, (x, y, z), (32 * warps, 1, 1), shared,
         bool(metadata.launch_pdl), bool(metadata.launch_cooperative_grid), owner=code,
     )  # fmt: skip
-    return launched.mismatch() or launched
+    return record.mismatch() or record
 
 
-def _interpreted(kernel: Any, grid: tuple[int, ...], bound: list[Any]) -> Launched:
-    """A launch under Triton's interpreter, which takes tensors, descriptors and tuples of tensors as they are."""
+def _interpreted_record(kernel: Any, grid: tuple[int, ...], bound: list[Any]) -> LaunchRecord:
+    """The record of a launch under Triton's interpreter, which takes tensors, descriptors and tuples of tensors."""
     params: list[tuple[str, Any]] = []
     for value in bound:
         for element in value if isinstance(value, tuple) else (value,):
@@ -134,16 +133,21 @@ def _interpreted(kernel: Any, grid: tuple[int, ...], bound: list[Any]) -> Launch
 
     def rerun(values: Sequence[Any]) -> None:
         rest = iter(values)
-        kernel[grid](*[_like(value, rest) for value in bound])
+        kernel[grid](*[_rebuild(value, rest) for value in bound])
 
-    return Launched(kernel.fn.__name__, tuple(params), rerun=rerun)
+    return LaunchRecord(kernel.fn.__name__, tuple(params), rerun=rerun)
 
 
-def _like(value: Any, rest: Iterator[Any]) -> Any:
-    """An argument of the same form, made of the next values."""
+def _rebuild(value: Any, rest: Iterator[Any]) -> Any:
+    """An argument with the structure of `value`, made of the next values of `rest`."""
     if isinstance(value, tuple):
-        return tuple(next(rest) for _ in value)
+        return tuple_like(value, [next(rest) for _ in value])
     return _rebased(value, next(rest)) if _is_descriptor(value) else next(rest)
+
+
+def tuple_like(value: tuple[Any, ...], elements: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple of the same type; a NamedTuple keeps the names by which kernels read its fields."""
+    return type(value)(*elements) if hasattr(value, "_fields") else tuple(elements)
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -151,14 +155,14 @@ def _is_descriptor(value: Any) -> bool:
 
 
 def _rebased(like: Any, base: torch.Tensor) -> Any:
-    """The same tensor descriptor, of other memory."""
+    """The tensor descriptor `like` with another base tensor."""
     made: Any = object.__new__(type(like))
     made.__dict__.update(vars(like), base=base)
     return made
 
 
 class _Unsupported(Exception):
-    """A parameter whose packing is not known."""
+    """A kernel parameter that cannot be packed."""
 
 
 _FORMATS = {
@@ -168,7 +172,7 @@ _FORMATS = {
 
 
 def _flatten(kind: Any, value: Any, maps: Iterator[Any], params: list[tuple[str, Any]]) -> None:
-    """Append the parameters that an argument of Triton's type `kind` becomes."""
+    """Append the driver's parameters for one argument of Triton's type `kind`."""
     if isinstance(kind, tuple):
         for inner, element in zip(kind, value):
             _flatten(inner, element, maps, params)
@@ -199,124 +203,51 @@ def _tensor_map(descriptor: Any, shape: list[int], strides: list[int], meta: Any
 
 
 @contextmanager
-def listener(listening: Any) -> Iterator[None]:
-    """Tell `listening.launched` of every launch inside: a `Launched`, or the reason (str) why it cannot be repeated.
-    Kernels run within its `aside()`: Triton's interpreter uses torch."""
-    token = _listener.set(listening)
-    try:
-        with state.suspended():
-            yield
-    finally:
-        _listener.reset(token)
+def observe(observer: LaunchObserver) -> Iterator[None]:
+    """Report every launch inside to `observer`. Kernels run within `observer.paused()`."""
+    with replay_switch.scoped(_observer, observer):
+        yield
 
 
 def mark_written(x: torch.Tensor) -> None:
-    """Let autograd notice a write to an argument that torch did not make."""
+    """Increment the version counter of a tensor that a kernel wrote to, as torch's in-place operators do."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
-    listening = _listener.get()
-    if listening is not None:
-        listening.written(x)
+    observer = _observer.get()
+    if observer is not None:
+        observer.on_write(x)
 
 
-def heard(launched: Launched | str) -> None:
-    """Tell the listener, if there is one, of a launch that was made by other ways than `launch`."""
-    listening = _listener.get()
-    if listening is not None:
-        listening.launched(launched)
+def notify_launch(record: LaunchRecord | str) -> None:
+    """Report a launch that did not go through `launch` to the observer, if there is one."""
+    observer = _observer.get()
+    if observer is not None:
+        observer.on_launch(record)
 
 
-def listened() -> bool:
-    """Whether anybody listens to launches."""
-    return _listener.get() is not None
+def is_observed() -> bool:
+    """True inside `observe`."""
+    return _observer.get() is not None
 
 
-def pdl_options(facts: Device, moved: int = 0) -> dict[str, bool]:
-    """Constants of a kernel that may use programmatic dependent launch (blocks/pdl_triton.py), from sm_90 on.
+def pdl_options(device: Device, bytes_moved: int = 0) -> dict[str, bool]:
+    """Launch options for programmatic dependent launch (PDL, blocks/pdl_triton.py), which sm_90 introduced.
 
-    A kernel that moves many bytes (`moved`) is launched without: waiting programs would take SM slots from it.
+    Args:
+        device: The device to launch on.
+        bytes_moved: Bytes the kernel reads and writes. Above MAX_PDL_BYTES it is launched without PDL: programs that
+            wait for their predecessor would take SM slots from it.
+
+    Returns:
+        The kernel's constexpr `PDL`, and Triton's `launch_pdl` where it is True.
     """
-    early = facts.kind == "cuda" and facts.arch >= 90 and moved <= MOST_PDL_BYTES and not env.interpreting()
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    pdl = device.kind == "cuda" and device.arch >= 90 and bytes_moved <= MAX_PDL_BYTES and not env.interpreting()
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect launches instead of running them."""
+def collect_launches() -> Iterator[list[Launch]]:
+    """Collect the launches inside instead of running them."""
     launches: list[Launch] = []
-    token = _recorder.set(launches)
-    try:
-        with state.suspended():
-            yield launches
-    finally:
-        _recorder.reset(token)
-
-
-def compile_for(recorded: Launch, arch: int) -> Machine:
-    """Compile a recorded launch for `sm_<arch>`, with the specialisations its real arguments would have had."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    options = versions.compile_options(arch) | {
-        name: value for name, value in recorded.constants.items() if name in _OPTIONS
-    }
-    constants = {name: value for name, value in recorded.constants.items() if name not in _OPTIONS}
-    signature: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    inner: dict[tuple[int, ...], Any] = {}  # elements of tuples that are compiled in
-    values = {**dict(zip(recorded.kernel.arg_names, recorded.args)), **constants}
-    for position, name in enumerate(recorded.kernel.arg_names):
-        value = values[name]
-        if isinstance(value, tuple):
-            kinds = [_argument(element, constexpr=False) for element in value]
-            signature[name] = tuple(kind for kind, _ in kinds)
-            attributes |= {(position, place): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind[1]}
-            inner |= {(position, place): value[place] for place, kind in enumerate(kinds) if kind[0] == "constexpr"}
-            continue
-        kind, divisible = _argument(value, constexpr=name in constants)
-        signature[name] = kind
-        if kind == "constexpr":
-            constants[name] = value
-        elif divisible:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    places: dict[tuple[int, ...], Any] = {
-        (recorded.kernel.arg_names.index(name),): value for name, value in constants.items()
-    }
-    places |= inner
-    language = GluonASTSource if recorded.kernel.is_gluon() else ASTSource
-    source = language(recorded.kernel, signature, constexprs=places, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cubin = compiled.asm["cubin"]
-    found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
-    if found is None:
-        raise RuntimeError(f"cuobjdump gave no resource usage of {recorded.name}")
-    return Machine(int(found[1]), int(found[2]), compiled.metadata.shared, cubin)
-
-
-def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
-    """Triton's type name of an argument, and whether it counts as divisible by 16."""
-    from triton.runtime.jit import mangle_type
-
-    if constexpr or value is None or (type(value) is int and value == 1):
-        return "constexpr", False
-    if isinstance(value, torch.Tensor):
-        return mangle_type(value), True  # torch aligns allocations far beyond 16 bytes
-    return mangle_type(value), type(value) is int and value % 16 == 0
-
-
-def disassembled(cubin: bytes) -> str:
-    """The SASS of a cubin."""
-    return _cuobjdump("-sass", cubin)
-
-
-def _cuobjdump(option: str, cubin: bytes) -> str:
-    """What the tool in Triton's wheel prints about a cubin."""
-    import triton
-
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+    with replay_switch.scoped(_collected, launches):
+        yield launches

@@ -1,7 +1,7 @@
-"""NVRTC: CUDA C++ text to machine code, on any machine, kept on disk.
+"""NVRTC: compiles CUDA C++ to machine code, with or without a GPU; the disk cache of compiled kernels.
 
-NVRTC is called through cuda-bindings, which cuda-core is built on: unlike cuda-core's own Program it can make PTX, too,
-where there is no driver.
+NVRTC is called through cuda-bindings, which cuda-core is built on: cuda-core's own Program cannot make PTX without a
+driver.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ HINT = "install the 'cuda' extra: pip install flashkernel[cuda]"
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused the source; the message has its log and the lines it complains about."""
+    """NVRTC could not compile; the message has its log and the source lines of the errors."""
 
 
 @dataclass(frozen=True)
 class CompiledCubin:
-    """Machine code (PTX where compiled for a `compute_` architecture), symbols by name expression, and NVRTC's log."""
+    """Machine code (PTX for a `compute_` architecture), symbols by name expression, and NVRTC's log."""
 
     code: bytes
     names: Mapping[str, str]
@@ -116,7 +116,7 @@ def compile_cubin(
     file_name: str = "kernel.cu",
     include: Sequence[str | Path] = (),
 ) -> CompiledCubin:
-    """Compile CUDA C++ for "sm_90" (machine code) or "compute_75" (PTX, for the driver to finish). Needs no GPU.
+    """Compile CUDA C++ for "sm_90" (machine code) or "compute_75" (PTX, which the driver compiles). Needs no GPU.
 
     `options` are NVRTC's own: "--use_fast_math", "--maxrregcount=128", "--define-macro=BLOCK=64", ...
     """
@@ -148,7 +148,7 @@ class NvrtcError(RuntimeError):
 
 
 def _nvrtc(function: str, *args: Any) -> Any:
-    """Call an NVRTC function: its result, or an error that names what it answered."""
+    """Call an NVRTC function and return its result; NvrtcError with the name of its status."""
     from cuda.bindings import nvrtc
 
     status, *results = getattr(nvrtc, f"nvrtc{function}")(*args)
@@ -158,14 +158,14 @@ def _nvrtc(function: str, *args: Any) -> Any:
 
 
 def _fetch(what: str, program: Any) -> bytes:
-    """One of a program's results, into a buffer of the size that NVRTC says."""
+    """One of a program's results (log, PTX, cubin) as bytes."""
     buffer = b"\0" * _nvrtc(f"Get{what}Size", program)
     _nvrtc(f"Get{what}", program, buffer)  # cuda-bindings fills the bytes object in place
     return buffer
 
 
 def _quoted_lines(source: str, file_name: str, log: str) -> str:
-    """The source lines that a log complains about, with their numbers and neighbours."""
+    """The source lines that a log reports errors for, with their numbers and two lines around."""
     text = source.splitlines()
     wrong = {int(number) for number in re.findall(rf"{re.escape(file_name)}\((\d+)\): (?:catastrophic )?error", log)}
     shown = sorted({near for line in wrong for near in range(line - 2, line + 3) if 1 <= near <= len(text)})
@@ -173,7 +173,7 @@ def _quoted_lines(source: str, file_name: str, log: str) -> str:
 
 
 def read_cached(path: Path, name: str) -> CompiledCubin | None:
-    """A compiled kernel kept earlier; None, with a warning, where the file is damaged."""
+    """A compiled kernel from the disk cache; None if it is not there, or (with a warning) damaged."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         code = base64.b64decode(stored["code"], validate=True)
@@ -188,7 +188,7 @@ def read_cached(path: Path, name: str) -> CompiledCubin | None:
 
 
 def write_cached(path: Path, compiled: CompiledCubin) -> None:
-    """Keep a compiled kernel; where the folder cannot be written, warn and go on."""
+    """Write a compiled kernel to the disk cache; a folder that cannot be written is a warning."""
     stored = {
         "code": base64.b64encode(compiled.code).decode(),
         "sha256": hashlib.sha256(compiled.code).hexdigest(),

@@ -1,7 +1,7 @@
-"""What an operator is.
+"""The declaration of an operator.
 
-An operator is declared once, as an `Op`, in its room's `spec.py`. The tests, the benchmarks, the roofline points, the
-support matrix and the command line are all derived from that declaration; nothing else in the project lists shapes,
+An operator is declared once, as an `Op`, in `spec.py` of its package. The tests, the benchmarks, the roofline points,
+the support matrix and the command line are all derived from that declaration; nothing else in the project lists shapes,
 tolerances or backends.
 """
 
@@ -30,14 +30,14 @@ Draw = Callable[[tuple[int, ...], Axes, torch.Generator], torch.Tensor]
 
 
 def normal(scale: float = 1.0, shift: float = 0.0) -> Draw:
-    """Gaussian values; the default for activations."""
+    """Gaussian values; the default."""
     return lambda shape, axes, generator: (
         torch.randn(shape, generator=generator, device=generator.device) * scale + shift
     )
 
 
 def integers(axis: str | int, marker: int | None = None, every: int = 7) -> Draw:
-    """Integers in [0, axis); with `marker`, every so many of them are replaced by it (an ignore_index, say)."""
+    """Integers in [0, axis); with `marker`, one of `every` is replaced by it (e.g. an ignore_index)."""
 
     def draw(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> torch.Tensor:
         high = axes[axis] if isinstance(axis, str) else axis
@@ -59,7 +59,7 @@ _NORMAL = normal()
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument: its dims by axis name ("*rows" splices a tuple of sizes), dtype and distribution."""
+    """A tensor argument: its dims by axis name ("*rows" stands for a tuple of sizes), dtype and distribution."""
 
     dims: tuple[str, ...]
     dtype: torch.dtype | None = None  # None: the dtype of the case
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least work a direction must do: floating-point operations and bytes through device memory."""
+    """The minimum work of a direction: floating-point operations, and bytes through device memory."""
 
     flops: float
     bytes: float
@@ -119,47 +119,62 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Call:
-    """What a backend is asked about: where, in which dtype, and the static facts its room finds relevant."""
+    """What a backend's `supports` looks at: the device, the dtype, and facts: static properties of the call by name."""
 
     device: Device
     dtype: torch.dtype
     facts: Mapping[str, Any] = field(default_factory=dict)
+    gradients: bool = False  # autograd records it
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run an operator. `supports` answers None, or the reason why not; `target` is imported at first use.
+    """One implementation of an operator, imported at first use.
 
     A composite backend is a plain differentiable function with the reference's signature; any other is a module of
-    kernel launchers that the room's api calls. An operator lists its backends in order of preference;
-    `auto_devices` says on which kinds of device a backend is selected automatically, and `deprioritised` may say of a
-    call why another one is better.
+    kernel launchers, with the functions of its operator package's `protocol.py`. A module without a backward function
+    is fine: calls that need gradients then go to another backend. An operator lists backends in order of preference.
+
+    Attributes:
+        name: "hopper", "triton", "cuda", "torch" or "reference".
+        target: What to import: "package.module" or "package.module:attribute".
+        supports: Given a call: None, or the reason why the backend does not support it.
+        composite: A plain function, not a module of launchers.
+        auto_devices: Kinds of device on which it is selected automatically.
+        deprioritised: Given a call that it supports: None, or the reason why a later backend is preferred.
     """
 
     name: str
-    target: str  # "package.module" or "package.module:attribute"
+    target: str
     supports: Callable[[Call], str | None]
     composite: bool = False
     auto_devices: tuple[str, ...] = ("cuda",)
     deprioritised: Callable[[Call], str | None] | None = None
 
     def reason_against(self, call: Call) -> str | None:
-        """Why another backend is better for a call that this one supports; None where it is not."""
+        """The reason why a later backend is preferred for a call that this one supports, or None."""
         return None if self.deprioritised is None else self.deprioritised(call)
 
     def auto_selected(self, call: Call) -> bool:
-        """Whether it is selected automatically for a call that it supports."""
+        """True if it is selected automatically for a call that it supports."""
         return call.device.kind in self.auto_devices and self.reason_against(call) is None
 
     @cached_property
     def run(self) -> Any:
         return resolve(self.target)
 
+    def offers(self, function: str | None) -> bool:
+        """Whether its kernel module has a function; a composite backend, and None, need none."""
+        return function is None or self.composite or callable(getattr(self.run, function, None))
+
 
 @dataclass(frozen=True)
 class Baseline:
-    """Somebody else's implementation, timed beside ours. `target(op, case)` gives a function of the op's signature;
-    it may raise ImportError (the peer is absent) or ValueError (it cannot do this case)."""
+    """Another library's implementation, timed beside ours.
+
+    `target(op, case)` gives a function of the operator's signature. It may raise ImportError (the library is not
+    installed) or ValueError (the library does not support the case).
+    """
 
     name: str
     target: str
@@ -190,12 +205,13 @@ class Op:
     tolerance: Tolerance = Tolerance()
     baselines: tuple[Baseline, ...] = ()
     differentiable: bool = True
+    backward: str | None = "backward"  # the function of a kernel module that the gradient needs; None: it needs none
     ranges: Mapping[str, tuple[int, int, int]] = field(
         default_factory=dict
     )  # axis -> least, most, step: for random cases
-    # For a function that writes to its inputs: what they hold after the call, to be compared as its outputs are.
+    # For a function that writes to its inputs: the tensors written, to be compared as its outputs are.
     written: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
-    # Makes a random case valid: its axes, options and optional inputs were drawn independently of each other.
+    # Makes a random case valid, whose axes, options and optional inputs are drawn independently.
     random_case: Callable[[Rng, Case], Case] | None = None
     random_share: int = 1  # random calls for each one of an operator with few options
     declared: ClassVar[dict[str, Op]] = {}
@@ -220,7 +236,7 @@ class Op:
         )
 
     def observed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as checks see it: one that writes to its inputs gets copies, and what it wrote is an output."""
+        """The function as checks call it: one that writes to its inputs gets copies, and returns them as outputs."""
         if self.written is None:
             return function
         written = self.written
@@ -253,13 +269,13 @@ class Op:
 
 
 def _copy(values: torch.Tensor) -> torch.Tensor:
-    """The same values behind the same strides, in memory of their own."""
+    """A copy with the same strides."""
     copy = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=values.device)
     return copy.copy_(values.detach())
 
 
 def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values behind other strides.
+    """The same values with other strides.
 
     padded: rows 3 elements apart. transposed: the first two dims stored swapped. packed: the middle third of a tensor
     three times as large, as q, k and v come out of one projection; of a vector, the middle column. offset: the storage
@@ -290,7 +306,7 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _unread(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """What lies around a tensor in its storage: NaN, or the largest integer, so that a read of it shows."""
+    """Values around a tensor in its storage, which no kernel may read: NaN, or the largest integer."""
     if like.is_floating_point():
         return torch.full(shape, math.nan, device=like.device).to(like.dtype)
     largest = True if like.dtype == torch.bool else torch.iinfo(like.dtype).max

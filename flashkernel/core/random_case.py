@@ -2,8 +2,8 @@
 
 A case follows from the operator's name, a seed and a size class alone, on any machine. Sizes lie near the edges of
 tiles; options and optional inputs of different declared cases are combined; every input gets a layout of its own.
-What depends on each other (heads and kv_heads, a mask and the sizes it is made for) is put right by the operator's
-`random_case`.
+The operator's `random_case` makes values consistent that depend on each other (heads and kv_heads, a mask and the sizes
+it is made for).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rng:
         return self.call.randrange(low, most + 1, steps)
 
     def empty(self) -> bool:
-        """Whether an axis of this call has no elements, now and then."""
+        """True in 3% of calls: an axis has no elements."""
         return self.call.random() < 0.03
 
     def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _axis(rng: Rng, op: Op, axis: str, bounds: tuple[int, int, int]) -> Any:
 
 
 def _factors(rng: Rng, total: int, dims: int) -> list[int]:
-    """So many sizes whose product is near the total, and at most that."""
+    """`dims` sizes whose product is at most `total`, and near it."""
     sizes: list[int] = []
     for left in range(dims, 0, -1):
         size = total if left == 1 else rng.call.randint(1, max(1, round(total ** (1 / left) * 2)))
@@ -146,7 +146,7 @@ def _factors(rng: Rng, total: int, dims: int) -> list[int]:
 
 
 def _layouts(rng: Rng, op: Op, case: Case) -> dict[str, str]:
-    """A layout for each input, or none: half of the calls are contiguous. What is written to is never expanded."""
+    """Layouts by input; none for half of the calls. Tensors that are written are never expanded."""
     if rng.maybe():
         return {}
     layouts = {}

@@ -1,18 +1,19 @@
-"""What a call launches, recorded, and launched again for other tensors of the same shapes.
+"""The launch cache: records what a call launches, and replays it for other tensors of the same shapes.
 
-On the way to its launches a call checks its arguments, chooses a backend and configs, looks up tables and describes
-tiles, and Triton works out which machine code fits. All of that follows from shapes, strides, dtypes and settings, and
-takes the host longer than small kernels take the GPU. So once such arguments have come often enough (RECORD_AFTER), a
-call is recorded: what it allocates, launches and asks of torch, in order, with every tensor traced to an argument or an
-allocation. From then on a generated function does only that, and launches by the driver (core/driver.py).
+Before it launches, a call checks its arguments, chooses a backend and launch configs, looks up tables, builds tensor
+descriptors, and Triton looks up the compiled kernel. All of that depends on shapes, strides, dtypes and settings only,
+and costs the host more time than small kernels cost the GPU. A call whose key (`LaunchCache.key`) was seen RECORD_AFTER
+times is therefore recorded (core/recording.py): its allocations, launches and torch operations, in order, with every
+tensor traced to an argument or an allocation. Later calls with that key run a generated function that does only these
+steps, and launches through the driver (core/driver.py).
 
-There is one mechanism with two entrances. `replayed` wraps a public function: without gradients the whole call is
-recorded; with gradients it remembers which registered operator the call ends in, and with which arguments. `CallCache`
-wraps the launching function of an operator, forward or backward.
+Two kinds of function have a launch cache. `replayed` wraps a public function: without gradients the whole call is
+recorded; with gradients, the cache keeps the registered operator that the call ends in and where its arguments come
+from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, forward and backward.
 
-A function qualifies if it never looks at what tensors hold, as none that a CUDA graph can capture does. Calls stay as
-they are where a recording would not tell the whole story: tables of a mask, which come as lists; arguments that lie in
-the same memory; operations of torch's beyond the few below. `report` lists them with their reasons, and
+A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
+Some calls are uncacheable: those with lists of tensors (the tables of a mask), with two arguments that begin at one
+address, or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
 FLASHKERNEL_REPLAY=0 switches recording off.
 """
 
@@ -29,13 +30,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashkernel.core import driver, env, state, tune
+from flashkernel.core import driver, env, replay_switch, tune
 from flashkernel.core import recording as rec
 
-RECORD_AFTER = 64  # calls: decoding changes the shapes of every step, and no step has that many layers
-RETRY_AFTER = 1024  # further calls, where a recording failed for a reason that others need not have
-MOST_CALLS = 4096  # kept for each function
-CONSTANT = "_flashkernel_constant"  # attribute of tensors that follow from a call's plain arguments alone
+RECORD_AFTER = 64  # calls with one key: shapes of a single decoding step come once per layer, and are not worth it
+RETRY_AFTER = 1024  # further calls, after a recording failed for one of TRANSIENT_REASONS
+MAX_KEYS = 4096  # in one launch cache
+CONSTANT = "_flashkernel_constant"  # attribute of tensors that depend on a call's plain arguments only
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
 _current_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else lambda: -1
@@ -45,39 +46,40 @@ _autocast, _grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _PARAMETER = torch.nn.Parameter
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_caches: list[CallCache] = []
+_caches: list[LaunchCache] = []
 
 
 class Uncacheable:
-    """The mark of a call that cannot be recorded."""
+    """The entry of a call that cannot be recorded."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
-class CallCache:
-    """A function of tensors and plain values that launches kernels, with the calls it has recorded."""
+class LaunchCache:
+    """The recorded calls of a function that takes tensors and plain values and launches kernels."""
 
     def __init__(self, function: Callable[..., Any], name: str, public: bool = False) -> None:
         self.function, self.name, self.public = function, name, public
-        self.calls: dict[tuple[Any, ...], Any] = {}  # how often it was seen, a recording, or why there is none
+        # By key: how often it was seen (int), a Recording, an _OperatorCall, or Uncacheable.
+        self.entries: dict[tuple[Any, ...], Any] = {}
         _caches.append(self)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if state.suspensions or _dispatch_modes() or _functorch() is not None or forward_ad._current_level >= 0:
+        if replay_switch.suspensions or _dispatch_modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
         key = self.key(args, kwargs, tensors)
         if key is None:
             return self.function(*args, **kwargs)
         try:
-            found = self.calls.get(key, 0)
+            found = self.entries.get(key, 0)
         except TypeError:  # an argument without a hash
             return self.function(*args, **kwargs)
         kind = type(found)
         if kind is rec.Recording:
             return self.function(*args, **kwargs) if found.hooked() else found.run(tensors)
-        if kind is _Applied:
+        if kind is _OperatorCall:
             return found(tensors)
         if kind is int:
             if found < RECORD_AFTER:
@@ -87,7 +89,7 @@ class CallCache:
         return self.function(*args, **kwargs)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, ...] | None:
-        """What decides what a call launches; None where that cannot be said. Appends the call's tensors."""
+        """All that the launches of a call depend on; None for a call that has no key. Appends the call's tensors."""
         parts: list[Any] = [*kwargs]
         if not _collect(args, parts, tensors) or (kwargs and not _collect(kwargs.values(), parts, tensors)):
             return None
@@ -99,7 +101,7 @@ class CallCache:
                 return None
         elif index != _current_device():
             return None
-        else:  # kernels that keep counters keep a row of them for each stream
+        else:  # a recording launches on one stream, and some kernels have counters for each stream
             parts.append(_current_stream(index))
         parts += (index, tune.generation, _allow_tf32())
         device = "cuda" if index >= 0 else "cpu"
@@ -110,42 +112,42 @@ class CallCache:
         return tuple(parts)
 
     def _count(self, key: tuple[Any, ...], seen: int) -> None:
-        if seen == 0 and len(self.calls) >= MOST_CALLS:
-            self.calls = {key: value for key, value in self.calls.items() if type(value) is not int}
-            for oldest in list(self.calls)[: max(0, len(self.calls) - MOST_CALLS // 2)]:
-                del self.calls[oldest]
-        self.calls[key] = seen + 1
+        if seen == 0 and len(self.entries) >= MAX_KEYS:
+            self.entries = {key: value for key, value in self.entries.items() if type(value) is not int}
+            for oldest in list(self.entries)[: max(0, len(self.entries) - MAX_KEYS // 2)]:
+                del self.entries[oldest]
+        self.entries[key] = seen + 1
 
     def _record(
         self, key: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a call, which is recorded as well."""
+        """Run a call and record it; returns its result."""
+        entry: rec.Recording | _OperatorCall | Uncacheable
         if self.public and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            with _watching() as seen:
+            with _collect_applied() as applied:
                 result = self.function(*args, **kwargs)
-            self.calls[key] = _applied(seen, tensors, result)
+            entry = _operator_call(applied, tensors, result)
         else:
-            result, made = rec.record(lambda: self.function(*args, **kwargs), tensors)
-            self.calls[key] = Uncacheable(made) if isinstance(made, str) else made
-        mark = self.calls[key]
-        if isinstance(mark, Uncacheable) and mark.reason in rec.PASSING:
-            self.calls[key] = -RETRY_AFTER
+            result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors)
+            entry = Uncacheable(recorded) if isinstance(recorded, str) else recorded
+        retry = isinstance(entry, Uncacheable) and entry.reason in rec.TRANSIENT_REASONS
+        self.entries[key] = -RETRY_AFTER if retry else entry
         return result
 
     def find(self, args: tuple[Any, ...]) -> rec.Recording | None:
         """The recording of a call, if there is one."""
         key = self.key(args, {}, [])
-        found = None if key is None else self.calls.get(key)
+        found = None if key is None else self.entries.get(key)
         return found if type(found) is rec.Recording else None
 
 
 def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
-    """Append what calls are told apart by, and the tensors; False where an argument cannot be told apart."""
+    """Append the key of each argument to `parts`, and the tensors; False if an argument has no key."""
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is _PARAMETER:
             tensors.append(value)
-            # Strides along single elements, which contiguous tensors may differ in, are never taken.
+            # Contiguous tensors may differ in the strides of dims of size 1, which no kernel uses.
             strides = value.is_contiguous() or value.stride()
             parts += (value.dtype, value.shape, strides, value.data_ptr() & 15 == 0, value.get_device())
         elif kind in _PLAIN:
@@ -179,10 +181,9 @@ def _warn(reason: str) -> None:
 
 
 def replayed(function: _Function) -> _Function:
-    """Record the calls of a public function that come again. It is the same function under torch.compile."""
-    calls = CallCache(function, function.__name__, public=True)
-
-    run = calls.__call__
+    """Give a public function a launch cache. torch.compile traces the function itself."""
+    launch_cache = LaunchCache(function, function.__name__, public=True)
+    run = launch_cache.__call__
 
     @wraps(function)
     def entry(*args: Any, **kwargs: Any) -> Any:
@@ -190,37 +191,42 @@ def replayed(function: _Function) -> _Function:
             return function(*args, **kwargs)
         return run(args, kwargs)
 
-    entry.calls = calls  # type: ignore[attr-defined]
+    entry.launch_cache = launch_cache  # type: ignore[attr-defined]
     return entry  # type: ignore[return-value]
 
 
-_watched: ContextVar[list[tuple[Any, tuple[Any, ...], Any]] | None] = ContextVar("flashkernel_applied", default=None)
+_Application = tuple[Any, tuple[Any, ...], Any]  # a KernelOp, its arguments and its outputs
+_applied: ContextVar[list[_Application] | None] = ContextVar("flashkernel_applied_operators", default=None)
 
 
 @contextmanager
-def _watching() -> Iterator[list[tuple[Any, tuple[Any, ...], Any]]]:
-    """Collect the differentiable operators that are applied inside, with their arguments and outputs."""
-    seen: list[tuple[Any, tuple[Any, ...], Any]] = []
-    token = _watched.set(seen)
+def _collect_applied() -> Iterator[list[_Application]]:
+    """Collect the operators that are applied through autograd inside."""
+    applied: list[_Application] = []
+    token = _applied.set(applied)
     try:
-        yield seen
+        yield applied
     finally:
-        _watched.reset(token)
+        _applied.reset(token)
 
 
-def applied(op: Any, args: tuple[Any, ...], outputs: Any) -> None:
-    """An operator was applied through autograd."""
-    seen = _watched.get()
-    if seen is not None:
-        seen.append((op, args, outputs))
+def notify_applied(op: Any, args: tuple[Any, ...], outputs: Any) -> None:
+    """Report that an operator was applied through autograd."""
+    applied = _applied.get()
+    if applied is not None:
+        applied.append((op, args, outputs))
 
 
-class _Applied:
-    """A call with gradients that ends in one operator: its arguments, and which of its outputs are the result."""
+class _OperatorCall:
+    """A call with gradients that applies one operator.
 
-    def __init__(self, op: Any, template: list[tuple[bool, Any]], picked: tuple[int, ...] | None) -> None:
-        self.op, self.template, self.picked, self.apply = op, template, picked, op.apply
-        self.tensors = [place for place, (from_call, value) in enumerate(template)
+    `template` has an entry for each argument of the operator: (True, index of one of the call's tensors), or (False,
+    the value). `returned` are the indices of the outputs that the call returns; None: all of them, as they are.
+    """
+
+    def __init__(self, op: Any, template: list[tuple[bool, Any]], returned: tuple[int, ...] | None) -> None:
+        self.op, self.template, self.returned, self.apply = op, template, returned, op.apply
+        self.tensors = [index for index, (from_call, value) in enumerate(template)
                         if from_call or isinstance(value, Tensor)]  # fmt: skip
         self.recording: rec.Recording | None = None
 
@@ -232,21 +238,20 @@ class _Applied:
         if recording is None or recording.hooked():
             outputs = self.apply(*args, None)
         else:
-            return self.apply(*args, (recording, [args[place] for place in self.tensors], self.picked))
-        picked = self.picked
-        if picked is None:
+            return self.apply(*args, (recording, [args[index] for index in self.tensors], self.returned))
+        returned = self.returned
+        if returned is None:
             return outputs
-        return outputs[picked[0]] if len(picked) == 1 else tuple([outputs[place] for place in picked])
+        return outputs[returned[0]] if len(returned) == 1 else tuple([outputs[index] for index in returned])
 
 
-def _applied(
-    seen: list[tuple[Any, tuple[Any, ...], Any]], tensors: list[Tensor], result: Any
-) -> _Applied | Uncacheable:
-    if len(seen) != 1:
-        return Uncacheable(f"with gradients it applies {len(seen)} operators, not one")
-    op, args, outputs = seen[0]
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    if len(places) < len(tensors):  # another call of these shapes may pass different ones
+def _operator_call(applied: list[_Application], tensors: list[Tensor], result: Any) -> _OperatorCall | Uncacheable:
+    """The entry of a call with gradients on `tensors` that applied these operators and returned `result`."""
+    if len(applied) != 1:
+        return Uncacheable(f"with gradients it applies {len(applied)} operators, not one")
+    op, args, outputs = applied[0]
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    if len(indices) < len(tensors):  # one tensor was passed twice; another call of these shapes may pass two
         return Uncacheable(rec.SHARED_MEMORY)
     template: list[tuple[bool, Any]] = []
     for value in args:
@@ -254,25 +259,25 @@ def _applied(
             if isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
                 return Uncacheable("with gradients, it gives its operator a list of tensors")
             template.append((False, value))
-        elif id(value) in places:
-            template.append((True, places[id(value)]))
+        elif id(value) in indices:
+            template.append((True, indices[id(value)]))
         elif getattr(value, CONSTANT, False):
             template.append((False, value))
         else:
             return Uncacheable("with gradients, it gives its operator a tensor that is none of its arguments")
     if result is outputs:
-        return _Applied(op, template, None)
-    made = {id(output): place for place, output in enumerate(outputs)} if isinstance(outputs, tuple) else {}
-    whole = result if isinstance(result, tuple) else (result,)
-    if any(id(one) not in made for one in whole):
+        return _OperatorCall(op, template, None)
+    output_indices = {id(output): index for index, output in enumerate(outputs)} if isinstance(outputs, tuple) else {}
+    results = result if isinstance(result, tuple) else (result,)
+    if any(id(one) not in output_indices for one in results):
         return Uncacheable("with gradients, its result is computed from the operator's outputs")
     if isinstance(result, tuple) and len(result) == 1:
         return Uncacheable("with gradients, its result is a tuple of one")
-    return _Applied(op, template, tuple([made[id(one)] for one in whole]))
+    return _OperatorCall(op, template, tuple([output_indices[id(one)] for one in results]))
 
 
-def off() -> str | None:
-    """Why no calls are recorded here; None where they are."""
+def disabled_reason() -> str | None:
+    """The reason why no calls are recorded here; None where they are."""
     if not env.replaying():
         return "FLASHKERNEL_REPLAY is 0"
     if env.interpreting():
@@ -280,16 +285,16 @@ def off() -> str | None:
     return driver.unavailable() if torch.cuda.is_available() else "there is no GPU to launch on"
 
 
-def report() -> list[tuple[str, int, dict[str, int]]]:
-    """For each function that was called: its name, how many calls it has recorded, and the reasons of those it has
-    not, with how many each."""
+def statistics() -> list[tuple[str, int, dict[str, int]]]:
+    """For each function that was called: its name, the number of its recorded calls, and the number of its uncacheable
+    calls by reason."""
     lines = []
-    for calls in _caches:
-        if calls.calls:
-            values = list(calls.calls.values())
+    for launches in _caches:
+        if launches.entries:
             reasons: dict[str, int] = {}
-            for value in values:
-                if isinstance(value, Uncacheable):
-                    reasons[value.reason] = reasons.get(value.reason, 0) + 1
-            lines.append((calls.name, sum(type(value) in (rec.Recording, _Applied) for value in values), reasons))
+            for entry in launches.entries.values():
+                if isinstance(entry, Uncacheable):
+                    reasons[entry.reason] = reasons.get(entry.reason, 0) + 1
+            recorded = sum(type(entry) in (rec.Recording, _OperatorCall) for entry in launches.entries.values())
+            lines.append((launches.name, recorded, reasons))
     return lines

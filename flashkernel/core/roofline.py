@@ -1,8 +1,8 @@
-"""Measured ceilings of a machine, and where a measurement stands under them.
+"""The roofline model: measured ceilings of a machine, and the share of them that a measurement reaches.
 
-A computation that moves B bytes and does F operations cannot take less than B / bandwidth nor less than F / rate. The
-larger of the two is its floor, and says whether it is bound by memory or by arithmetic. Both ceilings are measured
-here, on random data (zeros draw less power and run faster), not taken from a data sheet.
+A computation that moves B bytes and does F operations takes at least max(B / bandwidth, F / rate): its roofline time.
+The larger of the two says whether it is memory-bound or compute-bound. Both ceilings are measured here, on random data
+(zeros draw less power and run faster), not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from flashkernel.core.device import GIB, MIB, facts
+from flashkernel.core.device import GIB, MIB, properties
 from flashkernel.core.timing import measure
 
 GPU_DTYPES = ("bfloat16", "float16", "float32", "tf32")
 CPU_DTYPES = ("bfloat16", "float16", "float32")
 BUDGET_S = 0.5  # of timing for each point
-SLOW_CPU_TFLOPS = 0.01  # a CPU without instructions for a dtype; larger products would take seconds and tell no more
+SLOW_CPU_TFLOPS = 0.01  # a CPU without instructions for a dtype: larger products would take seconds
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best a machine was seen to do: a large copy in TB/s (bytes read plus written), matrix products in TFLOP/s."""
+    """Measured peak rates: a large copy in TB/s (bytes read plus written), matrix products in TFLOP/s."""
 
     device: str
     copy_tbs: float
@@ -41,12 +41,12 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A measurement under the roof: its rates, its share of the roof, and which ceiling binds it."""
+class RooflinePoint:
+    """A measurement in the roofline model."""
 
     tflops: float
-    tbs: float
-    roof: float  # floor time / measured time; 1.0 is the roof
+    tbs: float  # TB/s
+    roof: float  # roofline time / measured time; 1.0 is on the roof
     bound: str  # "memory" or "compute"
 
 
@@ -65,24 +65,34 @@ def ceilings(device: torch.device | str, dtypes: Sequence[str | torch.dtype] | N
     for name in names:
         if (device, name) not in _matmul_rates:
             _matmul_rates[device, name] = _measure_matmul(device, name)
-    return Ceilings(facts(device).name, _copy_rates[device], {name: _matmul_rates[device, name] for name in names})
+    return Ceilings(properties(device).name, _copy_rates[device], {name: _matmul_rates[device, name] for name in names})
 
 
-def place(flops: float, bytes: float, ms: float, dtype: str | torch.dtype, ceilings: Ceilings) -> Placement:
-    """Where a computation of so many operations and bytes, done in `ms`, stands under the ceilings."""
+def point(flops: float, bytes: float, ms: float, dtype: str | torch.dtype, ceilings: Ceilings) -> RooflinePoint:
+    """The point of a computation in the roofline model.
+
+    Args:
+        flops: Floating-point operations.
+        bytes: Bytes through device memory.
+        ms: Measured milliseconds.
+        dtype: Selects the matrix-product ceiling; not used where `flops` is 0.
+        ceilings: The machine's.
+    """
     if not ms > 0:
-        raise ValueError(f"place: ms is {ms}; a measured time is above zero")
+        raise ValueError(f"roofline: ms is {ms}; a measured time is above zero")
     seconds = ms / 1e3
     compute_s = 0.0
     if flops:
         name = dtype_name(dtype)
         if name not in ceilings.matmul_tflops:
             known = ", ".join(ceilings.matmul_tflops) or "none"
-            raise ValueError(f"place: no matmul ceiling was measured for {name} (there are: {known}); measure it first")
+            raise ValueError(
+                f"roofline: no matmul ceiling was measured for {name} (there are: {known}); measure it first"
+            )
         compute_s = flops / (ceilings.matmul_tflops[name] * 1e12)
     memory_s = bytes / (ceilings.copy_tbs * 1e12)
     bound = "compute" if compute_s > memory_s else "memory"
-    return Placement(flops / seconds / 1e12, bytes / seconds / 1e12, max(compute_s, memory_s) / seconds, bound)
+    return RooflinePoint(flops / seconds / 1e12, bytes / seconds / 1e12, max(compute_s, memory_s) / seconds, bound)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -98,7 +108,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _median_s(call: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a call that is far too large for the cache, so one set of inputs serves."""
+    """Median seconds of a call whose data exceed the cache, so that one input set is enough."""
     mode = "events" if device.type == "cuda" else "cpu"
     return measure(call, device=device, mode=mode, warmup=20, repeats=200, budget_s=BUDGET_S).p50 / 1e3
 

@@ -1,4 +1,4 @@
-"""Tensors that kernels read call after call: made once for each shape, and kept where a CUDA graph may read them."""
+"""Tables that kernels read at every call: made once for each key, and kept where a CUDA graph may read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 Entry = TypeVar("Entry")
 
-_pinned: dict[int, Any] = {}
+_kept_alive: dict[int, Any] = {}
 
 
 def capturing() -> bool:
@@ -19,53 +19,55 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def pin(*held: Any) -> None:
-    """Keep tensors, or what holds them, for the life of the process.
+def keep_alive(*objects: Any) -> None:
+    """Keep tensors, or objects that hold tensors, for the life of the process.
 
     A CUDA graph holds addresses, and nothing tells when it is deleted: what a kernel reads during a capture and the
-    caller does not own must be pinned.
+    caller does not own must be kept alive.
     """
-    for one in held:
-        _pinned[id(one)] = one
+    for one in objects:
+        _kept_alive[id(one)] = one
 
 
 class DeviceTables(Generic[Entry]):
-    """A cache of tensors, or of objects that hold some, by the facts that they follow from.
+    """An LRU cache of tensors on devices, or of objects that hold tensors.
 
-    At most `most` entries are kept; the one whose last use is longest ago goes first. Entries that are used while the
-    current stream is captured stay for ever.
+    At most `max_entries` are kept. An entry that is used while a CUDA graph is captured lives as long as the process.
     """
 
-    def __init__(self, most: int = 256) -> None:
-        self.most = most
+    def __init__(self, max_entries: int = 256) -> None:
+        self.max_entries = max_entries
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
-        """The entry of a key, which must name the device too; `make` makes it where there is none yet."""
-        recorded = device.type == "cuda" and capturing()
+        """The entry of `key`, which includes the device; `make` makes it where there is none."""
+        captured = device.type == "cuda" and capturing()
         entry = self._entries.get(key)
         if entry is None:
-            if recorded:
+            if captured:
                 raise RuntimeError(
                     "a call of this shape is made for the first time while a CUDA graph is captured, which cannot "
                     "record how its tables are made; run the call once before the capture"
                 )
             entry = self._entries[key] = _made(make, device)
-            if len(self._entries) > self.most:
+            if len(self._entries) > self.max_entries:
                 self._entries.popitem(last=False)
         else:
             self._entries.move_to_end(key)
-        if recorded:
-            pin(entry)
+        if captured:
+            keep_alive(entry)
         return entry
 
 
 def _made(make: Callable[[], Entry], device: torch.device) -> Entry:
-    """On a GPU in another thread: while torch.compile warms a graph up, this one allocates in the graph's memory, of
-    which nothing may stay. The entry is complete when it is handed out, whichever stream uses it first."""
+    """The new entry, complete for all streams.
+
+    On a GPU it is made in another thread: while torch.compile warms up a CUDA graph, this thread allocates from the
+    graph's memory pool, which is reused.
+    """
     if device.type != "cuda":
         return make()
 

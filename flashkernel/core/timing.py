@@ -1,17 +1,17 @@
-"""The only timer: repeated, warmed-up measurements of a computation on a GPU or a CPU.
+"""The only timer: warmed-up, repeated measurements of a computation on a GPU or a CPU.
 
 `measure` takes a rotation of calls, the same computation over several input sets, so that no call finds its inputs in
-the L2 cache (`rotation` says how many sets that takes). It has three ways to time:
+the L2 cache (`rotation` gives the number of sets). It has three modes:
 
 - `events`: CUDA events around each call. A microsecond kernel ends before the host can launch the next one, so the
-  device first sleeps while a batch of launches queues up behind it; what is measured is then the device alone.
-- `graph`: the rotation is captured into a CUDA graph and events go around its replays. Nothing of the host is left in
-  the figure, not even the gap between two launches. A sample is a replay's time over the calls in it, so the spread
-  is that of replays, narrower than that of single calls.
+  device first sleeps while a batch of launches queues up behind it: the times are those of the device alone.
+- `graph`: the rotation is captured into a CUDA graph, and events go around its replays. The times include nothing of
+  the host, not even the gap between two launches. A sample is the time of a replay divided by the calls in it, so the
+  spread is that of replays, which is narrower than that of single calls.
 - `cpu`: the host's clock around each call.
 
-`auto` times with events and moves to a graph where calls are short, or the host fell behind the device, and can be
-captured; `Timing.notes` says why if not.
+`auto` times with events, and again with a graph where calls are short or the host fell behind the device. If the calls
+cannot be captured, it returns the times by events, and `Timing.notes` has the reason.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashkernel.core.device import facts
+from flashkernel.core.device import properties
 
 Call = Callable[[], Any]
 Progress = Callable[[int, int], None]  # (samples taken, samples wanted)
 
 MODES = ("auto", "events", "graph", "cpu")
-LEAST_REPEATS = 5
-LARGEST_BATCH = 256  # calls queued at once, each some kernels and two events: the driver holds about 1024 launches
-BATCH_MS = 250.0  # long calls go in smaller batches, so that progress shows and Ctrl-C is heard
+MIN_REPEATS = 5
+MAX_BATCH = 256  # calls queued at once, each some kernels and two events: the driver holds about 1024 launches
+BATCH_MS = 250.0  # long calls go in smaller batches, so that progress shows and Ctrl-C works
 CYCLES_PER_MS = 2_500_000  # of torch.cuda._sleep on a fast GPU; a slower clock only sleeps longer
 GRAPH_BELOW_MS = 0.2  # calls longer than this gain nothing from a graph
-GRAPH_CALLS, GRAPH_MS, MOST_GRAPH_CALLS = 20, 0.2, 400  # a graph holds at least so many calls and so much work
+GRAPH_CALLS, GRAPH_MS, MAX_GRAPH_CALLS = 20, 0.2, 400  # a graph holds at least so many calls and so much work
 COLD_L2 = 3  # a rotation touches this many times the L2 cache
-MOST_SETS = 64
+MAX_SETS = 64
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Timing:
 
 
 def rotation(bytes_per_set: int, device: torch.device) -> int:
-    """How many input sets of this size keep the L2 cache cold when they are used in turn: 1 on a CPU, at most 64."""
+    """The number of input sets of this size that keep the L2 cache cold when used in turn: 1 on a CPU, at most 64."""
     if bytes_per_set <= 0:
         return 1
-    return max(1, min(MOST_SETS, math.ceil(COLD_L2 * facts(device).l2_bytes / bytes_per_set)))
+    return max(1, min(MAX_SETS, math.ceil(COLD_L2 * properties(device).l2_bytes / bytes_per_set)))
 
 
 def measure(
@@ -80,37 +80,47 @@ def measure(
     budget_s: float = 2.0,
     progress: Progress | None = None,
 ) -> Timing:
-    """Time one call of a rotation: `warmup` calls, then `repeats` samples or as many as fit `budget_s` (at least 5).
+    """Time one call of a rotation.
 
-    Give the rotation as `calls`, or as `build`, a function that makes it. `build` runs on the stream that is timed: a
-    backward pass can be captured into a graph only when its forward pass ran on the capturing stream. It runs once
-    for each way tried. `progress` hears (samples taken, samples wanted), from zero again for each way tried.
+    Args:
+        calls: The call, or a rotation of calls.
+        device: The device that the calls run on.
+        build: Makes the rotation, instead of `calls`. It runs on the timed stream, once for each mode tried: a backward
+            pass can be captured into a graph only if its forward pass ran on the capturing stream.
+        mode: "auto", "events", "graph" or "cpu".
+        warmup: Calls before the samples, within a quarter of the budget.
+        repeats: Samples to take, at least 5.
+        budget_s: Seconds to take them in; where they do not fit, fewer are taken, at least 5.
+        progress: Called with (samples taken, samples wanted), from zero again for each mode tried.
+
+    Returns:
+        Statistics of the samples in milliseconds per call.
     """
     device = torch.device(device)
     if mode not in MODES:
         raise ValueError(f"measure: mode is {mode!r}; it must be one of {', '.join(MODES)}")
     if (calls is None) == (build is None):
         raise ValueError("measure: give the rotation either as calls or as build, not both")
-    if repeats < LEAST_REPEATS or warmup < 0 or budget_s <= 0:
+    if repeats < MIN_REPEATS or warmup < 0 or budget_s <= 0:
         raise ValueError(
             f"measure: repeats={repeats}, warmup={warmup}, budget_s={budget_s}; "
-            f"need at least {LEAST_REPEATS} repeats, no negative warm-up and a positive budget"
+            f"need at least {MIN_REPEATS} repeats, no negative warm-up and a positive budget"
         )
     if (mode in ("events", "graph") and device.type != "cuda") or (mode == "cpu" and device.type == "cuda"):
         raise ValueError(f"measure: mode {mode!r} cannot time device {str(device)!r}; use mode='auto'")
     make = build if build is not None else (lambda: [calls] if callable(calls) else list(calls or ()))
-    plan = _Plan(make, warmup, repeats, budget_s, progress or (lambda done, total: None))
+    request = _Request(make, warmup, repeats, budget_s, progress or (lambda done, total: None))
     if device.type != "cuda":
-        return _measure_cpu(plan)
+        return _measure_cpu(request)
     with torch.cuda.device(device):
         if mode == "graph":
-            return _measure_graph(plan)
-        timing = _measure_events(plan)
-        return timing if mode == "events" else _prefer_graph(plan, timing)
+            return _measure_graph(request)
+        timing = _measure_events(request)
+        return timing if mode == "events" else _prefer_graph(request, timing)
 
 
 def peak_bytes(call: Call, device: torch.device | str) -> int | None:
-    """The most memory `call` held at once beyond what was allocated before it, its result included; None on a CPU."""
+    """Peak memory of `call` above what was allocated before it, its result included; None on a CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -125,7 +135,7 @@ def peak_bytes(call: Call, device: torch.device | str) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Request:
     make: Callable[[], Sequence[Call]]
     warmup: int
     repeats: int
@@ -139,8 +149,8 @@ class _Plan:
         return made
 
     def samples(self, call_s: float) -> int:
-        """Samples that fit the budget, between the least and what was asked for."""
-        return max(LEAST_REPEATS, min(self.repeats, int(self.budget_s / max(call_s, 1e-9))))
+        """Samples that fit the budget, from MIN_REPEATS to `repeats`."""
+        return max(MIN_REPEATS, min(self.repeats, int(self.budget_s / max(call_s, 1e-9))))
 
     def warmups(self, call_s: float) -> int:
         """Warm-up calls, within a quarter of the budget."""
@@ -154,37 +164,37 @@ def _summary(samples: Sequence[float], mode: str, notes: Sequence[str] = ()) -> 
     return Timing(mean, std, float(values.min()), float(values.max()), p50, p95, p99, len(values), mode, tuple(notes))
 
 
-def _measure_cpu(plan: _Plan) -> Timing:
-    calls = plan.calls()
+def _measure_cpu(request: _Request) -> Timing:
+    calls = request.calls()
     calls[0]()  # imports, lazy initialisation
     start = time.perf_counter()
     calls[-1]()
     call_s = time.perf_counter() - start
-    for index in range(plan.warmups(call_s)):
+    for index in range(request.warmups(call_s)):
         calls[index % len(calls)]()
-    wanted, samples = plan.samples(call_s), []
-    deadline = time.perf_counter() + plan.budget_s
+    wanted, samples = request.samples(call_s), []
+    deadline = time.perf_counter() + request.budget_s
     for index in range(wanted):
         call = calls[index % len(calls)]
         start = time.perf_counter()
         call()
         end = time.perf_counter()
         samples.append((end - start) * 1e3)
-        plan.progress(len(samples), wanted)
-        if end > deadline and len(samples) >= LEAST_REPEATS:
+        request.progress(len(samples), wanted)
+        if end > deadline and len(samples) >= MIN_REPEATS:
             break
     return _summary(samples, "cpu")
 
 
-def _measure_events(plan: _Plan) -> Timing:
-    calls = plan.calls()
+def _measure_events(request: _Request) -> Timing:
+    calls = request.calls()
     host_ms, call_ms = _probe(calls)
-    _run(calls, plan.warmups(call_ms / 1e3))
+    _run(calls, request.warmups(call_ms / 1e3))
     host_ms, call_ms = _probe(calls)  # again, now that nothing compiles
-    wanted = plan.samples(call_ms / 1e3)
+    wanted = request.samples(call_ms / 1e3)
     # Where the device is slower than the host it has work queued anyway, and may start as soon as two calls wait.
     outrun = call_ms < 2 * host_ms
-    batch = min(LARGEST_BATCH, wanted, max(LEAST_REPEATS, int(BATCH_MS / call_ms)))
+    batch = min(MAX_BATCH, wanted, max(MIN_REPEATS, int(BATCH_MS / call_ms)))
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
     for start, end in pairs:
         start.record()  # torch creates an event at its first record
@@ -201,7 +211,7 @@ def _measure_events(plan: _Plan) -> Timing:
             continue
         batches, behind = batches + 1, behind + (outrun and caught_up)
         samples += [start.elapsed_time(end) for start, end in pairs[:size]]
-        plan.progress(len(samples), wanted)
+        request.progress(len(samples), wanted)
     notes = [f"the host fell behind the device in {behind} of {batches} batches: launch gaps are in the figures"]
     return _summary(samples, "events", notes if behind else ())
 
@@ -213,7 +223,7 @@ def _run(calls: Sequence[Call], count: int) -> None:
 
 
 def _probe(calls: Sequence[Call], count: int = 4) -> tuple[float, float]:
-    """Milliseconds a call keeps the host, and milliseconds it takes in all, over a few back to back."""
+    """(host milliseconds, total milliseconds) of a call, from a few back to back."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for index in range(count):
@@ -225,7 +235,7 @@ def _probe(calls: Sequence[Call], count: int = 4) -> tuple[float, float]:
 
 
 def _run_batch(calls: Sequence[Call], pairs: Sequence[tuple[Any, Any]], first: int, lead_ms: float) -> bool:
-    """Queue a batch behind a sleeping device, wait for it, and say whether the device woke before all was queued."""
+    """Queue a batch behind a sleeping device and wait for it; True if the device woke before all was queued."""
     torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
     for index, (start, end) in enumerate(pairs, first):
         start.record()
@@ -236,31 +246,31 @@ def _run_batch(calls: Sequence[Call], pairs: Sequence[tuple[Any, Any]], first: i
     return caught_up
 
 
-def _prefer_graph(plan: _Plan, timing: Timing) -> Timing:
+def _prefer_graph(request: _Request, timing: Timing) -> Timing:
     if timing.p50 >= GRAPH_BELOW_MS and not timing.notes:  # where the host fell behind, the call itself may be short
         return timing
     try:
-        return _measure_graph(plan)
-    except Exception as error:  # whatever the call does that a graph cannot hold; the note says what
+        return _measure_graph(request)
+    except Exception as error:  # the call does something that cannot be captured; the note has the message
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         notes = (*timing.notes, f"timed with events, since a CUDA graph could not be captured: {reason}")
         return Timing(**{**asdict(timing), "notes": notes})
 
 
-def _measure_graph(plan: _Plan) -> Timing:
+def _measure_graph(request: _Request) -> Timing:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        calls = list(plan.calls())
+        calls = list(request.calls())
         _, call_ms = _probe(calls, 2 * len(calls))  # each set twice: no lazy set-up may be left for the capture
-        _run(calls, plan.warmups(call_ms / 1e3))
+        _run(calls, request.warmups(call_ms / 1e3))
         rounds = math.ceil(GRAPH_CALLS / len(calls))
         graph = _capture(calls * rounds, stream)
         _, replay_ms = _probe([graph.replay])
         if replay_ms < GRAPH_MS:  # too short for events to resolve well: capture more rounds
-            rounds = min(math.ceil(rounds * GRAPH_MS / replay_ms), max(rounds, MOST_GRAPH_CALLS // len(calls)))
+            rounds = min(math.ceil(rounds * GRAPH_MS / replay_ms), max(rounds, MAX_GRAPH_CALLS // len(calls)))
             graph = _capture(calls * rounds, stream)
-        return _summary(_replay(plan, graph, rounds * len(calls)), "graph")
+        return _summary(_replay(request, graph, rounds * len(calls)), "graph")
 
 
 def _capture(calls: Sequence[Call], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -270,14 +280,14 @@ def _capture(calls: Sequence[Call], stream: torch.cuda.Stream) -> torch.cuda.CUD
             for call in calls:
                 call()
     except BaseException:
-        with suppress(Exception):  # the first error is the one to tell
+        with suppress(Exception):  # the first error is the one to report
             _end_broken_capture(stream)
         raise
     return graph
 
 
 def _end_broken_capture(stream: torch.cuda.Stream) -> None:
-    """Where CUDA broke a capture off, torch's random generator still believes in it until another capture ends well."""
+    """Capture an empty graph: after a failed capture, torch's random generator stays in capture mode until one ends."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -285,16 +295,16 @@ def _end_broken_capture(stream: torch.cuda.Stream) -> None:
             torch.zeros(1, device="cuda")
 
 
-def _replay(plan: _Plan, graph: torch.cuda.CUDAGraph, per_replay: int) -> list[float]:
+def _replay(request: _Request, graph: torch.cuda.CUDAGraph, per_replay: int) -> list[float]:
     """Milliseconds per call, one sample for each replay."""
     replays: list[Call] = [graph.replay]
     _, replay_ms = _probe(replays)
-    wanted = plan.samples(replay_ms / 1e3)
+    wanted = request.samples(replay_ms / 1e3)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(wanted)]
     samples: list[float] = []
     for first in range(0, wanted, 64):
         batch = pairs[first : first + 64]
         _run_batch(replays, batch, 0, lead_ms=0.2)
         samples += [start.elapsed_time(end) / per_replay for start, end in batch]
-        plan.progress(len(samples), wanted)
+        request.progress(len(samples), wanted)
     return samples

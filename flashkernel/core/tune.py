@@ -1,11 +1,12 @@
-"""Launch configs: an analytical default, a validity rule, and an opt-in search whose result is kept on disk.
+"""Launch configs: a heuristic, a validity rule, and an opt-in search whose result is kept on disk.
 
-A room describes each kernel's launch by a frozen dataclass and a `Tunable`. Launchers call `pick`: a scoped override
-comes first, then what a search found before, then the heuristic. `search` times every valid config of the space.
+Each kernel has a frozen dataclass of launch parameters and a `Tunable`. Launchers call `pick`, which returns the config
+of an `override`, else the one that an earlier `search` found for the shape's bucket, else the heuristic's. `search`
+times every valid config of the search space.
 
 Results live in `<cache>/tune/<gpu>-<hash of GPU and versions>/<tunable>.json`, by shape bucket. A file that cannot be
-read, or was written for another GPU or other versions, is ignored with a warning. Writers merge under a lock and
-replace the file in one step, so that readers never see half of it and several processes lose nothing.
+read, or was written for another GPU or other versions, is ignored with a warning. Writers merge their entries under a
+file lock and replace the file in one step: readers see a complete file, and concurrent writers lose nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from flashkernel.core import device as devices
-from flashkernel.core import env, files, state
+from flashkernel.core import env, files, replay_switch
 from flashkernel.core.device import Device
 from flashkernel.core.timing import Timing, measure
 
 SCHEMA = 1
-MOST_RECENT = 4096
-MARGIN = 0.02  # a config must beat the heuristic by this share to replace it: less is noise
+MAX_RECENT = 4096  # exact shapes whose configs are kept
+MARGIN = 0.02  # a config replaces the heuristic's if it is faster by this share; less is noise
 
 Shape = Mapping[str, Any]  # axis or property name -> size or name
 Calls = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
 def power_of_2(value: int) -> int:
-    """The least power of two that is not below `value`."""
+    """The smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
 def head_block(width: int) -> int:
-    """Elements of a head in shared memory, where a swizzle spans 64: the loads fill up with zeros."""
+    """`width` padded to a power of two of at least 64, the elements of a swizzle in shared memory."""
     return max(64, power_of_2(width))
 
 
@@ -50,37 +51,56 @@ def ceil_div(value: int, by: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Tunable:
-    """One kernel's launch choices. What `heuristic`, `space` and `valid` look at must be part of the bucket."""
+    """The launch choices of one kernel.
+
+    Attributes:
+        name: Names the file of search results.
+        config: A frozen dataclass of plain values.
+        heuristic: Given (device, shape): the default config.
+        space: Given (device, shape): the configs that a search times.
+        valid: Given (config, device, shape): None, or the reason why the config cannot be used.
+        bucket: Given the shape: a key; shapes with equal keys share a config. It has all that the other functions
+            read from the shape.
+    """
 
     name: str
-    config: type  # a frozen dataclass of plain values
+    config: type
     heuristic: Callable[[Device, Shape], Any]
     space: Callable[[Device, Shape], Iterable[Any]]
-    valid: Callable[[Any, Device, Shape], str | None]  # the reason why a config cannot be used, or None
-    bucket: Callable[[Shape], tuple[Any, ...]]  # shapes that share a config
+    valid: Callable[[Any, Device, Shape], str | None]
+    bucket: Callable[[Shape], tuple[Any, ...]]
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
             raise ValueError(f"tunable name {self.name!r} must be letters, digits, '_' and '-': it names a file")
 
 
-# Process-wide, not per context: a backward pass runs on autograd's own thread and must see the override as well.
+# Process-wide, not a context variable: a backward pass runs on autograd's own thread and must see the override too.
 _overrides: dict[str, Any] = {}
 _picked: dict[tuple[Tunable, Device, tuple[Any, ...]], Any] = {}
-_watchers: list[dict[tuple[Tunable, tuple[Any, ...]], Shape]] = []
-_recent: dict[tuple[Any, ...], Any] = {}  # by exact shape, in front of the buckets, which take longer to work out
+_collectors: list[dict[tuple[Tunable, tuple[Any, ...]], Shape]] = []
+_recent: dict[tuple[Any, ...], Any] = {}  # by exact shape: faster than computing the bucket
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[Path] = set()
-generation = 0  # changes where the answers may have
+generation = 0  # incremented whenever `pick` may return another config
 
 
 def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
-    """The config for a launch; after the first call of a bucket this is a dictionary lookup."""
-    if _watchers:
-        for seen in _watchers:
-            seen.setdefault((tunable, tunable.bucket(shape)), dict(shape))
+    """The config for a launch. Costs a dictionary lookup after the first call with a shape.
+
+    Args:
+        tunable: The kernel's launch choices.
+        device: Properties of the device (`device.properties`).
+        shape: Sizes and names that the tunable's functions read.
+
+    Returns:
+        An instance of `tunable.config`.
+    """
+    if _collectors:
+        for picks in _collectors:
+            picks.setdefault((tunable, tunable.bucket(shape)), dict(shape))
     if _overrides and tunable.name in _overrides:
-        return _overriding(tunable, device, shape)
+        return _overridden(tunable, device, shape)
     exact = (tunable, device, *shape.values())
     config = _recent.get(exact)
     if config is None:
@@ -88,34 +108,34 @@ def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
         config = _picked.get(key)
         if config is None:
             config = _picked[key] = _decide(tunable, device, shape)
-        if len(_recent) >= MOST_RECENT:
+        if len(_recent) >= MAX_RECENT:
             _recent.clear()
         _recent[exact] = config
     return config
 
 
 @contextmanager
-def watching() -> Iterator[dict[tuple[Tunable, tuple[Any, ...]], Shape]]:
-    """Collect what `pick` is asked for inside: {(tunable, bucket): shape}, for whoever wants to search those."""
-    seen: dict[tuple[Tunable, tuple[Any, ...]], Shape] = {}
-    _watchers.append(seen)
+def collect_picks() -> Iterator[dict[tuple[Tunable, tuple[Any, ...]], Shape]]:
+    """Collect the arguments of every `pick` inside, {(tunable, bucket): shape}, to run `search` on them."""
+    picks: dict[tuple[Tunable, tuple[Any, ...]], Shape] = {}
+    _collectors.append(picks)
     try:
-        with state.suspended():
-            yield seen
+        with replay_switch.suspended():
+            yield picks
     finally:
-        _watchers[:] = [watcher for watcher in _watchers if watcher is not seen]
+        _collectors[:] = [other for other in _collectors if other is not picks]
 
 
 @contextmanager
 def override(tunable: Tunable | str, config: Any) -> Iterator[None]:
-    """Launch with `config` inside, for ablations and tests; a config the kernel cannot use raises at the launch."""
+    """Let `pick` return `config` inside, for ablations and tests; it raises ValueError if the config is not valid."""
     if isinstance(tunable, Tunable) and not isinstance(config, tunable.config):
         raise TypeError(f"{tunable.name}: override takes a {tunable.config.__name__}, not {config!r}")
     name = tunable.name if isinstance(tunable, Tunable) else tunable
     had, before = name in _overrides, _overrides.get(name)
     _overrides[name] = config
     try:
-        with state.suspended():
+        with replay_switch.suspended():
             yield
     finally:
         if had:
@@ -135,10 +155,18 @@ def search(
     budget_s: float = 0.25,
     report: Callable[[Any, Timing | str], None] | None = None,
 ) -> Any:
-    """Time every valid config of the space with `run(config)`, keep the fastest on disk and return it.
+    """Time every valid config of the search space, keep the fastest on disk and return it.
 
-    `run` gives a call, or a rotation of calls over several input sets (see timing.measure). A config whose call raises
-    is passed over; `report` hears each config with its timing, or with the reason why it has none.
+    Args:
+        tunable: The kernel's launch choices.
+        device: Properties of the device.
+        shape: The shape to tune; the result holds for its bucket.
+        run: Given a config: a call to time, or a rotation of calls over several input sets (see timing.measure). A
+            config whose call raises is skipped.
+        warmup: Calls before the timing, for each config.
+        repeats: Samples for each config.
+        budget_s: Seconds for each config.
+        report: Called with each config and its timing, or the reason why it has none.
     """
     if devices.pretending():
         raise ValueError(f"{tunable.name}: cannot search for {device.name}, which is not here; leave pretend() first")
@@ -163,8 +191,8 @@ def search(
     return best
 
 
-def forget() -> None:
-    """Drop what was picked and read, so that the files are read again."""
+def clear_cache() -> None:
+    """Forget all picked configs and read the files of search results again."""
     _picked.clear()
     _loaded.clear()
     _warned.clear()
@@ -185,12 +213,12 @@ def cache_path(tunable: Tunable, device: Device) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    """What a config's speed depends on."""
+    """The versions that the speed of a config depends on."""
     known = devices.versions()
     return {name: known.get(name, "") for name in ("torch", "triton", "cuda", "flashkernel")}
 
 
-def _overriding(tunable: Tunable, device: Device, shape: Shape) -> Any:
+def _overridden(tunable: Tunable, device: Device, shape: Shape) -> Any:
     config = _overrides[tunable.name]
     if not isinstance(config, tunable.config):
         raise TypeError(f"{tunable.name}: override takes a {tunable.config.__name__}, not {config!r}")
@@ -227,13 +255,13 @@ def _attempt(
     repeats: int,
     budget_s: float,
 ) -> Timing | str:
-    """The config's timing, or the reason why it has none."""
+    """The timing of a config, or the reason why it has none."""
     reason = tunable.valid(config, device, shape)
     if reason is not None:
         return reason
     try:
         return measure(run(config), device=device.kind, warmup=warmup, repeats=repeats, budget_s=budget_s)
-    except Exception as error:  # out of registers or shared memory, a compiler's refusal: a config to pass over
+    except Exception as error:  # out of registers or shared memory, a compile error: the config is skipped
         return f"{type(error).__name__}: {error}"
 
 
@@ -256,18 +284,18 @@ def _decode(tunable: Tunable, entry: Any) -> Any:
 
 
 def _stamp(tunable: Tunable, device: Device) -> dict[str, Any]:
-    """What a file must say to be ours."""
+    """The header of a file; a file with another one is ignored."""
     return {"schema": SCHEMA, "tunable": tunable.name, "device": device.name, "versions": _versions()}
 
 
 def _read(path: Path, tunable: Tunable, device: Device) -> dict[str, Any]:
-    """Entries by bucket; none, with a warning, where the file is not one of ours."""
+    """Entries by bucket; none, with a warning, where the file is not valid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        # NotADirectoryError: the cache folder cannot exist at all; saving says so, if it comes to that.
+        # NotADirectoryError: the cache folder cannot exist; `_save` warns about that.
         if not isinstance(error, NotADirectoryError):
             warnings.warn(f"{path}: ignored, it cannot be read as JSON ({error})", stacklevel=4)
         return {}

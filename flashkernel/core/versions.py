@@ -1,4 +1,4 @@
-"""The versions of triton that were tried, and the compiler options that make them compile alike."""
+"""The tested versions of triton, and the compiler options with which they generate comparable code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashkernel.core import env
 
 # The tests compile every kernel with the first, which constraints.txt pins, and some of every kind with the last.
 # pyproject.toml allows no later minor version than the last.
-TRIED_TRITON = ("3.6.0", "3.9.0")
+TESTED_TRITON = ("3.6.0", "3.9.0")
 INSTALL_TRITON = "pip install 'triton>=3.6,<3.10'"
 
 
@@ -26,14 +26,14 @@ def triton_version() -> tuple[int, int] | None:
 
 @cache
 def compile_options(arch: int) -> dict[str, Any]:
-    """Options for Triton's compiler that hold for every kernel on `sm_<arch>`; to be passed with each launch.
+    """Options of Triton's compiler for every kernel on `sm_<arch>`; `launch` passes them.
 
-    enable_fp_fusion: a multiplication and an addition become one FMA. That was always the default; 3.9 warns where it
-    is not given, since 3.10 changes it.
+    enable_fp_fusion: a multiplication and an addition become one FMA. This is the default up to 3.9, which warns where
+    the option is not given, since 3.10 changes the default.
 
-    ptx_options: from 3.7 on, Triton passes `--regAllocOptLevel=2` to ptxas, against a fault of ptxas 13.1 on Blackwell.
-    3.9 takes ptxas 13.4 for Hopper, where kernels that need nearly all registers then spill in their loops. The option
-    given last counts: level 4 compiles as ptxas does without the option.
+    ptx_options: from 3.7 on, Triton passes `--regAllocOptLevel=2` to ptxas, to avoid a bug of ptxas 13.1 on Blackwell.
+    3.9 has ptxas 13.4 for Hopper, with which kernels that need nearly all registers then spill in their loops. The last
+    option wins: level 4 is what ptxas does without the option.
     """
     options: dict[str, Any] = {"enable_fp_fusion": True}
     version = triton_version()
