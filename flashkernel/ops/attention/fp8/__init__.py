@@ -1,4 +1,4 @@
-"""Attention in FP8, and the quantisation it takes."""
+"""FP8 attention and the quantisation of its inputs."""
 
 from flashkernel.ops.attention.fp8.api import attention_fp8
 from flashkernel.ops.attention.fp8.quantize import quantize_fp8

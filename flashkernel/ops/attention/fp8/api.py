@@ -1,15 +1,13 @@
-"""The public FP8 attention: argument checks, dispatch, registration."""
+"""The public `attention_fp8`: argument checks and dispatch to a backend."""
 
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask, checked, recalled
+from flashkernel.blocks.mask import Mask, checked
 from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
-from flashkernel.core.library import KernelOp
-from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
-from flashkernel.ops.attention.fp8 import spec
+from flashkernel.ops.attention.fp8 import library, spec
 from flashkernel.ops.attention.fp8.reference import FP8, SCALE_BLOCK
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,15 +30,41 @@ def attention_fp8(
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of tensors in float8_e4m3fn, each times its scales; the result is in `out_dtype`. For inference.
+    """Softmax attention of FP8 tensors, each multiplied by its scales. Forward only.
 
-    q is (batch, queries, heads, head_dim), k (batch, keys, kv_heads, head_dim), v (batch, keys, kv_heads, value_dim).
-    A scale is float32 and positive: one for each head, (batch, heads), or one for each head and 128 positions,
-    (batch, heads, blocks). `quantize_fp8` makes them; `transpose=True` lays v out so that no kernel has to copy it.
-    q and k may have been rotated there, since their products do not change.
+    On Hopper both matrix products run in FP8: P is rounded to e4m3 as well. Sums and the softmax are in float32.
+    `quantize_fp8` makes q, k, v and their scales. q and k may be rotated there, since Q K^T does not change.
 
-    `mask`, `scale`, `sinks`, `softcap` and `return_lse` are those of `attention`. Both products run in FP8 on Hopper,
-    with probabilities rounded to e4m3 as well; sums and the softmax are in float32.
+    Args:
+        q: Queries (batch, seqlen_q, heads, head_dim), float8_e4m3fn.
+        k: Keys (batch, seqlen_k, kv_heads, head_dim), float8_e4m3fn; heads must be a multiple of kv_heads.
+        v: Values (batch, seqlen_k, kv_heads, value_dim), float8_e4m3fn. `quantize_fp8(v, transpose=True)` gives them
+            the memory layout that the Hopper kernel needs; others are copied.
+        q_scale: Scales of q, float32 and positive: (batch, heads), or (batch, heads, blocks) with one scale for every
+            128 positions.
+        k_scale: Scales of k: (batch, kv_heads) or (batch, kv_heads, blocks).
+        v_scale: Scales of v, shaped as those of k.
+        mask: A `Mask`, a boolean tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), or None.
+        scale: Softmax scale; by default 1 / sqrt(head_dim).
+        sinks: One logit per head (heads,) that joins the softmax denominator, or None.
+        softcap: Scores become softcap * tanh(scores / softcap), if above 0.
+        return_lse: Also return the log-sum-exp of the scores.
+        out_dtype: Dtype of the output: bfloat16, float16 or float32.
+        backend: Name of a backend; by default the fastest one that serves the call.
+
+    Returns:
+        The output (batch, seqlen_q, heads, value_dim) in `out_dtype`; with `return_lse` also the float32 LSE
+        (batch, heads, seqlen_q).
+
+    Example:
+        >>> import torch
+        >>> import flashkernel as fk
+        >>> x = torch.randn(1, 16, 2, 64)
+        >>> (q, q_scale), (k, k_scale) = fk.quantize_fp8(x), fk.quantize_fp8(x)
+        >>> v, v_scale = fk.quantize_fp8(x, transpose=True)
+        >>> out = fk.attention_fp8(q, k, v, q_scale, k_scale, v_scale, mask=fk.causal())
+        >>> out.shape, out.dtype
+        (torch.Size([1, 16, 2, 64]), torch.bfloat16)
     """
     _check_tensors(q, k, v)
     _check_scales(q, k, q_scale, k_scale, v_scale)
@@ -56,9 +80,9 @@ def attention_fp8(
                 q, k, v, q_scale, k_scale, v_scale,
                 mask=mask, scale=scale, sinks=sinks, softcap=softcap, return_lse=return_lse, out_dtype=out_dtype,
             )  # fmt: skip
-    bytes_of = [x.view(torch.uint8) for x in (q, k, v)]  # torch's tools know few operations on float8
-    out, lse = _attention_fp8(
-        *bytes_of, q_scale, k_scale, v_scale, sinks, [] if mask is None else list(mask.tables),
+    as_bytes = [x.view(torch.uint8) for x in (q, k, v)]  # torch.compile and autograd support few float8 operations
+    out, lse = library.attention_fp8(
+        *as_bytes, q_scale, k_scale, v_scale, sinks, [] if mask is None else list(mask.tables),
         "" if mask is None else mask.text, q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap),
         out_dtype, chosen.target,
     )  # fmt: skip
@@ -118,33 +142,3 @@ def _check_settings(q: Tensor, sinks: Tensor | None, softcap: float, out_dtype: 
     check_softcap("attention_fp8", softcap)
     if out_dtype not in OUTPUTS:
         raise ValueError(f"attention_fp8: out_dtype is {out_dtype}; it must be bfloat16, float16 or float32")
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    sinks: Tensor | None,
-    mask_tables: list[Tensor],
-    mask: str,
-    scale: float,
-    softcap: float,
-    out_dtype: torch.dtype,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
-    known = recalled(mask, mask_tables) if mask else None
-    q, k, v = q.view(FP8), k.view(FP8), v.view(FP8)
-    sinks = None if sinks is None else sinks.contiguous()
-    return resolve(kernels).forward(q, k, v, q_scale, k_scale, v_scale, sinks, known, scale, softcap, out_dtype)
-
-
-def _fake_forward(q, k, v, q_scale, k_scale, v_scale, sinks, mask_tables, mask, scale, softcap, out_dtype, kernels):
-    batch, queries, heads, _ = q.shape
-    out = q.new_empty((batch, queries, heads, v.shape[3]), dtype=out_dtype)
-    return out, q.new_empty((batch, heads, queries), dtype=torch.float32)
-
-
-_attention_fp8 = KernelOp("attention_fp8", _forward, _fake_forward)

@@ -8,112 +8,111 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.core.versions import triton_version
-from flashkernel.ops.attention.configs import Tiles
-from flashkernel.ops.attention.hopper.configs import MOST_STAGES
-
-_BARRIERS = 1024  # bytes of shared memory for barriers and alignment
-_LOADER_REGISTERS = 24
+from flashkernel.ops.attention.configs import AttentionConfig
+from flashkernel.ops.attention.hopper.forward_configs import MAX_STAGES, packed_heads, register_error
+from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, SHORT_CONTEXT
 
 
 @dataclass(frozen=True)
-class Hopper:
-    """`groups` warpgroups of 64 rows each, `pack` heads in a row of queries, against tiles of `columns` keys.
+class HopperFp8:
+    """Launch config of the Hopper FP8 kernel.
 
-    `polynomial` of every eight exponentials are computed where multiplications are. A `lazy` walk looks for the
-    largest score in its first tile, and later only at sums.
+    Attributes:
+        num_consumers: consumer warpgroups, each of 64 rows of a work tile.
+        block_n: keys of a K/V block.
+        num_stages: K/V blocks in flight.
+        pack_gqa: query heads in a work tile; a row is a query of one of them.
+        consumer_registers: per thread of a consumer.
+        polynomial_exp2: so many of every 8 exponentials are computed by FMAs instead of the SFU.
+        lazy_rescale: only the first K block's row max is computed; later blocks rescale a row only if its sums say that
+            P may leave the range of e4m3.
     """
 
-    groups: int
-    columns: int
-    stages: int
-    pack: int
-    registers: int
-    polynomial: int = 0
-    lazy: bool = False
+    num_consumers: int
+    block_n: int
+    num_stages: int
+    pack_gqa: int
+    consumer_registers: int
+    polynomial_exp2: int = 0
+    lazy_rescale: bool = False
 
     @property
-    def rows(self) -> int:
-        """Queries of a warpgroup."""
-        return 64 // self.pack
+    def block_m(self) -> int:
+        """Queries of a consumer."""
+        return 64 // self.pack_gqa
 
 
-def _hopper_valid(config: Hopper, device: Device, shape: Mapping[str, int]) -> str | None:
-    width = shape["head_dim"]
-    held = config.groups * 64 * width * (1 + shape["out_bytes"])
-    needed = held + 2 * config.stages * config.columns * width + _BARRIERS
+def _hopper_valid(config: HopperFp8, device: Device, shape: Mapping[str, int]) -> str | None:
+    head_dim = shape["head_dim"]
+    q_and_o = config.num_consumers * 64 * head_dim * (1 + shape["out_bytes"])
+    needed = q_and_o + 2 * config.num_stages * config.block_n * head_dim + BARRIER_BYTES
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
-    if not 2 <= config.stages <= MOST_STAGES or not 0 <= config.polynomial <= 8:
-        return f"{config} must have 2 to {MOST_STAGES} stages, and 0 to 8 of every 8 exponentials by a polynomial"
-    if config.lazy and config.columns > 128:
-        return f"{config} must have tiles of 64 or 128 keys, to rescale their weights in one go"
-    if shape["group"] % config.pack:
-        return f"{config.pack} heads cannot share a tile where {shape['group']} share their keys"
-    if shape["blocked"] and config.columns > 128:
-        return f"a tile of {config.columns} keys has more than one scale"
-    given = 128 * (config.groups * config.registers + _LOADER_REGISTERS)
-    if given > 65536 or config.registers % 8:
-        return f"{config} needs {given} registers, in steps of 8 a thread; a multiprocessor has 65536"
-    return None
+    if not 2 <= config.num_stages <= MAX_STAGES or not 0 <= config.polynomial_exp2 <= 8:
+        return f"{config} must have 2 to {MAX_STAGES} stages, and 0 to 8 of every 8 exponentials by a polynomial"
+    if config.lazy_rescale and config.block_n > 128:
+        return f"{config} must have K blocks of 64 or 128 keys, to rescale P in one instruction sequence"
+    if shape["group_size"] % config.pack_gqa:
+        return f"{config.pack_gqa} heads cannot share a work tile if {shape['group_size']} share a kv head"
+    if shape["block_scales"] and config.block_n > 128:
+        return f"a K block of {config.block_n} keys has more than one scale"
+    error = register_error(config.num_consumers, config.consumer_registers)
+    return None if error is None else f"{config}: {error}"
 
 
-def _packed(shape: Mapping[str, int]) -> int:
-    """Heads in a row of queries: those that share their keys, as far as a power of two and 8 go."""
-    return min(8, shape["group"] & -shape["group"])
-
-
-def _hopper_heuristic(device: Device, shape: Mapping[str, int]) -> Hopper:
-    pack = _packed(shape)
-    if shape["head_dim"] == 64 and shape["span"] <= 384:
-        return Hopper(3, 64, 4, pack, 160, lazy=True)
-    # What triton 3.9 makes of three warpgroups under a mask would spill in the loop.
+def _hopper_heuristic(device: Device, shape: Mapping[str, int]) -> HopperFp8:
+    pack_gqa = packed_heads(shape["group_size"])
+    if shape["head_dim"] == 64 and shape["mean_visible_keys"] <= SHORT_CONTEXT:
+        return HopperFp8(3, 64, 4, pack_gqa, 160, lazy_rescale=True)
+    # Compiled by triton 3.9, three consumers would spill registers in the main loop under a mask.
     if shape["head_dim"] == 64 and (triton_version() or (0, 0)) < (3, 9):
-        return Hopper(3, 128, 4, pack, 160, lazy=True)
-    return Hopper(2, 128, 4, pack, 240, lazy=True)
+        return HopperFp8(3, 128, 4, pack_gqa, 160, lazy_rescale=True)
+    return HopperFp8(2, 128, 4, pack_gqa, 240, lazy_rescale=True)
 
 
-def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[Hopper]:
-    for pack in sorted({1, _packed(shape)}):
-        for groups, registers in ((2, 240), (3, 160)):
-            for columns in (64, 128, 256):
+def _hopper_space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperFp8]:
+    for pack_gqa in sorted({1, packed_heads(shape["group_size"])}):
+        for num_consumers, registers in ((2, 240), (3, 160)):
+            for block_n in (64, 128, 256):
                 for polynomial in (0, 1, 2):
                     for lazy in (False, True):
-                        yield Hopper(groups, columns, 2 if columns > 128 else 4, pack, registers, polynomial, lazy)
+                        stages = 2 if block_n > 128 else 4
+                        yield HopperFp8(num_consumers, block_n, stages, pack_gqa, registers, polynomial, lazy)
 
 
 def _hopper_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
-        power_of_2(shape["queries"]), power_of_2(shape["span"]), shape["head_dim"], shape["group"], shape["out_bytes"],
-        shape["blocked"],
+        power_of_2(shape["seqlen_q"]), power_of_2(shape["mean_visible_keys"]), shape["head_dim"], shape["group_size"],
+        shape["out_bytes"], shape["block_scales"],
     )  # fmt: skip
 
 
-HOPPER = Tunable("attention_fp8_hopper", Hopper, _hopper_heuristic, _hopper_space, _hopper_valid, _hopper_bucket)
+HOPPER = Tunable("attention_fp8_hopper", HopperFp8, _hopper_heuristic, _hopper_space, _hopper_valid, _hopper_bucket)
 
 
-def _tiles(device: Device, shape: Mapping[str, int]) -> Tiles:
+def _tiles(device: Device, shape: Mapping[str, int]) -> AttentionConfig:
     wide = max(shape["head_dim"], shape["value_dim"]) > 128
     rows = min(64, max(16, power_of_2(shape["queries"])))
     columns = min(32 if wide else 64, max(16, power_of_2(shape["keys"])))
-    return Tiles(rows, columns, 4, 2)
+    return AttentionConfig(rows, columns, 4, 2)
 
 
-def _tiles_valid(config: Tiles, device: Device, shape: Mapping[str, int]) -> str | None:
-    if config.columns > 128:
-        return f"a tile of {config.columns} keys has more than one scale"
+def _tiles_valid(config: AttentionConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    if config.block_n > 128:
+        return f"a tile of {config.block_n} keys has more than one scale"
     width = power_of_2(max(32, shape["head_dim"], shape["value_dim"]))
-    needed = width * (config.rows + 3 * config.columns * config.stages)  # values are staged as they are, and widened
+    needed = width * (config.block_m + 3 * config.block_n * config.num_stages)  # values are staged, and widened
     if device.shared_per_block and needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     return None
 
 
-def _tiles_space(device: Device, shape: Mapping[str, int]) -> Iterator[Tiles]:
+def _tiles_space(device: Device, shape: Mapping[str, int]) -> Iterator[AttentionConfig]:
     for rows in (64, 128):
         for columns in (32, 64, 128):
             for warps in (4, 8):
                 for stages in (1, 2, 3):
-                    yield Tiles(rows, columns, warps, stages)
+                    yield AttentionConfig(rows, columns, warps, stages)
 
 
 def _tiles_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
@@ -123,4 +122,4 @@ def _tiles_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-TRITON = Tunable("attention_fp8", Tiles, _tiles, _tiles_space, _tiles_valid, _tiles_bucket)
+TRITON = Tunable("attention_fp8", AttentionConfig, _tiles, _tiles_space, _tiles_valid, _tiles_bucket)

@@ -1,4 +1,4 @@
-"""Queries, keys and values in e4m3: scales, an optional rotation, and the layout that values need."""
+"""Quantisation to e4m3 for `attention_fp8`: scales, an optional rotation, and the memory layout of V."""
 
 from __future__ import annotations
 
@@ -6,24 +6,37 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.arguments import static
+from flashkernel.core.tracing import assume_constant_result
 from flashkernel.ops.attention.fp8.reference import SCALE_BLOCK
 
-LARGEST = 448.0  # of float8_e4m3fn
-_ROOM = 16  # positions: rows of a transposed tensor begin 16 bytes apart
+E4M3_MAX = 448.0  # the largest float8_e4m3fn
+_ALIGNMENT = 16  # rows of a transposed tensor start at multiples of 16 bytes, as TMA requires
 
 
 def quantize_fp8(
     x: Tensor, block: int | None = None, rotate: bool = False, transpose: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(x / scale in float8_e4m3fn, scale): what `attention_fp8` takes.
+    """Quantises a tensor to float8_e4m3fn with one scale per head, or per head and 128 positions.
 
-    x is (batch, sequence, heads, head_dim). A scale is the largest magnitude of its numbers over 448: one for each
-    head, float32 (batch, heads), or with `block=128` one for each head and 128 positions, (batch, heads, blocks).
+    A scale is the largest magnitude among its elements divided by 448.
 
-    `rotate` multiplies every head by one fixed orthonormal matrix (a Hadamard matrix with random signs), which spreads
-    what is large in a few channels over all of them. Rotate both q and k, or neither: their products stay the same.
-    `transpose` lays the result out with its positions side by side, as the values of `attention_fp8` should be; it is
-    still (batch, sequence, heads, head_dim).
+    Args:
+        x: (batch, seqlen, heads, head_dim), any floating-point dtype.
+        block: None for one scale per head, 128 for one per head and 128 positions.
+        rotate: Multiply every head by a fixed orthonormal matrix (a Hadamard matrix with random signs), which spreads
+            outlier channels over all channels. Rotate both q and k, or neither: Q K^T stays the same.
+        transpose: Store the result with contiguous positions, as `attention_fp8` needs v. The shape stays
+            (batch, seqlen, heads, head_dim).
+
+    Returns:
+        (x / scale in float8_e4m3fn, scale): the scale is float32 (batch, heads), or (batch, heads, blocks).
+
+    Example:
+        >>> import torch
+        >>> import flashkernel as fk
+        >>> x8, scale = fk.quantize_fp8(torch.randn(1, 16, 2, 64), rotate=True)
+        >>> x8.dtype, scale.shape
+        (torch.float8_e4m3fn, torch.Size([1, 2]))
     """
     _check(x, block, rotate)
     wide = x.detach().float()
@@ -35,21 +48,21 @@ def quantize_fp8(
         scale = _scale(largest)  # [B, H]
         factor = scale[:, None, :, None]
     else:
-        spare = -sequence % block
-        padded = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, spare)).unflatten(1, (-1, block))
+        padding = -sequence % block
+        padded = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
         scale = _scale(padded.abs().amax((2, 4))).transpose(1, 2).contiguous()  # [B, H, blocks]
         factor = scale.repeat_interleave(block, 2)[:, :, :sequence].transpose(1, 2)[..., None]  # [B, S, H, 1]
-    values = (wide / factor).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    values = (wide / factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return (_transposed(values) if transpose else values.contiguous()), scale
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def rotation(width: int, device: torch.device) -> Tensor:
-    """The orthonormal [width, width] matrix that `quantize_fp8` rotates heads by, kept per device."""
+    """Returns the orthonormal [width, width] matrix that `quantize_fp8` rotates heads by; cached per device."""
     found = _rotations.get((width, device))
     if found is None:
         found = _rotation(width).to(device)
-        if type(found) is Tensor:  # a tracer's stand-in must not outlive its trace
+        if type(found) is Tensor:  # a fake tensor must not outlive its trace
             _rotations[width, device] = found
     return found
 
@@ -61,22 +74,22 @@ def _rotation(width: int) -> Tensor:
     hadamard = torch.ones(1, 1)
     while hadamard.shape[0] < width:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    # Without the signs, what all channels have in common would end in one of them.
+    # Without the signs, the mean of all channels would end up in one channel.
     signs = torch.randint(0, 2, (width, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     return signs * hadamard / width**0.5
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """What is zero throughout has the scale one."""
-    return torch.where(largest > 0, largest / LARGEST, 1.0)
+    """Returns the scales of the largest magnitudes; 1 where all elements are zero."""
+    return torch.where(largest > 0, largest / E4M3_MAX, 1.0)
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """The same tensor with its positions side by side, and room behind each row for the tile loads."""
+    """Returns a copy with contiguous positions, whose rows are padded to multiples of 16 bytes."""
     batch, sequence, heads, width = x.shape
-    room = torch.zeros((batch, heads, width, sequence + -sequence % _ROOM), dtype=torch.uint8, device=x.device)
-    room[..., :sequence] = x.view(torch.uint8).permute(0, 2, 3, 1)
-    return room.view(x.dtype)[..., :sequence].permute(0, 3, 1, 2)
+    padded = torch.zeros((batch, heads, width, sequence + -sequence % _ALIGNMENT), dtype=torch.uint8, device=x.device)
+    padded[..., :sequence] = x.view(torch.uint8).permute(0, 2, 3, 1)
+    return padded.view(x.dtype)[..., :sequence].permute(0, 3, 1, 2)
 
 
 def _check(x: Tensor, block: int | None, rotate: bool) -> None:

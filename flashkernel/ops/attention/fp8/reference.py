@@ -1,4 +1,4 @@
-"""Attention of quantised tensors in plain torch: the numbers they stand for, and the room's reference."""
+"""FP8 attention in plain torch: dequantisation, and the reference implementation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from flashkernel.blocks.mask import Mask
 from flashkernel.ops.attention import reference
 
 FP8 = torch.float8_e4m3fn
-SCALE_BLOCK = 128  # positions that share a scale, where there is more than one a head
+SCALE_BLOCK = 128  # positions that share a scale, if a head has more than one
 
 
 def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(batch, sequence, heads, head_dim) times its scales, (batch, heads) or (batch, heads, blocks), in `dtype`."""
+    """Returns x (batch, seqlen, heads, head_dim) times its scales, (batch, heads) or (batch, heads, blocks), in
+    `dtype`."""
     factor = scale.to(dtype)
     if scale.ndim == 3:
         factor = factor.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[1]]  # [B, H, S]
@@ -36,7 +37,7 @@ def attention_fp8(
     return_lse: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scores) v of q, k and v times their scales: in float32, or in the wider dtype that they are given in."""
+    """Attention of the dequantised q, k and v: in float32, or in q's dtype if that is wider than FP8."""
     quantised = q.dtype == FP8
     wide = torch.float32 if quantised else q.dtype
     found = reference.attention(

@@ -1,4 +1,4 @@
-"""The declaration of FP8 attention."""
+"""The operator declaration of FP8 attention: inputs, backends, test and benchmark cases, cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashkernel.ops.attention.random_cases import random_fp8_case
 
 _ROOM = "flashkernel.ops.attention.fp8"
 _TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
-_SPREAD = 64.0  # of the eight-bit values, which reach 448; scales bring them back to order one
+_SPREAD = 64.0  # of the e4m3 elements, which reach 448; the scales bring them back to order one
 
 
 def _triton(call: Call) -> str | None:
@@ -37,7 +37,7 @@ def _spread(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> T
 
 
 def _values(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    """With their keys side by side, as quantize_fp8 lays values out."""
+    """V with contiguous keys, as `quantize_fp8(v, transpose=True)` makes it."""
     batch, keys, heads, width = shape
     return _spread((batch, heads, width, keys), axes, generator).permute(0, 3, 1, 2)
 
@@ -61,8 +61,8 @@ def _axes(
     batch: int, lengths: int | tuple[int, int], heads: int | tuple[int, int], dims: int | tuple[int, int],
     blocks: str = "",
 ) -> Axes:  # fmt: skip
-    """Sizes of a case; a pair is (queries, keys), (query heads, key and value heads), (head_dim, value_dim); `blocks`
-    are those of q, k and v that have a scale for every 128 positions."""
+    """Returns the sizes of a case. A tuple is (seqlen_q, seqlen_k), (heads, kv_heads) or (head_dim, value_dim);
+    `blocks` names those of q, k and v that have a scale for every 128 positions."""
     queries, keys = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
@@ -133,7 +133,7 @@ def _benches() -> tuple[Case, ...]:
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
-    """Two matrix products over the visible pairs; every tensor moves once."""
+    """Two matrix products over the visible (query, key) pairs; every tensor is moved once."""
     from flashkernel.ops.attention.spec import visible_pairs
 
     axes = case.axes
@@ -154,14 +154,14 @@ ATTENTION_FP8 = Op(
     inputs=_INPUTS,
     backends=(
         backends.hopper(f"{_ROOM}.hopper", _hopper, dtypes=(FP8,)),
-        backends.triton(f"{_ROOM}.triton", _triton, dtypes=(FP8,), least=89),
+        backends.triton(f"{_ROOM}.triton", _triton, dtypes=(FP8,), min_arch=89),
         backends.torch_native(f"{_ROOM}.torch:attention_fp8"),
         backends.reference(f"{_ROOM}.reference:attention_fp8"),
     ),
     cases=_CASES,
     benches=_benches(),
     cost=_cost,
-    # Probabilities are rounded to e4m3: by a sixteenth at most, which is half of its eps.
+    # P is rounded to e4m3: the relative error is at most 1/16, half of its eps.
     tolerance=Tolerance(floor=0.5, through=FP8),
     differentiable=False,
     random_case=random_fp8_case,

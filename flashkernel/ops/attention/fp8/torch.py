@@ -1,30 +1,20 @@
-"""FP8 attention by torch: dequantised, and then the room's torch backend."""
+"""FP8 attention by torch: dequantises q, k and v and calls the torch backend of attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask
 from flashkernel.ops.attention import torch as half
 from flashkernel.ops.attention.fp8.reference import dequantised
 
 
 def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    *,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Computed in the dtype of the output."""
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, *,
+    out_dtype: torch.dtype = torch.bfloat16, **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of the dequantised q, k and v, in the dtype of the output."""
     q, k, v = (dequantised(x, factor, out_dtype) for x, factor in ((q, q_scale), (k, k_scale), (v, v_scale)))
-    return half.attention(q, k, v, sinks=sinks, mask=mask, scale=scale, softcap=softcap, return_lse=return_lse)
+    return half.attention(q, k, v, **options)

@@ -1,4 +1,6 @@
-"""FP8 attention in Triton, for sm_89 and newer: Q K^T in FP8, P V in float16, to which e4m3 widens exactly."""
+"""FP8 attention in Triton, for sm_89 and newer. Q K^T is in FP8, P V in float16, to which e4m3 widens exactly."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -6,106 +8,139 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
-from flashkernel.blocks.runs import plan, span
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
+from flashkernel.blocks.tile_ranges import max_visible_keys, tile_ranges
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.attention.fp8.configs import TRITON, Tiles
-from flashkernel.ops.attention.triton import Problem
-from flashkernel.ops.attention.triton.forward import finish
-from flashkernel.ops.attention.triton.scores import program_of, visible
+from flashkernel.ops.attention.fp8.configs import TRITON, AttentionConfig
+from flashkernel.ops.attention.params import AttentionParams
+from flashkernel.ops.attention.triton.arguments import Ranges, Sizes
+from flashkernel.ops.attention.triton.forward_kernel import store_output
+from flashkernel.ops.attention.triton.scores import load_range, program_of, ranges_row, visible
 
 SCALE_BLOCK = tl.constexpr(128)  # positions that share a scale
 
 
 @triton.jit
-def _tile(source, first, count, step, along, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows from `first` on, [SIZE, BLOCK]; what lies outside is zero."""
-    row = first + tl.arange(0, SIZE)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < count) & (column < WIDTH)
-    return tl.load(source + row.to(tl.int64) * step + column.to(tl.int64) * along, mask=inside, other=0.0)
+def _load_tile(
+    source, first, seqlen, strides, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Returns rows first to first + ROWS, [ROWS, BLOCK_D]; zero outside of (seqlen, DIM)."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < seqlen) & (column < DIM)
+    address = source + row.to(tl.int64) * strides.seq + column.to(tl.int64) * strides.dim
+    return tl.load(address, mask=inside, other=0.0)
+
+
+class Strides(NamedTuple):
+    """Of a (batch, seqlen, heads, dim) tensor, in elements."""
+
+    batch: Any
+    seq: Any
+    head: Any
+    dim: Any
+
+
+class Scale(NamedTuple):
+    """Scales float32 [batch, heads, blocks] of a tensor: one for SCALE_BLOCK rows, or per head, and then `per_block` is
+    None, which is compiled in."""
+
+    data: Any
+    blocks: Any
+    per_block: Any
+
+
+@triton.jit
+def _load_scale(scale, pointer, block):
+    """The scale of a block of rows; `pointer` is that of the head."""
+    if scale.per_block is None:
+        block *= 0
+    return tl.load(pointer + block)
 
 
 @triton.jit
 def attention_fp8(
-    q, k, v, q_scale, k_scale, v_scale, sinks, o, lse, mask_tables, runs, counts,
-    q_batch, q_seq, q_head, q_dim, k_batch, k_seq, k_head, k_dim, v_batch, v_seq, v_head, v_dim,
-    q_blocks, k_blocks, v_blocks, runs_batch, runs_head, heads, group, queries, keys, tiles, most_runs, scale, softcap,
-    MASK: tl.constexpr, HAS_SINKS: tl.constexpr, CAP: tl.constexpr, Q_STEP: tl.constexpr, K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    q, k, v, q_scale, k_scale, v_scale, sinks, o, lse, mask_tables, ranges, sizes, q_strides, k_strides, v_strides,
+    softmax_scale, softcap,
+    MASK: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """O and LSE of one tile of queries; `ranges` and `sizes` are those of attention/triton/arguments.py."""
+    heads, seqlen_q, seqlen_k = sizes.heads, sizes.seqlen_q, sizes.seqlen_k
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, h, b = program_of(tiles, heads)
     tile = tiles - 1 - tile  # under a causal mask the last tiles are the longest: they go first
-    pair = (h // group).to(tl.int64)
-    row = tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    query = _tile(q + b * q_batch + h.to(tl.int64) * q_head, tile * ROWS, queries, q_seq, q_dim, ROWS, WIDTH, BLOCK_D)
-    k += b * k_batch + pair * k_head
-    v += b * v_batch + pair * v_head
-    k_scale += (b * (heads // group) + pair) * k_blocks
-    v_scale += (b * (heads // group) + pair) * v_blocks
-    q_place = (b * heads + h) * q_blocks + tl.minimum(row, queries - 1) // SCALE_BLOCK * Q_STEP
-    factor = tl.load(q_scale + q_place) * scale  # [ROWS]
-    top = tl.full([ROWS], float("-inf"), tl.float32)  # largest score so far, in powers of two
-    total = tl.zeros([ROWS], tl.float32)  # sum of 2^(score - top)
-    output = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    place = (b * runs_batch + h * runs_head + tile).to(tl.int64)
-    for run in range(tl.load(counts + place)):
-        begin = tl.load(runs + (place * most_runs + run) * 3)
-        end = tl.load(runs + (place * most_runs + run) * 3 + 1)
-        must_mask = tl.load(runs + (place * most_runs + run) * 3 + 2)
-        for index in tl.range(begin, end, num_stages=STAGES):
-            block = index * COLUMNS // SCALE_BLOCK
-            key = _tile(k, index * COLUMNS, keys, k_seq, k_dim, COLUMNS, WIDTH, BLOCK_D)
-            score = tl.dot(query, tl.trans(key)) * (factor * tl.load(k_scale + block * K_STEP))[:, None]
-            if CAP:
-                score = softcap * tanh(score / softcap)
-            score *= LOG2E
-            if must_mask != 0:
-                k_index = (index * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-                seen = visible(b, h, row[:, None], k_index, queries, keys, mask_tables, MASK, EVEN)
-                score = tl.where(seen, score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, 1))
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            rescale = tl.exp2(top - anchor)
-            weight = tl.exp2(score - anchor[:, None])  # [ROWS, COLUMNS]
-            total = total * rescale + tl.sum(weight, 1)
-            value = _tile(v, index * COLUMNS, keys, v_seq, v_dim, COLUMNS, VALUES, BLOCK_V).to(tl.float16)
-            product = tl.dot(weight.to(tl.float16), value)
-            output = output * rescale[:, None] + product * tl.load(v_scale + block * V_STEP)
-            top = higher
-    finish(output, total, top, row, b, h, sinks, o, lse, heads, queries, HAS_SINKS, VALUES, BLOCK_V)
+    kv_head = (h // sizes.group_size).to(tl.int64)
+    kv_heads = heads // sizes.group_size
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    q += b * q_strides.batch + h.to(tl.int64) * q_strides.head
+    q_tile = _load_tile(q, tile * BLOCK_M, seqlen_q, q_strides, BLOCK_M, HEAD_DIM, BLOCK_D)
+    k += b * k_strides.batch + kv_head * k_strides.head
+    v += b * v_strides.batch + kv_head * v_strides.head
+    k_scales = k_scale.data + (b * kv_heads + kv_head) * k_scale.blocks
+    v_scales = v_scale.data + (b * kv_heads + kv_head) * v_scale.blocks
+    q_scales = q_scale.data + (b * heads + h) * q_scale.blocks
+    row_scale = (
+        _load_scale(q_scale, q_scales, tl.minimum(row, seqlen_q - 1) // SCALE_BLOCK) * softmax_scale
+    )  # [BLOCK_M]
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # m, in units of log2
+    row_sum = tl.zeros([BLOCK_M], tl.float32)  # l = sum of 2^(s - m)
+    o_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    table_row = ranges_row(ranges, b, h, tile)
+    for index in range(tl.load(ranges.counts + table_row)):
+        block_begin, block_end, masked = load_range(ranges, table_row, index)
+        for block in tl.range(block_begin, block_end, num_stages=NUM_STAGES):
+            scale_block = block * BLOCK_N // SCALE_BLOCK
+            k_tile = _load_tile(k, block * BLOCK_N, seqlen_k, k_strides, BLOCK_N, HEAD_DIM, BLOCK_D)
+            block_scale = row_scale * _load_scale(k_scale, k_scales, scale_block)  # [BLOCK_M]
+            s = tl.dot(q_tile, tl.trans(k_tile)) * block_scale[:, None]
+            if SOFTCAP:
+                s = softcap * tanh(s / softcap)
+            s *= LOG2E
+            if masked != 0:
+                key = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+                in_mask = visible(b, h, row[:, None], key, seqlen_q, seqlen_k, mask_tables, MASK, EVEN)
+                s = tl.where(in_mask, s, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale = tl.exp2(row_max - finite_max)
+            p = tl.exp2(s - finite_max[:, None])  # [BLOCK_M, BLOCK_N]
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            v_tile = _load_tile(v, block * BLOCK_N, seqlen_k, v_strides, BLOCK_N, VALUE_DIM, BLOCK_DV)
+            pv = tl.dot(p.to(tl.float16), v_tile.to(tl.float16))
+            o_acc = o_acc * rescale[:, None] + pv * _load_scale(v_scale, v_scales, scale_block)
+            row_max = new_max
+    store_output(o_acc, row_sum, row_max, row, b, h, sinks, o, lse, heads, seqlen_q, HAS_SINKS, VALUE_DIM, BLOCK_DV)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, sinks: Tensor | None,
     mask: Mask | None, scale: float, softcap: float, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, lse): o is (batch, queries, heads, value_dim) in `out_dtype`, lse (batch, heads, queries) in float32."""
-    batch, queries, heads, width = q.shape
-    keys, pairs, values = k.shape[1], k.shape[2], v.shape[3]
-    o = torch.empty((batch, queries, heads, values), dtype=out_dtype, device=q.device)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    """Returns o (batch, seqlen_q, heads, value_dim) in `out_dtype` and lse (batch, heads, seqlen_q) in float32."""
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, value_dim = k.shape[1], v.shape[3]
+    o = torch.empty((batch, seqlen_q, heads, value_dim), dtype=out_dtype, device=q.device)
+    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     shape = {
-        "queries": queries, "keys": keys, "span": span(mask, batch, heads, queries, keys), "head_dim": width,
-        "value_dim": values,
+        "queries": seqlen_q, "keys": seqlen_k, "span": max_visible_keys(mask, batch, heads, seqlen_q, seqlen_k),
+        "head_dim": head_dim, "value_dim": value_dim,
     }  # fmt: skip
-    config: Tiles = tune.pick(TRITON, device.facts(q.device), shape)
-    runs, _ = plan(mask, batch, heads, queries, keys, config.rows, config.columns, q.device)
-    visible_function, _, _, _, mask_tables = Problem(mask, scale, softcap, None, 0.0, 0).functions()
-    run_batch, run_heads, tiles = runs.count.shape
+    config: AttentionConfig = tune.pick(TRITON, device.properties(q.device), shape)
+    ranges, _ = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
+    functions = AttentionParams(mask, scale, softcap, None, 0.0, 0).functions()
+    tiles = tune.ceil_div(seqlen_q, config.block_m)
     scales = [x.contiguous() for x in (q_scale, k_scale, v_scale)]
-    steps = [int(x.ndim == 3) for x in scales]
+    groups = (Scale(x, x.shape[2] if x.ndim == 3 else 1, 1 if x.ndim == 3 else None) for x in scales)
     launch(
         attention_fp8, (tiles * heads * batch,),
-        q, k, v, *scales, sinks, o, lse, mask_tables, runs.table, runs.count,
-        *q.stride(), *k.stride(), *v.stride(), *(x.shape[2] if x.ndim == 3 else 1 for x in scales),
-        run_heads * tiles if run_batch > 1 else 0, tiles if run_heads > 1 else 0, heads, heads // pairs, queries, keys,
-        tiles, runs.table.shape[3], scale, softcap,
-        MASK=visible_function, HAS_SINKS=sinks is not None, CAP=softcap > 0, Q_STEP=steps[0], K_STEP=steps[1],
-        V_STEP=steps[2], WIDTH=width, VALUES=values, BLOCK_D=max(32, tune.power_of_2(width)),
-        BLOCK_V=max(16, tune.power_of_2(values)), ROWS=config.rows, COLUMNS=config.columns, STAGES=config.stages,
-        EVEN=queries % config.rows == 0 and keys % config.columns == 0, num_warps=config.warps,
+        q, k, v, *groups, sinks, o, lse, functions.mask_tables, Ranges.of(ranges), Sizes.of(q, k),
+        *(Strides(*x.stride()) for x in (q, k, v)), scale, softcap,
+        MASK=functions.mask, HAS_SINKS=sinks is not None, SOFTCAP=softcap > 0, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        BLOCK_D=max(32, tune.power_of_2(head_dim)), BLOCK_DV=max(16, tune.power_of_2(value_dim)),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
+        EVEN=seqlen_q % config.block_m == 0 and seqlen_k % config.block_n == 0, num_warps=config.num_warps,
     )  # fmt: skip
     return o, lse

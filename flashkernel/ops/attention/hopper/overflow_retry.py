@@ -1,63 +1,63 @@
-"""Optimistic softmax with a fixed row max: flags for work items that overflowed, which are computed again.
+"""Overflow retry of the optimistic softmax: work tiles whose row sums overflow are flagged and computed again.
 
-Finding a tile's row max, and rescaling by it, is a third of a step's instructions beside the products. With FIXED_MAX a
-forward kernel subtracts the row max of an item's first key tile, and MARGIN, from all scores of the item. It checks the
-row sums at the end: as long as they lie in [LEAST, MOST], no weight overflowed, and weights that underflowed would not
-have counted, since bfloat16 has the same precision at any magnitude. The output is then exact for values from 2^-56 to
-2^47. A row whose sum lies outside flags its item. After its last item a program computes the flagged ones again with
-the online softmax.
+The online softmax spends a third of a K block's instructions (beside the matrix products) on the row max and on
+rescaling by it. With FIXED_MAX the forward kernel takes the row max m of a work tile's first K block, adds MARGIN_LOG2,
+and uses it for all K blocks: P = exp2(S - m - MARGIN_LOG2), O is never rescaled. It checks the row sums l at the end.
+If l lies in [MIN_ROW_SUM, MAX_ROW_SUM], no element of P overflowed, and the elements that underflowed do not count:
+bfloat16 has the same precision at any magnitude. O is then exact for values from 2^-56 to 2^47. A row sum outside flags
+the work tile. After its last work tile a program computes the flagged ones again with the online softmax.
 
-The FP8 kernel checks sums on its way, and flags by other bounds.
+The FP8 kernel checks partial sums in its main loop, and flags work tiles by other bounds.
 
-retry_flags is int32 [most items] for every program: the number of flagged rows in all, then that of each item.
+retry_flags is int32 [max work tiles] for every program: the total number of flagged rows, then that of each work tile.
 """
 
 from flashkernel.core.gluon import gl, gluon, mbarrier
-from flashkernel.ops.attention.hopper.schedule import item_at
+from flashkernel.ops.attention.hopper.pipeline import work_tile_at
 
-MARGIN = gl.constexpr(40.0)  # in powers of two: weights are so much smaller than they could be
-LEAST = gl.constexpr(2.0**-70)
-MOST = gl.constexpr(2.0**60)
-WRITTEN = gl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
+MARGIN_LOG2 = gl.constexpr(40.0)
+MIN_ROW_SUM = gl.constexpr(2.0**-70)
+MAX_ROW_SUM = gl.constexpr(2.0**60)
+_WAIT_STORES = gl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
 
 
 @gluon.jit
-def clear(retry_flags, most):
+def clear_flags(retry_flags, max_work_tiles):
     """Clear the flags. The whole program must synchronize before it sets one."""
-    place = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    for first in range(0, most, 128):
-        gl.store(retry_flags + first + place, place * 0, mask=first + place < most)
+    lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    for first in range(0, max_work_tiles, 128):
+        gl.store(retry_flags + first + lane, lane * 0, mask=first + lane < max_work_tiles)
 
 
 @gluon.jit
-def flag(retry_flags, step, total, counts, least: gl.constexpr, most: gl.constexpr):
-    """Flag an item for rows that count (`counts`) and whose sum `total` is not in [least, most]."""
-    wrong = counts & ~((total >= least) & (total <= most))  # as NaN is
-    one = wrong.to(gl.int32)
-    gl.atomic_add(retry_flags + one * 0, one, mask=wrong, sem="relaxed")
-    gl.atomic_add(retry_flags + 1 + step + one * 0, one, mask=wrong, sem="relaxed")
+def flag_overflow(retry_flags, step, row_sum, valid, minimum: gl.constexpr, maximum: gl.constexpr):
+    """Flag work tile number `step` for every `valid` row whose sum is not in [minimum, maximum], as NaN is not."""
+    overflowed = valid & ~((row_sum >= minimum) & (row_sum <= maximum))
+    one = overflowed.to(gl.int32)
+    gl.atomic_add(retry_flags + one * 0, one, mask=overflowed, sem="relaxed")
+    gl.atomic_add(retry_flags + 1 + step + one * 0, one, mask=overflowed, sem="relaxed")
 
 
 @gluon.jit
-def stores_done(done):
-    """Wait until this warpgroup's TMA stores have been written, and arrive: a retry may overwrite them."""
-    place = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(WRITTEN, "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1)
-    mbarrier.arrive(done.index(0), count=1)
+def stores_done(first_pass_done):
+    """Wait until this consumer's TMA stores are written, since a retry may overwrite them, and arrive."""
+    lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(_WAIT_STORES, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+    mbarrier.arrive(first_pass_done.index(0), count=1)
 
 
 @gluon.jit
-def any_flagged(retry_flags, done):
-    """Wait for all warpgroups' first pass; True if any item is flagged."""
-    mbarrier.wait(done.index(0), 0)
+def any_flagged(retry_flags, first_pass_done):
+    """Wait for all consumers' first pass; True if any work tile is flagged."""
+    mbarrier.wait(first_pass_done.index(0), 0)
     return gl.load(retry_flags, volatile=True) > 0
 
 
 @gluon.jit
-def next_work_tile(orders, retry_flags, step, RETRY: gl.constexpr):
-    """(step, item) of the first item at or after `step`, or (RETRY) of the first flagged one."""
+def next_work_tile(work_tiles, retry_flags, step, RETRY: gl.constexpr):
+    """Returns (step, work tile) of the first work tile at or after `step`; with RETRY, of the first flagged one."""
     step = gl.to_tensor(step)
     if RETRY:
-        while (gl.load(orders + step * 3) >= 0) & (gl.load(retry_flags + 1 + step, volatile=True) == 0):
+        while (gl.load(work_tiles + step * 3) >= 0) & (gl.load(retry_flags + 1 + step, volatile=True) == 0):
             step += 1
-    return step, item_at(orders, step)
+    return step, work_tile_at(work_tiles, step)

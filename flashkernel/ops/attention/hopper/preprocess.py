@@ -1,5 +1,5 @@
-"""Preprocess and postprocess kernels of the Hopper backward pass: delta and the scaled LSE before it, dq from its
-float32 buffer and the gradient of the sinks after it."""
+"""Preprocess and postprocess kernels of the Hopper backward pass: delta and the scaled LSE before the main kernel, dQ
+from its float32 accumulator and the gradient of the sinks after it."""
 
 import triton
 import triton.language as tl
@@ -11,85 +11,88 @@ from flashkernel.blocks.softmax_triton import LOG2E
 
 @triton.jit
 def attention_backward_preprocess(
-    o, do, lse, dlse, sinks, stats, dq, dsinks, do_batch, do_seq, do_head, heads, queries, padded, unit,
-    HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr, PDL: tl.constexpr,
+    o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, do_batch, do_seq, do_head, heads, seqlen_q, padded, lse_scale,
+    HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What is added to S and dP: -lse in units of 1 / `unit`, and -delta = dlse - sum(o do); a dq of zeros.
+    """Stores -LSE * lse_scale and -delta = dLSE - rowsum(dO * O), and zeroes dq_accum.
 
-    `stats` has first the one and then the other, for rows up to a whole number of tiles. Those that are not there or
-    see nothing get an lse of +inf, which leaves no probability. Heads come first in the grid: what neighbouring
-    programs read lies side by side. The first batch comes last, and is in L2 when the next kernel begins with it.
+    lse_delta is [2, batch, heads, padded], with `padded` queries up to a whole number of blocks. Queries that do not
+    exist or see no key get an LSE of +inf, so that P = 0. Heads come first in the grid: neighbouring programs read
+    neighbouring addresses. The first batch entry comes last: it is in L2 when the main kernel begins with it.
     """
     if PDL:
-        gdc_launch_dependents()  # it waits for what is computed here
-    blocks = padded // BLOCK
+        gdc_launch_dependents()  # the main kernel waits for what is computed here
+    blocks = padded // BLOCK_M
     h = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % blocks
     batch = tl.num_programs(0) // (heads * blocks)
     b = (batch - 1 - tl.program_id(0) // (heads * blocks)).to(tl.int64)
-    row = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    column = tl.arange(0, BLOCK_V)[None, :]
-    inside = (row < queries)[:, None] & (column < VALUES)
-    output = tl.load(o + ((b * queries + row[:, None]) * heads + h) * VALUES + column, mask=inside, other=0.0)
-    upstream = tl.load(
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    column = tl.arange(0, BLOCK_DV)[None, :]
+    inside = (row < seqlen_q)[:, None] & (column < VALUE_DIM)
+    o_tile = tl.load(o + ((b * seqlen_q + row[:, None]) * heads + h) * VALUE_DIM + column, mask=inside, other=0.0)
+    do_tile = tl.load(
         do + b * do_batch + h.to(tl.int64) * do_head + row[:, None].to(tl.int64) * do_seq + column,
         mask=inside, other=0.0,
     )  # fmt: skip
-    shift = tl.sum(output.to(tl.float32) * upstream.to(tl.float32), 1)
-    stat = (b * heads + h) * queries + row
+    delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)  # [BLOCK_M]
+    query = (b * heads + h) * seqlen_q + row
     if HAS_DLSE:
-        shift -= tl.load(dlse + stat, mask=row < queries, other=0.0)
-    value = tl.load(lse + stat, mask=row < queries, other=float("-inf"))
-    value = tl.where(value == float("-inf"), float("inf"), value)
-    place = (b * heads + h) * padded + row
-    total = batch.to(tl.int64) * heads * padded
-    tl.store(stats + place, -value * unit, mask=row < padded)
-    tl.store(stats + total + place, -shift, mask=row < padded)
-    if HAS_SINKS:  # a sink's probability is exp(sink - lse), and what it would add to the output is nothing
-        share = tl.exp2((tl.load(sinks + h).to(tl.float32) - value) * LOG2E)
-        tl.store(dsinks + (b * heads + h) * blocks + block, -tl.sum(share * shift, 0))
-    width = tl.arange(0, WIDTH)[None, :]
-    zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
-    tl.store(dq + place[:, None] * WIDTH + width, zeros, mask=(row < padded)[:, None])
+        delta -= tl.load(dlse + query, mask=row < seqlen_q, other=0.0)
+    row_lse = tl.load(lse + query, mask=row < seqlen_q, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    padded_query = (b * heads + h) * padded + row
+    delta_start = batch.to(tl.int64) * heads * padded
+    tl.store(lse_delta + padded_query, -row_lse * lse_scale, mask=row < padded)
+    tl.store(lse_delta + delta_start + padded_query, -delta, mask=row < padded)
+    if HAS_SINKS:  # a sink has P = exp(sink - LSE) and no value: dS = P (0 - delta)
+        p_sink = tl.exp2((tl.load(sinks + h).to(tl.float32) - row_lse) * LOG2E)
+        tl.store(dsinks + (b * heads + h) * blocks + block, -tl.sum(p_sink * delta, 0))
+    dq_column = tl.arange(0, BLOCK_D)[None, :]
+    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    tl.store(dq_accum + padded_query[:, None] * BLOCK_D + dq_column, zeros, mask=(row < padded)[:, None])
 
 
 @triton.jit
 def attention_backward_postprocess(
-    buffer, dq, partial, dsinks, scale, heads, queries, query_tiles, blocks,
-    HAS_SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDER: tl.constexpr,
-    PDL: tl.constexpr,
+    dq_accum, dq, dsinks_partial, dsinks, softmax_scale, heads, seqlen_q, q_blocks, sink_blocks,
+    HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    DQ_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dq from its buffer, whose tiles have an ORDER by the way they were added up (`Backward.dq`): "sent", their own;
-    in "halves", each of them that of registers (`add` in backward_parts.py); "apart", that of registers of the tile
-    transposed.
+    """Stores dQ = dq_accum * softmax_scale in the dtype of dq, and the gradient of the sinks.
 
-    The last batch, to which was added last, comes first: it is still in L2. The first program of each head adds up the
-    gradient of its sink, which attention_backward_preprocess left in parts [batch, heads, blocks].
+    The order of elements in a block of dq_accum depends on how they were added (`BackwardConfig.dq_mode`): row-major
+    with "tma_reduce"; with "atomic", each half is `in_register_order` (backward_common.py); with "dq_warpgroup", the
+    transposed block is.
+
+    The last batch entry, which the main kernel added to last, comes first: it is still in L2. The first program of each
+    head sums the gradient of its sink over dsinks_partial, [batch, heads, sink_blocks].
     """
     if PDL:
         pdl_enter()
     h = tl.program_id(0) % heads
-    tile = tl.program_id(0) // heads % query_tiles
-    b = ((tl.num_programs(0) - 1 - tl.program_id(0)) // (heads * query_tiles)).to(tl.int64)
+    block = tl.program_id(0) // heads % q_blocks
+    b = ((tl.num_programs(0) - 1 - tl.program_id(0)) // (heads * q_blocks)).to(tl.int64)
     if HAS_SINKS:  # noqa: SIM102  decided by the compiler, unlike the next
         if tl.program_id(0) < heads:
             sums = tl.zeros([128], tl.float32)
-            for other in range(tl.num_programs(0) // (heads * query_tiles)):
-                for first in range(0, blocks, 128):
+            for batch in range(tl.num_programs(0) // (heads * q_blocks)):
+                for first in range(0, sink_blocks, 128):
                     lane = first + tl.arange(0, 128)
-                    sums += tl.load(partial + (other * heads + h) * blocks + lane, mask=lane < blocks, other=0.0)
+                    address = dsinks_partial + (batch * heads + h) * sink_blocks + lane
+                    sums += tl.load(address, mask=lane < sink_blocks, other=0.0)
             tl.store(dsinks + h, tl.sum(sums, 0))
-    start = buffer + ((b * heads + h) * query_tiles + tile) * (ROWS * BLOCK)
-    value = tl.load(start + tl.arange(0, ROWS * BLOCK)) * scale
-    value = value.to(dq.dtype.element_ty)
-    if ORDER == "halves":  # (half, j, w, r, c, i, e): halves of rows or of columns
-        halves = value.reshape([2, ROWS * BLOCK // 1024, 4, 8, 4, 2, 2])
-        value = tl.permute(halves, (0, 2, 5, 3, 1, 4, 6) if ROWS == 128 else (2, 5, 3, 0, 1, 4, 6))
-    elif ORDER == "apart":  # (j, w, r, c, i, e)
-        value = tl.permute(value.reshape([ROWS // 8, 4, 8, 4, 2, 2]), (0, 3, 5, 1, 4, 2))
-    value = value.reshape([ROWS, BLOCK])
-    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    place = (b * queries + row) * heads + h
-    tl.store(dq + place * WIDTH + column, value, mask=(row < queries) & (column < WIDTH))
+    start = dq_accum + ((b * heads + h) * q_blocks + block) * (BLOCK_M * BLOCK_D)
+    tile = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * softmax_scale
+    tile = tile.to(dq.dtype.element_ty)
+    if DQ_MODE == "atomic":  # (half, j, w, r, c, i, e): halves of rows or of columns
+        halves = tile.reshape([2, BLOCK_M * BLOCK_D // 1024, 4, 8, 4, 2, 2])
+        tile = tl.permute(halves, (0, 2, 5, 3, 1, 4, 6) if BLOCK_M == 128 else (2, 5, 3, 0, 1, 4, 6))
+    elif DQ_MODE == "dq_warpgroup":  # (j, w, r, c, i, e)
+        tile = tl.permute(tile.reshape([BLOCK_M // 8, 4, 8, 4, 2, 2]), (0, 3, 5, 1, 4, 2))
+    tile = tile.reshape([BLOCK_M, BLOCK_D])
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    query = (b * seqlen_q + row) * heads + h
+    tl.store(dq + query * HEAD_DIM + column, tile, mask=(row < seqlen_q) & (column < HEAD_DIM))

@@ -1,122 +1,147 @@
-"""Device functions of the Hopper forward kernel: scores of a tile, their weights, and what a row comes to in the end.
+"""Device functions of the Hopper forward kernels: from S to P, row max m and row sum l, and the final scale and LSE.
 
-A row of 64 is a query of one head, or with PACK > 1 of one among PACK heads. Scores are in the layout of the product
-that they come from, four threads to a row.
+A consumer's tile has 64 rows. A row is a query of one head, or with PACK_GQA > 1 of one among PACK_GQA heads: row r is
+query r // PACK_GQA of head r % PACK_GQA. S and P are in the layout of the accumulator of S = Q K^T, four threads per
+row. m is in units of log2 (scores times log2 e).
 """
+
+from typing import Any, NamedTuple
 
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max, tanh
 from flashkernel.core.gluon import gl, gluon
-from flashkernel.ops.attention.hopper.overflow_retry import LEAST, MARGIN, MOST, flag
-from flashkernel.ops.attention.hopper.schedule import first_query
+from flashkernel.ops.attention.hopper.overflow_retry import MARGIN_LOG2, MAX_ROW_SUM, flag_overflow
+from flashkernel.ops.attention.hopper.pipeline import first_query
+
+
+class ScoreParams(NamedTuple):
+    """What a score depends on beside Q and K. `scale_log2` multiplies scores inside exp2: softmax_scale * log2(e), or 1
+    if they are scaled before (SCALE_FIRST)."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    scale_log2: Any
+    softmax_scale: Any
+    softcap: Any
+    mask_tables: Any
 
 
 @gluon.jit
-def scores_of(s, index, masked, item, numbers, mask_tables, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr,
-              CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
-              SCORES: gl.constexpr):  # fmt: skip
-    """[64, COLUMNS] products as they go into the softmax; with EARLY they leave multiplied, in powers of two."""
-    queries, keys, scale, softcap = numbers
-    if CAP:
-        s = (softcap * LOG2E) * tanh(s * (scale / softcap))
-    elif EARLY:
-        s = s * (scale * LOG2E)
+def masked_scores(s, block, masked, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
+                  TRAITS: gl.constexpr):  # fmt: skip
+    """Returns S [64, BLOCK_N] with -inf where the mask hides a key. With SCALE_FIRST (also set with a softcap) S is
+    scaled here, else inside exp2."""
+    if TRAITS.SOFTCAP:
+        s = (params.softcap * LOG2E) * tanh(s * (params.softmax_scale / params.softcap))
+    elif TRAITS.SCALE_FIRST:
+        s = s * (params.softmax_scale * LOG2E)
     if masked != 0:
-        RELATIVE: gl.constexpr = TRAITS % 2 == 1  # both are counted from the tile's first key: fewer instructions
-        BOUNDED: gl.constexpr = TRAITS >= 2  # the mask sees to the last key
-        first = index * COLUMNS
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, SCORES))[None, :]  # [1, COLUMNS]
-        seen = column < keys - first
-        if MASK is not None:
-            tile, b, h = item
-            begin = first_query(tile, w, queries, GROUPS, 64 // PACK)
-            query = begin + gl.arange(0, 64, gl.SliceLayout(1, SCORES)) // PACK  # [64]
-            if RELATIVE:
-                visible = MASK(b, h, (query - first)[:, None], column, queries, keys, mask_tables)
-            else:
-                visible = MASK(b, h, query[:, None], first + column, queries, keys, mask_tables)
-            if BOUNDED:
-                seen = visible
-            else:
-                seen = seen & visible
-        s = gl.where(seen, s, float("-inf"))
+        key = gl.arange(0, TRAITS.BLOCK_N, gl.SliceLayout(0, s.type.layout))[None, :]
+        s = apply_mask(s, key, block * TRAITS.BLOCK_N, work_tile, params, w, MASK, TRAITS)
     return s
 
 
 @gluon.jit
-def largest(s, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """[64]: the largest of each row. Eight columns at a time: one long chain of comparisons would be all latency."""
-    return gl.convert_layout(gl.max(gl.max(s.reshape([64, COLUMNS // 8, 8]), 1), 1), gl.SliceLayout(1, SCORES))
+def apply_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns S [64, BLOCK_N] with -inf where the mask hides a key. The keys are first_key + key [1, BLOCK_N]."""
+    visible = key < params.seqlen_k - first_key
+    if MASK is not None:
+        first = first_query(work_tile, w, params.seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA,
+                            TRAITS.PAD_FRONT)  # fmt: skip
+        query = first + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // TRAITS.PACK_GQA  # [64]
+        if TRAITS.MASK_RELATIVE:  # it depends on q - k only: both count from first_key
+            query = query - first_key
+        else:
+            key = first_key + key
+        in_mask = MASK(work_tile.batch, work_tile.head, query[:, None], key, params.seqlen_q, params.seqlen_k,
+                       params.mask_tables)  # fmt: skip
+        if TRAITS.MASK_BOUNDED:  # it is False for keys >= seqlen_k
+            visible = in_mask
+        else:
+            visible = visible & in_mask
+    return gl.where(visible, s, float("-inf"))
 
 
 @gluon.jit
-def weights_of(s, top, factor):
-    """[64, columns]: weights of scores, beside this top."""
-    return gl.exp2(s * factor - gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))[:, None])
+def block_row_max(s):
+    """Returns the row max of S, [64]. Eight columns at a time: one long chain of comparisons would be all latency."""
+    row_max = gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 8]), 1), 1)
+    return gl.convert_layout(row_max, gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
-def softmax(s, top, factor, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """(weights [64, COLUMNS], what older weights are multiplied by [64], the new top [64], in powers of two)."""
-    higher = gl.maximum(top, largest(s, COLUMNS, SCORES) * factor)
-    anchor = gl.where(higher == float("-inf"), 0.0, higher)
-    return weights_of(s, anchor, factor), gl.exp2(top - anchor), higher
+def exp2_scores(s, row_max, scale_log2):
+    """Returns P = exp2(S * scale_log2 - m), [64, columns]."""
+    return gl.exp2(s * scale_log2 - gl.convert_layout(row_max, gl.SliceLayout(1, s.type.layout))[:, None])
 
 
 @gluon.jit
-def halves(x, COLUMNS: gl.constexpr):
-    """[64, COLUMNS] as twice [64, COLUMNS // 2]: a thread's registers are told apart, nothing moves."""
-    return gl.split(x.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)))
+def online_softmax(s, row_max, scale_log2):
+    """Returns (P [64, BLOCK_N], what O and l are rescaled by [64], the new m [64])."""
+    new_max = gl.maximum(row_max, block_row_max(s) * scale_log2)
+    finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    return exp2_scores(s, finite_max, scale_log2), gl.exp2(row_max - finite_max), new_max
 
 
 @gluon.jit
-def joined(low, high):
-    """Two halves as a whole."""
-    both = gl.join(low, gl.convert_layout(high, low.type.layout))
-    return both.permute((0, 2, 1)).reshape([64, 2 * low.shape[1]])
-
-
-@gluon.jit
-def sums_of(p, COLUMNS: gl.constexpr):
-    """[64, 8]: sums of weights that need no other thread; a row's total is their sum."""
-    return gl.sum(p.reshape([64, COLUMNS // 8, 8]), 1)
-
-
-@gluon.jit
-def share_of(top, parts, item, step, own, lse, shape, sinks, w: gl.constexpr, HAS_SINKS: gl.constexpr,
-             GROUPS: gl.constexpr, PACK: gl.constexpr, FIXED_MAX: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
-    """[64]: what an item's output is multiplied by in the end; its logarithms of sums are stored."""
-    _, retry_flags, heads, _, queries = shape
-    tile, b, h = item
-    row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    query = first_query(tile, w, queries, GROUPS, 64 // PACK) + row // PACK  # [64]
-    head = h + row % PACK  # [64]
-    total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
+def first_softmax(s, scale_log2, FIXED_MAX: gl.constexpr):
+    """Returns (P, m, l) of a work tile's first K block. With FIXED_MAX, m is higher by a margin, and a row without a
+    visible key so far has m = 0."""
+    row_max = block_row_max(s) * scale_log2
     if FIXED_MAX:
-        flag(retry_flags, step, total, (query < queries) & (own > 0), LEAST, MOST)
-    if HAS_SINKS:  # one more column, in the denominator only
-        sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-        rescale, extra, top = merge_row_max(top, sink)
-        total = total * rescale + extra
-        share = gl.where(total == 0.0, 0.0, rescale / total)
+        row_max = gl.where(row_max == float("-inf"), 0.0, row_max + MARGIN_LOG2)
+        p = exp2_scores(s, row_max, scale_log2)
     else:
-        share = gl.where(total == 0.0, 0.0, 1.0 / total)
-    log_sum = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * LN2)
-    gl.store(lse + (b.to(gl.int64) * heads + head) * queries + query, log_sum, mask=query < queries)
-    return share
+        p = exp2_scores(s, gl.where(row_max == float("-inf"), 0.0, row_max), scale_log2)
+    return p, row_max, partial_row_sums(p)
 
 
 @gluon.jit
-def first_weights(s, index, masked, item, numbers, factor, mask_tables, w: gl.constexpr, MASK: gl.constexpr,
-                  TRAITS: gl.constexpr, CAP: gl.constexpr, EARLY: gl.constexpr, GROUPS: gl.constexpr,
-                  COLUMNS: gl.constexpr, PACK: gl.constexpr, FIXED_MAX: gl.constexpr,
-                  SCORES: gl.constexpr):  # fmt: skip
-    """(weights, top, sums) of an item's first tile."""
-    s = scores_of(s, index, masked, item, numbers, mask_tables, w, MASK, TRAITS, CAP, EARLY, GROUPS, COLUMNS, PACK,
-                  SCORES)  # fmt: skip
-    top = largest(s, COLUMNS, SCORES) * factor
-    if FIXED_MAX:  # a row that has seen nothing yet goes by its scores as they are
-        top = gl.where(top == float("-inf"), 0.0, top + MARGIN)
-        p = weights_of(s, top, factor)
+def partial_row_sums(p):
+    """Returns l as [64, 8] sums that each need one thread's registers only; a row's l is the sum over the 8."""
+    return gl.sum(p.reshape([64, p.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def split_columns(x):
+    """Splits [64, columns] into two halves of the columns. No data moves: a thread's registers are told apart."""
+    return gl.split(x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def join_columns(left, right):
+    """Joins two halves of the columns."""
+    both = gl.join(left, gl.convert_layout(right, left.type.layout))
+    return both.permute((0, 2, 1)).reshape([64, 2 * left.shape[1]])
+
+
+@gluon.jit
+def finalize(row_max, row_sum, o_unit, work_tile, step, num_visited, args, w: gl.constexpr,
+             CHECK_OVERFLOW: gl.constexpr, MIN_SUM: gl.constexpr, P_MAX_LOG2: gl.constexpr,
+             TRAITS: gl.constexpr):  # fmt: skip
+    """Stores LSE = m + log(l) of a consumer's rows. Returns what O is multiplied by, o_unit / l.
+
+    P and l are 2^P_MAX_LOG2 times exp2(S - m). CHECK_OVERFLOW: flags the work tile if a row sum is not in
+    [MIN_SUM, MAX_ROW_SUM]. A sink is one more column of S, without a row of V.
+    """
+    ROWS: gl.constexpr = row_max.type.layout
+    PACK_GQA: gl.constexpr = TRAITS.PACK_GQA
+    seqlen_q = args.scores.seqlen_q
+    row = gl.arange(0, 64, ROWS)
+    first = first_query(work_tile, w, seqlen_q, TRAITS.NUM_CONSUMERS, 64 // PACK_GQA, TRAITS.PAD_FRONT)
+    query = first + row // PACK_GQA  # [64]
+    head = work_tile.head + row % PACK_GQA  # [64]
+    total = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+    if CHECK_OVERFLOW:
+        valid = (query < seqlen_q) & (num_visited > 0)
+        flag_overflow(args.retry_flags, step, total, valid, MIN_SUM, MAX_ROW_SUM)
+    if TRAITS.HAS_SINKS:
+        sink = gl.load(args.sinks + head).to(gl.float32) * LOG2E
+        rescale, sink_p, row_max = merge_row_max(row_max, sink)
+        total = total * rescale + sink_p * 2.0**P_MAX_LOG2
+        scale = gl.where(total == 0.0, 0.0, rescale * o_unit / total)
     else:
-        p = weights_of(s, gl.where(top == float("-inf"), 0.0, top), factor)
-    return p, top, sums_of(p, COLUMNS)
+        scale = gl.where(total == 0.0, 0.0, o_unit / total)
+    lse = gl.where(total == 0.0, float("-inf"), (row_max - P_MAX_LOG2 + gl.log2(total)) * LN2)
+    batch_head = work_tile.batch.to(gl.int64) * args.heads + head
+    gl.store(args.lse + batch_head * seqlen_q + query, lse, mask=query < seqlen_q)
+    return scale

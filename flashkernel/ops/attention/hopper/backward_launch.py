@@ -1,0 +1,197 @@
+"""Launches the Hopper attention backward kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch, pdl_options
+from flashkernel.ops.attention.hopper.backward_common import BackwardTraits
+from flashkernel.ops.attention.hopper.backward_configs import (
+    BACKWARD,
+    WIDE_BACKWARD,
+    BackwardConfig,
+    WideBackwardConfig,
+    block,
+)
+from flashkernel.ops.attention.hopper.backward_kernel import attention_backward
+from flashkernel.ops.attention.hopper.backward_wide_kernel import attention_backward_wide
+from flashkernel.ops.attention.hopper.block_ranges import block_ranges
+from flashkernel.ops.attention.hopper.descriptors import reduce_descriptor, tile_descriptor, vector_descriptor
+from flashkernel.ops.attention.hopper.launch_options import LOG2E, config_shape, head_group
+from flashkernel.ops.attention.hopper.pipeline import TileTables
+from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
+from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+
+
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    inputs: AttentionInputs,
+    o: Tensor,
+    lse: Tensor,
+    params: AttentionParams,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients (dq, dk, dv, None, dsinks, None).
+
+    Three kernels: preprocess (delta, and zeros in dq_accum), the main kernel (dk, dv, dq_accum), postprocess (dq from
+    dq_accum).
+
+    Args:
+        do: (batch, seqlen_q, heads, value_dim), gradient of o.
+        dlse: (batch, heads, seqlen_q) float32, gradient of lse; or None.
+        inputs: q, k, v and the learned sinks; this backend serves no bias and no ALiBi slopes.
+        o: (batch, seqlen_q, heads, value_dim), output of the forward pass.
+        lse: (batch, heads, seqlen_q) float32, its log-sum-exp.
+    """
+    q, k, v, _, sinks, _ = inputs
+    if k.shape[1] == 0 or q.numel() == 0:
+        return _without_keys(dlse, q, k, v, sinks)
+    config = _config(q, k, v, params)
+    batch, seqlen_q, heads, head_dim = q.shape
+    q_blocks = tune.ceil_div(seqlen_q, config.block_m)
+    padded = q_blocks * config.block_m
+    lse_delta = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
+    dq_accum = torch.empty((batch, heads, padded, block(head_dim)), dtype=torch.float32, device=q.device)
+    lse_scale = 1 / params.scale if config.fold_lse else LOG2E  # S is scaled after -LSE has been folded in
+    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, dq_accum, lse_scale)
+    dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
+    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, config)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(
+        attention_backward_postprocess, (heads * q_blocks * batch,),
+        dq_accum, dq, dsinks_partial, dsinks, params.scale, heads, seqlen_q, q_blocks,
+        0 if dsinks_partial is None else dsinks_partial.shape[2],
+        HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, BLOCK_D=block(head_dim), BLOCK_M=config.block_m,
+        DQ_MODE=config.dq_mode, num_warps=8, **pdl_options(device.properties(q.device)),
+    )  # fmt: skip
+    return dq, dk, dv, None, dsinks, None
+
+
+def _without_keys(
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:
+    """Returns the gradients where no query sees a key: zeros. LSE is then the sink's logit."""
+    dsinks = None
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks) if dlse is None else dlse.sum((0, 2)).to(sinks.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return dq, dk, dv, None, dsinks, None
+
+
+def _preprocess(
+    do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, lse_delta: Tensor,
+    dq_accum: Tensor, lse_scale: float,
+) -> Tensor | None:  # fmt: skip
+    """Fills lse_delta and zeroes dq_accum. Returns the gradient of the sinks in parts, [batch, heads, blocks]."""
+    batch, seqlen_q, heads, value_dim = o.shape
+    padded, block_m = lse_delta.shape[3], 64
+    blocks = padded // block_m
+    dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
+    launch(
+        attention_backward_preprocess, (heads * blocks * batch,),
+        o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, *do.stride()[:3], heads, seqlen_q, padded, lse_scale,
+        HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m, VALUE_DIM=value_dim,
+        BLOCK_DV=block(value_dim), BLOCK_D=dq_accum.shape[3], PDL=pdl_options(device.properties(o.device))["PDL"],
+        num_warps=4,
+    )  # fmt: skip
+    return dsinks
+
+
+def _main(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, dq_accum: Tensor, params: AttentionParams,
+    config: BackwardConfig | WideBackwardConfig,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Adds dQ / scale to dq_accum and returns (dk, dv)."""
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    ranges = block_ranges(
+        params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, 1, q.device, transposed=True
+    )
+    mask, _, _, _, mask_tables = params.functions()
+    grid, programs = _grid(q, k, v, params, config)
+    schedule = tile_schedule(params.mask, ranges, grid, programs, (seqlen_q, seqlen_k, config.block_m, config.block_n))
+    traits = _traits(config, params, block(head_dim), block(value_dim), device.properties(q.device))
+    q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
+    launch(
+        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (programs,),
+        reduce_descriptor(dq_accum) if config.dq_mode == "tma_reduce" else dq_accum,
+        tile_descriptor(q, q_box), tile_descriptor(do, q_box), tile_descriptor(k, kv_box), tile_descriptor(v, kv_box),
+        vector_descriptor(lse_delta, config.block_m), tile_descriptor(dk, kv_box), tile_descriptor(dv, kv_box),
+        mask_tables, TileTables(ranges.ranges, ranges.counts, ranges.loads, ranges.load_counts, schedule),
+        ranges.ranges.shape[-2], ranges.loads.shape[-2], *ranges.strides, schedule.shape[1],
+        batch * kv_heads, kv_heads, heads // kv_heads, lse_delta.shape[3] // config.block_m, seqlen_q, seqlen_k,
+        params.scale * LOG2E, params.scale, params.softcap,
+        MASK=mask, TRAITS=traits, num_warps=4, launch_pdl=traits.PDL,
+    )  # fmt: skip
+    return dk, dv
+
+
+def _traits(
+    config: BackwardConfig | WideBackwardConfig, params: AttentionParams, head_dim: int, value_dim: int,
+    properties: device.Device,
+) -> BackwardTraits:  # fmt: skip
+    """Returns what the kernel is compiled for; head_dim and value_dim are padded."""
+    mask = params.mask
+    # Relative positions take registers, which only narrow heads and blocks leave.
+    spare_registers = config.block_n == 128 and config.block_m == head_dim == 64
+    return BackwardTraits(
+        BLOCK_M=config.block_m,
+        NUM_STAGES=config.num_stages,
+        KV_STAGES=config.kv_stages,
+        FOLD_LSE=config.fold_lse,
+        FOLD_DELTA=config.fold_delta,
+        DQ_MODE=config.dq_mode,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        SOFTCAP=params.softcap > 0,
+        MASK_RELATIVE=mask is not None and mask.relative and spare_registers,
+        MASK_BOUNDED=mask is not None and mask.bounded,
+        PDL=pdl_options(properties)["PDL"],
+    )
+
+
+def _grid(
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, config: BackwardConfig | WideBackwardConfig
+) -> tuple[TileGrid, int]:
+    """Returns (work tiles, number of persistent programs)."""
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    properties, group_size = device.properties(q.device), heads // kv_heads
+    tiles, batch_heads = tune.ceil_div(seqlen_k, config.block_n), batch * kv_heads
+    # Of each query head Q, dO and dq_accum, which is added to all the time; of each kv head K, V, dK and dV.
+    kv_bytes = group_size * seqlen_q * (q.element_size() * (head_dim + value_dim) + 4 * block(head_dim))
+    kv_bytes += 2 * seqlen_k * (head_dim + value_dim) * k.element_size()
+    # Under a mask at least as many heads as are worked on anyway, and two: fewer programs then ask for the same blocks.
+    least = 1 if params.mask is None else max(2, properties.sms // tiles)
+    together = min(batch_heads, max(least, head_group(properties, kv_bytes, 1, batch_heads, params.mask is not None)))
+    together = _even_groups(batch_heads, together)
+    # If the mask has tables, the lengths of work tiles are unknown: each gets a program, and the device schedules them.
+    lengths_known = params.mask is None or not params.mask.tables
+    programs = min(properties.sms, tiles * batch_heads) if lengths_known else tiles * batch_heads
+    return TileGrid(batch_heads, tiles, kv_heads, 1, together, transposed=True, group_size=group_size), programs
+
+
+def _config(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardConfig | WideBackwardConfig:
+    """Returns the launch config; nothing is folded into scores that are capped or scaled by zero."""
+    properties, shape = device.properties(q.device), config_shape(q, k, v, params)
+    if max(q.shape[3], v.shape[3]) > 128:
+        wide: WideBackwardConfig = tune.pick(WIDE_BACKWARD, properties, shape)
+        return wide
+    config: BackwardConfig = tune.pick(BACKWARD, properties, shape)
+    if params.softcap != 0 or params.scale == 0:
+        return replace(config, fold_lse=False, fold_delta=False)
+    return config
+
+
+def _even_groups(batch_heads: int, head_group: int) -> int:
+    """Returns a head group of this size or a little larger: with a small last group, its longest work tiles would start
+    last."""
+    return tune.ceil_div(batch_heads, max(1, batch_heads // head_group))

@@ -1,0 +1,262 @@
+"""Attention backward on Hopper for heads wider than 128: one persistent kernel with five matrix products.
+
+As in backward_kernel.py, a program takes one work tile after another: here 64 keys of one kv head, whose dK and dV of
+256 columns fill the accumulators of a warpgroup each. Both consumer warpgroups work on the same 64 keys and the same
+blocks of 64 queries, and share the products:
+
+- the dV warpgroup computes S^T = K Q^T and P^T, passes P^T on, and accumulates dV += P^T dO;
+- the dK warpgroup computes dP^T = V dO^T, takes P^T, passes dS^T on, and accumulates dK += dS^T Q.
+
+P^T is passed on in float32, from each thread to the same thread of the other warpgroup: nothing is rounded, and there
+are no bank conflicts. Each warpgroup computes half of the columns of dQ = dS K and adds them to a float32 accumulator
+in global memory (dq_accum) by atomics. The dV warpgroup computes its half one step late, so that it never waits for the
+other: while one computes exponentials, the other has products under way.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.language.extra.cuda import gdc_wait
+
+from flashkernel.blocks.pdl_triton import pdl_enter
+from flashkernel.core.gluon import (
+    consumer_release,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    new_barriers,
+    synchronize,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashkernel.ops.attention.hopper.backward_common import (
+    SIZES,
+    Barriers,
+    ConsumerArgs,
+    ProducerArgs,
+    allocate_buffers,
+    atomic_add_dq,
+    before_first_block,
+    first_dq_block,
+    in_register_order,
+    issue_dq,
+    probabilities,
+    produce,
+    visible_keys,
+)
+from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, work_tile_at
+from flashkernel.ops.attention.hopper.softmax import ScoreParams
+
+
+class Exchange(NamedTuple):
+    """Tiles and mbarriers of the consumers among themselves."""
+
+    p: Any  # P^T in float32 (times the derivative of the softcap), [1, 64 * 64] `in_register_order`
+    ds: Any  # dS^T, [2, 64, 64]: of this step and of the one before
+    p_full: Any
+    ds_full: Any
+    k_read: Any  # the dV warpgroup has read K of a work tile for the last time
+
+
+@gluon.jit
+def _from_register_order(flat, S_LAYOUT: gl.constexpr):
+    """[64, 64], the inverse of `in_register_order`: a thread gets what the same thread of the other warpgroup had."""
+    rows = flat.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(rows.reshape([64, 64]), S_LAYOUT)
+
+
+@gluon.jit
+def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
+    """The dV warpgroup: P, dV, and the left half of dQ.
+
+    The last dQ of a work tile is computed at its end; its first step finds no dS before it, and multiplies an old one
+    for nothing.
+    """
+    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
+    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
+    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
+    buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
+    dtype: gl.constexpr = buffers.q.dtype
+    k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
+    v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
+    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    dq_zeros = gl.zeros([64, HEAD_DIM // 2], gl.float32, DQ_LAYOUT)
+    if TRAITS.PDL:
+        gdc_wait()  # the preprocess kernel must have zeroed dq_accum
+    step = 0
+    tile_index = 0
+    work_tile = work_tile_at(args.work_tiles, 0)
+    while work_tile.tile >= 0:
+        tile, batch, kv_head = work_tile
+        dv = gl.zeros([64, VALUE_DIM], gl.float32, DV_LAYOUT)
+        dq_block_base = first_dq_block(work_tile, args)
+        prev_dq_block = gl.to_tensor(-1)  # of the step before
+        mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
+        for member in range(args.group_size):
+            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
+            while blocks_left > 0:
+                stage = step % TRAITS.NUM_STAGES
+                phase = (step // TRAITS.NUM_STAGES) & 1
+                prev = (step + 1) & 1  # buffer of dS of the step before
+                range_offset, block, block_end, masked = next_block(
+                    range_offset, block, block_end, masked, args.visits.ranges
+                )
+                mbarrier.wait(barriers.q_full.index(stage), phase)
+                q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
+                do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
+                # S^T = K Q^T, P^T = exp(S^T - LSE)
+                s_mma = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                neg_lse = buffers.neg_lse.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
+                s = warpgroup_mma_wait(0, deps=[s_mma])
+                p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
+                if masked != 0:
+                    head = kv_head * args.group_size + member
+                    visible = visible_keys(batch, head, block * 64, tile * 64, args.scores, S_LAYOUT, MASK, TRAITS)
+                    p = gl.where(visible, p, 0.0)
+                p_operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
+                # The other warpgroup has read P of the step before when it has written dS.
+                mbarrier.wait(exchange.ds_full.index(prev), ((step - 1) >> 1) & 1)
+                if TRAITS.SOFTCAP:
+                    exchange.p.index(0).store(in_register_order(p * (1 - capped * capped), 64))
+                else:
+                    exchange.p.index(0).store(in_register_order(p, 64))
+                mbarrier.arrive(exchange.p_full.index(0), count=1)
+                # dV += P^T dO, and the left half of dQ = dS K of the step before
+                mbarrier.wait(barriers.do_full.index(stage), phase)
+                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
+                dv_mma = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
+                dq = warpgroup_mma_wait(1, deps=[dq_mma])
+                if prev_dq_block >= 0:
+                    atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
+                prev_dq_block = dq_block_base + block
+                dv = warpgroup_mma_wait(0, deps=[dv_mma])
+                consumer_release(barriers.do_empty.index(stage))
+                step += 1
+                blocks_left -= 1
+            dq_block_base += args.q_blocks
+        last = (step + 1) & 1
+        mbarrier.wait(exchange.ds_full.index(last), ((step - 1) >> 1) & 1)
+        dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
+        work_tile = work_tile_at(args.work_tiles, tile_index + 1)
+        v_tile.store(dv.to(dtype))  # the last dS is there: V has been read for the last time
+        dq = warpgroup_mma_wait(0, deps=[dq_mma])
+        mbarrier.arrive(exchange.k_read.index(0), count=1)
+        fence_async_shared()
+        mbarrier.arrive(barriers.kv_done.index(0), count=1)
+        if prev_dq_block >= 0:
+            atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
+        tile_index += 1
+
+
+@gluon.jit
+def _consume_dk(args, TRAITS: gl.constexpr):
+    """The dK warpgroup: dS, dK, and the right half of dQ."""
+    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
+    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
+    buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
+    dtype: gl.constexpr = buffers.q.dtype
+    k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
+    v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
+    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    dq_zeros = gl.zeros([64, HEAD_DIM // 2], gl.float32, DQ_LAYOUT)
+    flat_zeros = in_register_order(zeros, 64)
+    if TRAITS.PDL:
+        gdc_wait()  # the preprocess kernel must have zeroed dq_accum
+    step = 0
+    tile_index = 0
+    work_tile = work_tile_at(args.work_tiles, 0)
+    while work_tile.tile >= 0:
+        dk = gl.zeros([64, HEAD_DIM], gl.float32, DK_LAYOUT)
+        dq_block_base = first_dq_block(work_tile, args)
+        mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
+        for member in range(args.group_size):
+            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
+            while blocks_left > 0:
+                stage = step % TRAITS.NUM_STAGES
+                phase = (step // TRAITS.NUM_STAGES) & 1
+                current = step & 1  # buffer of dS
+                range_offset, block, block_end, masked = next_block(
+                    range_offset, block, block_end, masked, args.visits.ranges
+                )
+                mbarrier.wait(barriers.do_full.index(stage), phase)
+                q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
+                do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
+                # dP^T = V dO^T, dS^T = P^T (dP^T - delta)
+                dp_mma = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                neg_delta = buffers.neg_delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
+                dp = warpgroup_mma_wait(0, deps=[dp_mma])
+                mbarrier.wait(exchange.p_full.index(0), step & 1)
+                p = _from_register_order(exchange.p.index(0).load(flat_zeros.type.layout), S_LAYOUT)
+                ds = (p * (dp + neg_delta)).to(dtype)
+                ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, DK_LAYOUT, 2))
+                exchange.ds.index(current).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(exchange.ds_full.index(current), count=1)
+                consumer_release(barriers.do_empty.index(stage))
+                # dK += dS^T Q, and the right half of dQ = dS K
+                mbarrier.wait(barriers.q_full.index(stage), phase)
+                mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
+                dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM // 2)
+                dk_mma = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
+                dq = warpgroup_mma_wait(1, deps=[dq_mma])
+                atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, HEAD_DIM // 2)
+                dk = warpgroup_mma_wait(0, deps=[dk_mma])
+                consumer_release(barriers.q_empty.index(stage))
+                step += 1
+                blocks_left -= 1
+            dq_block_base += args.q_blocks
+        work_tile = work_tile_at(args.work_tiles, tile_index + 1)
+        mbarrier.wait(exchange.k_read.index(0), tile_index & 1)
+        k_tile.store((dk * args.scores.softmax_scale).to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(barriers.kv_done.index(0), count=1)
+        tile_index += 1
+
+
+@gluon.jit(do_not_specialize_on_alignment=SIZES)
+def attention_backward_wide(
+    dq_accum, q, do, k, v, lse_delta, dk, dv, mask_tables, tables, max_ranges, max_loads, batch_stride, head_stride,
+    max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
+    softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
+):  # fmt: skip
+    """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
+    buffers = allocate_buffers(q, do, k, v, lse_delta, 64, TRAITS)
+    p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], lse_delta.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
+    ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
+    kv_full = new_barriers(1, 1)
+    kv_done = new_barriers(1, 2)
+    q_full = new_barriers(TRAITS.NUM_STAGES, 1)
+    q_empty = new_barriers(TRAITS.NUM_STAGES, 128)
+    do_full = new_barriers(TRAITS.NUM_STAGES, 1)
+    do_empty = new_barriers(TRAITS.NUM_STAGES, 256)
+    p_full = new_barriers(1, 1)
+    ds_full = new_barriers(2, 1)
+    k_read = new_barriers(1, 1)
+    barriers = Barriers(kv_full, kv_done, q_full, q_empty, do_full, do_empty)
+    exchange = Exchange(p_buffer, ds_buffers, p_full, ds_full, k_read)
+    if TRAITS.PDL:
+        pdl_enter()
+    synchronize()  # else the compiler does so in the producer's loops, since these wait for the barriers
+    work_tiles = tables.schedule + gl.program_id(0) * max_work_tiles * 3
+    loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
+    visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
+    scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
+    heads = kv_heads * group_size
+    delta_start = batch_kv_heads * group_size * q_blocks * 64
+    producer_args = ProducerArgs(
+        q, do, k, v, lse_delta, dk, dv, buffers, barriers, work_tiles, loads, heads, group_size, q_blocks, delta_start
+    )  # fmt: skip
+    consumer_args = ConsumerArgs(
+        dq_accum, buffers, barriers, exchange, work_tiles, visits, heads, group_size, q_blocks, scores
+    )  # fmt: skip
+    gl.warp_specialize([
+        (produce, (producer_args, False, TRAITS)),
+        (_consume_dv, (consumer_args, MASK, TRAITS)),
+        (_consume_dk, (consumer_args, TRAITS)),
+    ], [4, 4], [240, 240])  # fmt: skip
