@@ -1,12 +1,14 @@
-"""The activations' device code: value and slope of each kind in float32, and the clamps of gpt-oss's gate."""
+"""The activations' device code: value and derivative of each kind in float32, and the clamps of gpt-oss's gate."""
 
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.softmax_triton import LOG2E
+
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+    return 1.0 / (1.0 + tl.exp2(-LOG2E * x))
 
 
 @triton.jit
@@ -26,36 +28,36 @@ def _normal_tail(a):
 
 @triton.jit
 def activate(x, KIND: tl.constexpr, alpha):
-    """(value, slope) of the activation; what a kernel does not use is not computed."""
+    """(value, derivative) of the activation; what a kernel does not use is not computed."""
     if KIND == "relu":
         value = tl.where(x < 0, 0.0, x)  # keeps NaN
-        slope = tl.where(x > 0, 1.0, 0.0)
+        derivative = tl.where(x > 0, 1.0, 0.0)
     elif KIND == "squared_relu":
         positive = tl.where(x < 0, 0.0, x)
         value = positive * positive
-        slope = 2.0 * positive
+        derivative = 2.0 * positive
     elif KIND == "gelu":
         tail = _normal_tail(tl.abs(x))
-        below = tl.where(x < 0, tail, 1.0 - tail)  # P(Z < x)
-        value = x * below
-        slope = below + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
+        cdf = tl.where(x < 0, tail, 1.0 - tail)  # P(Z < x)
+        value = x * cdf
+        derivative = cdf + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
     elif KIND == "gelu_tanh":
         # (1 + tanh z) / 2 = sigmoid(2 z); 1 - sigmoid would cancel, and its factor is as large as x^3
-        decay = tl.exp2(-1.4426950408889634 * x * (1.5957691216057308 + 0.07135481282938 * x * x))
-        below = 1.0 / (1.0 + decay)
-        above = tl.where(decay > 1e30, 1.0, decay * below)
-        value = x * below
-        slope = below + value * above * (1.5957691216057308 + 0.21406443848814 * x * x)
+        decay = tl.exp2(-LOG2E * x * (1.5957691216057308 + 0.07135481282938 * x * x))
+        cdf = 1.0 / (1.0 + decay)
+        tail = tl.where(decay > 1e30, 1.0, decay * cdf)
+        value = x * cdf
+        derivative = cdf + value * tail * (1.5957691216057308 + 0.21406443848814 * x * x)
     elif KIND == "silu":
-        share = _sigmoid(x)
-        value = x * share
-        slope = share + value * (1.0 - share)
+        sigmoid = _sigmoid(x)
+        value = x * sigmoid
+        derivative = sigmoid + value * (1.0 - sigmoid)
     else:
         tl.static_assert(KIND == "gpt_oss", "unknown activation")
-        share = _sigmoid(alpha * x)
-        value = x * share
-        slope = share + alpha * value * (1.0 - share)
-    return value, slope
+        sigmoid = _sigmoid(alpha * x)
+        value = x * sigmoid
+        derivative = sigmoid + alpha * value * (1.0 - sigmoid)
+    return value, derivative
 
 
 @triton.jit

@@ -4,7 +4,7 @@ No state is carried and nothing is stored: the forward and the backward pass, a 
 decide alike. The arithmetic is that of 32-bit unsigned integers; torch has no such type to multiply in, so it is done
 in 64 bits and cut off.
 
-    index = ((b * heads + h) * queries + q) * keys + k                   64 bits
+    index = ((b * heads + h) * seqlen_q + q) * seqlen_k + k                   64 bits
     hash  = scramble(low word ^ scramble(high word ^ seed_word(seed)))   32 bits
     kept  = hash >= threshold(probability)
 """
@@ -55,12 +55,12 @@ def keep_pairs(
     q: Tensor,
     k: Tensor,
     heads: int,
-    queries: int,
-    keys: int,
+    seqlen_q: int,
+    seqlen_k: int,
     probability: float,
 ) -> Tensor:
     """Which of the pairs at these indices are kept: bool, of the shape the index tensors broadcast to."""
-    index = ((b * heads + h) * queries + q) * keys + k
+    index = ((b * heads + h) * seqlen_q + q) * seqlen_k + k
     # In a graph a seed may be a symbol, whose scrambling no compiler should have to carry: there, a tensor.
     if torch.compiler.is_compiling() and not isinstance(seed, Tensor):
         seed = index.new_full((), seed)
@@ -73,14 +73,14 @@ def keep(
     seed: int | Tensor,
     batch: int,
     heads: int,
-    queries: int,
-    keys: int,
+    seqlen_q: int,
+    seqlen_k: int,
     probability: float,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Which pairs are kept: bool [batch, heads, queries, keys]."""
+    """Which pairs are kept: bool [batch, heads, seqlen_q, seqlen_k]."""
     b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    q = torch.arange(queries, device=device).view(1, 1, -1, 1)
-    k = torch.arange(keys, device=device).view(1, 1, 1, -1)
-    return keep_pairs(seed, b, h, q, k, heads, queries, keys, probability)
+    q = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1)
+    k = torch.arange(seqlen_k, device=device).view(1, 1, 1, -1)
+    return keep_pairs(seed, b, h, q, k, heads, seqlen_q, seqlen_k, probability)

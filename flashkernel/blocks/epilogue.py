@@ -2,13 +2,12 @@
 
 An `Epilogue` is a chain of small frozen pieces, applied in order to a product [rows, columns] (to a pair of products,
 gate and up, as long as the chain has a `Gate` ahead). Torch runs the chain, a backward pass pulls gradients back
-through it, and `epilogue_triton.finish` applies the same chain to a tile in registers: it reads the chain's text.
+through it, and `apply_epilogue` in epilogue_triton.py applies the same chain to a tile in registers, from its text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernel.blocks.activation import NATIVE, apply_gate
 from flashkernel.core.arguments import static
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "squared_relu")
@@ -64,10 +64,10 @@ class Activation:
         return f"activation {self.kind}"
 
     def run(self, values: Values, operands: Operands) -> Values:
-        return (_FORWARD[self.kind](values[0]),)
+        return (NATIVE[self.kind](values[0]),)
 
     def pull_back(self, values: Values, gradients: Values) -> Values:
-        return (gradients[0] * _value_and_slope(self.kind, values[0])[1],)
+        return (gradients[0] * _value_and_derivative(self.kind, values[0])[1],)
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,18 @@ class Gate:
 
     def run(self, values: Values, operands: Operands) -> Values:
         gate, up = values
-        if self.kind != "gpt_oss":
-            return (_FORWARD[self.kind](gate) * up,)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return ((up + 1) * gate * torch.sigmoid(self.alpha * gate),)
+        return (apply_gate(NATIVE, self.kind, gate, up, self.alpha, self.limit),)
 
     def pull_back(self, values: Values, gradients: Values) -> Values:
         gate, up = values
         if self.kind != "gpt_oss":
-            value, slope = _value_and_slope(self.kind, gate)
-            return gradients[0] * slope * up, gradients[0] * value
-        capped, held = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        share = torch.sigmoid(self.alpha * capped)
-        slope = share * (1 + self.alpha * capped * (1 - share))
-        return gradients[0] * slope * (held + 1) * (gate <= self.limit), gradients[0] * capped * share * (held == up)
+            value, derivative = _value_and_derivative(self.kind, gate)
+            return gradients[0] * derivative * up, gradients[0] * value
+        clamped_gate, clamped_up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        share = torch.sigmoid(self.alpha * clamped_gate)
+        derivative = share * (1 + self.alpha * clamped_gate * (1 - share))
+        dgate = gradients[0] * derivative * (clamped_up + 1) * (gate <= self.limit)
+        return dgate, gradients[0] * clamped_gate * share * (clamped_up == up)
 
 
 @dataclass(frozen=True)
@@ -225,24 +223,7 @@ def _piece(text: str) -> Piece:
     raise ValueError(f"{text!r} is no piece of an epilogue")
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-    "squared_relu": _squared_relu,
-}
-
-
-def _value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
+def _value_and_derivative(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """An activation and its derivative."""
     if kind == "relu":
         return F.relu(x), (x > 0).to(x.dtype)
@@ -255,7 +236,7 @@ def _value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if kind == "gelu_tanh":
         root = math.sqrt(2 / math.pi)
         bent = torch.tanh(root * (x + 0.044715 * x**3))
-        slope = 0.5 * (1 + bent) + 0.5 * x * (1 - bent.square()) * root * (1 + 3 * 0.044715 * x.square())
-        return 0.5 * x * (1 + bent), slope
+        derivative = 0.5 * (1 + bent) + 0.5 * x * (1 - bent.square()) * root * (1 + 3 * 0.044715 * x.square())
+        return 0.5 * x * (1 + bent), derivative
     below = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     return x * below, below + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)

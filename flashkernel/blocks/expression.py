@@ -36,6 +36,7 @@ from flashkernel.blocks.nodes import (
     where,
 )
 from flashkernel.blocks.source import score_source, table_arguments, triton_source
+from flashkernel.core.tracing import assume_constant_result
 
 __all__ = [
     "BOOLEAN",
@@ -74,8 +75,8 @@ __all__ = [
 def bind(expression: Expression, found: list[Tensor], given: list[Tensor]) -> Expression:
     """The same expression over other tensors: each of `found` is replaced by its counterpart in `given`."""
     if isinstance(expression, Gather):
-        place = next(index for index, table in enumerate(found) if table is expression.table)
-        return Gather(given[place], tuple(bind(index, found, given) for index in expression.indices))
+        position = next(index for index, table in enumerate(found) if table is expression.table)
+        return Gather(given[position], tuple(bind(index, found, given) for index in expression.indices))
     if isinstance(expression, Operation):
         return Operation(expression.name, tuple(bind(arg, found, given) for arg in expression.args))
     return expression
@@ -112,7 +113,7 @@ class Traced:
         text = triton_source(self.expression, found)
         object.__setattr__(self, "tables", tuple(found))
         object.__setattr__(self, "text", text)
-        object.__setattr__(self, "cache_key", None if found else text)  # tells calls apart (core/replay.py)
+        object.__setattr__(self, "cache_key", None if found else text)  # distinguishes calls (core/replay.py)
         if torch.compiler.is_compiling() or text not in _traced:
             _register(text, _encode(self.expression, found))
 
@@ -122,14 +123,29 @@ class Traced:
 
 
 def score_function(function: Callable[..., Any]) -> Traced:
-    """A function of (score, b, h, q, k) for attention's `score`, traced here and now: torch.compile needs it so."""
+    """A score function for `attention`, traced here and now; torch.compile needs it made outside the compiled function.
+
+    Args:
+        function: of the score and the indices of batch, head, query and key, written with Python's operators; it
+            returns the new score. Tensors are read through `Table(tensor)[index]`.
+
+    Returns:
+        What `attention(..., score=...)` takes.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> nearer = fk.score_function(lambda score, b, h, q, k: score - 0.1 * abs(q - k))
+        >>> q = k = v = torch.randn(1, 8, 2, 16)
+        >>> fk.attention(q, k, v, score=nearer).shape
+        torch.Size([1, 8, 2, 16])
+    """
     return Traced(trace_score(function), "score")
 
 
 _traced: dict[str, tuple[Any, ...]] = {}  # text -> encoded expression
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _register(text: str, encoded: tuple[Any, ...]) -> bool:
     """Lets `recall` find an expression. A compiler that traces the call runs it then, not with the graph: the graph's
     operators recall what was traced inside it."""
@@ -138,14 +154,14 @@ def _register(text: str, encoded: tuple[Any, ...]) -> bool:
 
 
 def _encode(node: Expression, found: list[Tensor]) -> tuple[Any, ...]:
-    """An expression as nested tuples of plain values; a table is its place in `found`."""
+    """An expression as nested tuples of plain values; a table is its position in `found`."""
     if isinstance(node, Variable):
         return "variable", node.name
     if isinstance(node, Constant):
         return "constant", node.value
     if isinstance(node, Gather):
-        place = next(index for index, table in enumerate(found) if table is node.table)
-        return "gather", place, tuple([_encode(index, found) for index in node.indices])
+        position = next(index for index, table in enumerate(found) if table is node.table)
+        return "gather", position, tuple([_encode(index, found) for index in node.indices])
     assert isinstance(node, Operation)
     return "operation", node.name, tuple([_encode(arg, found) for arg in node.args])
 
@@ -171,7 +187,7 @@ def _recalled(text: str) -> Expression:
 
 
 def tables(expression: Expression) -> list[Tensor]:
-    """The tensors an expression reads, each once, in the order a depth-first walk meets them."""
+    """The tensors an expression reads, each once, in depth-first order."""
     found: list[Tensor] = []
     _find_tables(expression, found)
     return found

@@ -13,16 +13,28 @@ from torch import Tensor
 
 from flashkernel.core.arguments import static
 from flashkernel.core.replay import CONSTANT
+from flashkernel.core.tracing import assume_constant_result
 
 _cache_keys: dict[tuple[tuple[float, ...], float], object] = {}  # one short key for equal frequencies (core/replay.py)
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Radians per position of each rotated pair, and the factor that cos and sin are multiplied by.
+    """Angular frequencies of a rotary embedding, one per rotated pair of dims, and a factor on cos and sin.
 
-    Pair i of n = dim / 2 turns by theta^(-i / n) radians per position in the plain form; the other constructors change
-    that for contexts longer than the model was trained on. Values are kept as float32 numbers, as models are trained.
+    Pair i of n = dim / 2 rotates by theta^(-i / n) radians per position in the plain form; other constructors change
+    that for contexts longer than the model was trained on. Values are rounded to float32, as in the models' code.
+
+    Args:
+        values: radians per position of each pair.
+        scaling: multiplies cos and sin (YaRN's attention factor).
+
+    Example:
+        >>> import flashkernel as fk
+        >>> fk.Frequencies.plain(8, theta=10000.0).rotary_dim
+        8
+        >>> fk.Frequencies.linear(8, 10000.0, factor=2.0).values[0]
+        0.5
     """
 
     values: tuple[float, ...]
@@ -50,7 +62,12 @@ class Frequencies:
 
     @classmethod
     def plain(cls, dim: int, theta: float = 10000.0) -> Frequencies:
-        """The original rule, for `dim` rotated dims."""
+        """Returns the original frequencies, theta^(-2i / dim).
+
+        Args:
+            dim: rotated dims of a head; even.
+            theta: the base.
+        """
         if dim < 2 or dim % 2:
             raise ValueError(f"Frequencies: {dim} dims cannot be rotated in pairs; dim must be even and at least 2")
         if not 0 < theta < math.inf:
@@ -60,7 +77,13 @@ class Frequencies:
 
     @classmethod
     def linear(cls, dim: int, theta: float, factor: float) -> Frequencies:
-        """Positions divided by `factor`."""
+        """Returns frequencies divided by `factor` (position interpolation).
+
+        Args:
+            dim: rotated dims of a head; even.
+            theta: the base.
+            factor: how much longer the context becomes.
+        """
         _check_factor("linear", factor)
         return cls(tuple(value / factor for value in _exact(dim, theta)))
 
@@ -74,7 +97,16 @@ class Frequencies:
         high_freq_factor: float,
         original_max_positions: int,
     ) -> Frequencies:
-        """Llama 3.1's rule: low frequencies are divided by `factor`, high ones kept, those between blended."""
+        """Returns Llama 3.1's frequencies: low ones divided by `factor`, high ones kept, those between blended.
+
+        Args:
+            dim: rotated dims of a head; even.
+            theta: the base.
+            factor: how much longer the context becomes.
+            low_freq_factor: pairs with fewer rotations in the original context are divided.
+            high_freq_factor: pairs with more rotations are kept.
+            original_max_positions: context length of the original training.
+        """
         if high_freq_factor <= low_freq_factor:
             raise ValueError(
                 f"Frequencies.llama3: high_freq_factor is {high_freq_factor}; "
@@ -106,10 +138,19 @@ class Frequencies:
         mscale_all_dim: float | None = None,
         truncate: bool = True,
     ) -> Frequencies:
-        """YaRN: pairs that turn more than `beta_fast` times in the original context are kept, those that turn fewer
-        than `beta_slow` times are divided by `factor`, and a linear ramp over the pairs between blends the two.
+        """Returns YaRN's frequencies: a linear ramp over the pairs blends kept and interpolated ones.
 
-        `attention_factor` is the scaling; without it, it follows from `factor` (and DeepSeek's two mscales).
+        Args:
+            dim: rotated dims of a head; even.
+            theta: the base.
+            factor: how much longer the context becomes.
+            original_max_positions: context length of the original training.
+            beta_fast: pairs with more rotations than this in the original context are kept.
+            beta_slow: pairs with fewer rotations than this are divided by `factor`.
+            attention_factor: the scaling of cos and sin; follows from `factor` (and the mscales) unless given.
+            mscale: DeepSeek's numerator of the scaling.
+            mscale_all_dim: DeepSeek's denominator of the scaling.
+            truncate: rounds the ramp's ends to whole pairs.
         """
 
         _check_factor("yarn", factor)
@@ -136,9 +177,11 @@ class Frequencies:
 
     @classmethod
     def from_hf(cls, config: Any, layer_type: str | None = None) -> Frequencies:
-        """The frequencies of a Transformers config (object or dict), as version 5 (`rope_parameters`) or 4 writes it.
+        """Returns the frequencies of a Transformers config, as version 5 (`rope_parameters`) or 4 writes it.
 
-        `layer_type` names the entry where a model has several ("full_attention", "sliding_attention").
+        Args:
+            config: a config object or dict.
+            layer_type: names the entry where a model has several ("full_attention", "sliding_attention").
         """
         return _from_hf(config, layer_type)
 
@@ -154,9 +197,14 @@ class Frequencies:
         return self._kept("rates", device)
 
     def table(self, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions 0, 1, ..., each float32 [positions, dim / 2]."""
-        angles = torch.arange(positions, device=device).double()[:, None] * self.inverse(device).double()
-        return (angles.cos() * self.scaling).float(), (angles.sin() * self.scaling).float()
+        """(cos, sin) of the positions 0, 1, ..., each float32 [positions, dim / 2] on `device`."""
+        cos, sin = self.cos_sin(torch.arange(positions, device=device))
+        return cos.float(), sin.float()
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of integer positions [...], each float64 [..., dim / 2], times the scaling."""
+        angles = positions.double()[..., None] * self.inverse(positions.device).double()
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
     def _kept(self, name: str, device: torch.device | str) -> Tensor:
         if torch.compiler.is_compiling():
@@ -171,7 +219,7 @@ class Frequencies:
         return found
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _graph_constant(values: tuple[float, ...], name: str, device: torch.device | str) -> Tensor:
     """A compiled graph holds the tensor itself: one made inside could live in memory that a replay reuses."""
     key = (values, name, device)

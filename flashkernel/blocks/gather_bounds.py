@@ -20,7 +20,7 @@ def gather_bounds(gather: Gather, known: dict[str, Interval], sizes: dict[str, t
     """Least and most of a table over a tile.
 
     Exact where an index along q or k is the position itself or position // block (of a size that goes with the tile's)
-    and no two of them follow the same position, and where a tile's indices span at most two entries of each dim.
+    and no two of them follow the same position, and where a tile's indices cover at most two entries of each dim.
     """
     table = gather.table
     if table.numel() == 0:
@@ -91,16 +91,16 @@ def _followed(index: Expression, sizes: dict[str, tuple[int, int]]) -> _Followed
 
 
 def _corner_bounds(gather: Gather, known: dict[str, Interval], sizes: dict[str, tuple[int, int]]) -> Interval:
-    """The values at the corners where a tile's indices span at most two entries of each dim, else the whole table's."""
+    """The values at the corners where a tile's indices cover at most two entries of a dim, else the whole table's."""
     table = gather.table.view(torch.uint8) if gather.table.dtype == torch.bool else gather.table
-    spans = [bounds(index, known, lambda inner: gather_bounds(inner, known, sizes)) for index in gather.indices]
-    ends = [(torch.as_tensor(span.low), torch.as_tensor(span.high)) for span in spans]
+    intervals = [bounds(index, known, lambda inner: gather_bounds(inner, known, sizes)) for index in gather.indices]
+    ends = [(torch.as_tensor(interval.low), torch.as_tensor(interval.high)) for interval in intervals]
     near = torch.ones((), dtype=torch.bool, device=table.device)
     for low, high in ends:
         near = near & (high - low <= 1).to(table.device)
     corners = [
-        ex.evaluate(Gather(table, tuple(Variable(str(place)) for place in range(len(ends)))),
-                    {str(place): ends[place][bit] for place, bit in enumerate(bits)})
+        ex.evaluate(Gather(table, tuple(Variable(str(dim)) for dim in range(len(ends)))),
+                    {str(dim): ends[dim][bit] for dim, bit in enumerate(bits)})
         for bits in itertools.product((0, 1), repeat=len(ends))
     ]  # fmt: skip
     near_bounds = _as_bounds(functools.reduce(torch.minimum, corners), functools.reduce(torch.maximum, corners))

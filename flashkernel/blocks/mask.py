@@ -1,8 +1,8 @@
 """Attention masks: which key positions a query position sees.
 
 A mask answers two questions from one expression: is this pair visible, and is this tile of pairs empty, partial or
-full. Masks compose with &, | and ~. Kernels walk over runs of neighbouring tiles, never load an empty one and never
-mask a full one.
+full. Masks compose with &, | and ~. Kernels iterate over ranges of neighbouring tiles (blocks/tile_ranges.py), never
+load an empty tile and never mask a full one.
 
     causal() & window(128)                     what gpt-oss's sliding layers see
     (window(1024) | sink_tokens(4)) & causal() StreamingLLM
@@ -12,6 +12,7 @@ mask a full one.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,24 @@ class Requirement:
 
 @dataclass(frozen=True, eq=False)
 class Mask(Traced):
-    """A condition on (b, h, q, k): True where query q of head h in batch b sees key k."""
+    """A condition on (b, h, q, k): True where query q of head h in batch b sees key k.
+
+    Masks are made by `causal`, `window`, `documents`, `prefix`, `sink_tokens`, `block_sparse`, `column_intervals`,
+    `tensor_mask` and `custom`, and compose with &, | and ~. A boolean tensor may stand on either side of & and |.
+
+    Attributes:
+        expression: the condition, as an expression of b, h, q, k and the sequence lengths sq and sk.
+        name: how the mask is written, for messages.
+        requires: the sizes that a call must have to use this mask.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> mask = fk.causal() & fk.window(3)
+        >>> mask
+        Mask((causal & window(3, None)))
+        >>> mask.visible(1, 1, 4, 4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
+    """
 
     name: str = "mask"
     requires: tuple[Requirement, ...] = ()
@@ -81,7 +99,15 @@ class Mask(Traced):
         )
 
     def check(self, caller: str, batch: int, heads: int, queries: int, keys: int) -> None:
-        """Refuse a call whose sizes are not those that the mask was made for."""
+        """Raises ValueError, in the name of `caller`, if the mask was made for other sizes.
+
+        Args:
+            caller: the public function, for the message.
+            batch: of the call.
+            heads: query heads of the call.
+            queries: seqlen_q of the call.
+            keys: seqlen_k of the call.
+        """
         for one in self.requires:
             size = (batch, heads, queries, keys)[_AXES.index(one.axis)]
             if size > one.size or (one.exact and size != one.size):
@@ -108,61 +134,72 @@ class Mask(Traced):
         """Whether it keeps every query from seeing keys past the last, so that nobody else needs to."""
         return _bounded(self.expression)
 
-    def visible(self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-        """The mask itself, [batch or 1, heads or 1, queries, keys]: the ground truth for every kernel."""
+    def visible(
+        self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """The mask as bool [batch or 1, heads or 1, seqlen_q, seqlen_k] on `device`: the ground truth for kernels."""
         b = torch.arange(batch if "b" in self.depends else 1, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads if "h" in self.depends else 1, device=device).view(1, -1, 1, 1)
-        q = torch.arange(queries, device=device).view(1, 1, -1, 1)
-        k = torch.arange(keys, device=device).view(1, 1, 1, -1)
-        values = {"b": b, "h": h, "q": q, "k": k, "sq": queries, "sk": keys}
+        q = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1)
+        k = torch.arange(seqlen_k, device=device).view(1, 1, 1, -1)
+        values = {"b": b, "h": h, "q": q, "k": k, "sq": seqlen_q, "sk": seqlen_k}
         found = torch.as_tensor(ex.evaluate(self.expression, values), device=device)
-        return found.expand(torch.broadcast_shapes(found.shape, (b.shape[0], h.shape[1], queries, keys)))
+        return found.expand(torch.broadcast_shapes(found.shape, (b.shape[0], h.shape[1], seqlen_q, seqlen_k)))
 
     def tiles(
         self,
         batch: int,
         heads: int,
-        queries: int,
-        keys: int,
-        rows: int,
-        columns: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        block_m: int,
+        block_n: int,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """EMPTY, PARTIAL or FULL for each tile of `rows` x `columns`: int8 [batch or 1, heads or 1, q tiles, k tiles].
+        """EMPTY, PARTIAL or FULL for each tile of block_m queries by block_n keys.
+
+        Returns int8 [batch or 1, heads or 1, seqlen_q / block_m, seqlen_k / block_n], rounded up, on `device`.
 
         By interval arithmetic, so without looking at pairs: a tile is never called empty or full that is not, but a
         partial one may turn out to be either. A tile that sticks out beyond the last key is partial.
         """
-        q = _tile_bounds(queries, rows, device, (1, 1, -1, 1))
-        k = _tile_bounds(keys, columns, device, (1, 1, 1, -1))
+        q = _tile_bounds(seqlen_q, block_m, device, (1, 1, -1, 1))
+        k = _tile_bounds(seqlen_k, block_n, device, (1, 1, 1, -1))
         b = torch.arange(batch if "b" in self.depends else 1, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads if "h" in self.depends else 1, device=device).view(1, -1, 1, 1)
         known = {
             "b": Interval(b, b), "h": Interval(h, h), "q": q, "k": k,
-            "sq": Interval(queries, queries), "sk": Interval(keys, keys),
+            "sq": Interval(seqlen_q, seqlen_q), "sk": Interval(seqlen_k, seqlen_k),
         }  # fmt: skip
-        sizes = {"q": (queries, rows), "k": (keys, columns)}
+        sizes = {"q": (seqlen_q, block_m), "k": (seqlen_k, block_n)}
         truth: Truth = bounds(self.expression, known, lambda gather: gather_bounds(gather, known, sizes))
         shape = (b.shape[0], h.shape[1], q.low.shape[2], k.low.shape[3])
         some = torch.as_tensor(truth.some, device=device).expand(shape)
         every = torch.as_tensor(truth.every, device=device).expand(shape)
         status = some.to(torch.int8) + (some & every).to(torch.int8)
-        if keys % columns and status.numel():
+        if seqlen_k % block_n and status.numel():
             status[..., -1].clamp_(max=PARTIAL)
         return status
 
-    def draw(self, queries: int = 32, keys: int | None = None, batch: int = 0, head: int = 0) -> str:
-        """The mask as text, a character for each pair; two rows a line, so that it looks square."""
-        keys = queries if keys is None else keys
-        seen = self.visible(batch + 1, head + 1, queries, keys)[-1, -1]
-        if queries % 2:
-            seen = torch.cat([seen, seen.new_zeros(1, keys)])
+    def draw(self, seqlen_q: int = 32, seqlen_k: int | None = None, batch: int = 0, head: int = 0) -> str:
+        """The mask of one `batch` entry and `head` as text: seqlen_k columns, seqlen_q / 2 lines of two queries each.
+
+        Example:
+            >>> import flashkernel as fk
+            >>> fk.causal().draw(4).splitlines()
+            ['█▄  ', '███▄']
+        """
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        seen = self.visible(batch + 1, head + 1, seqlen_q, seqlen_k)[-1, -1]
+        if seqlen_q % 2:
+            seen = torch.cat([seen, seen.new_zeros(1, seqlen_k)])
         glyphs = " ▀▄█"  # neither row, the upper, the lower, both
         codes = (seen[0::2].int() + 2 * seen[1::2].int()).tolist()
         return "\n".join("".join(glyphs[code] for code in line) for line in codes)
 
-    def image(self, path: Any, queries: int = 256, keys: int | None = None, tile: int = 32) -> None:
-        """Write a picture of the mask, its tiles coloured by whether a kernel skips, masks or just computes them."""
+    def image(self, path: Any, seqlen_q: int = 256, seqlen_k: int | None = None, tile: int = 32) -> None:
+        """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are coloured by
+        whether a kernel skips, masks or just computes them."""
         try:
             import matplotlib
 
@@ -170,10 +207,10 @@ class Mask(Traced):
             from matplotlib import pyplot
         except ImportError as error:
             raise ImportError("Mask.image needs matplotlib; pip install flashkernel[plot]") from error
-        keys = queries if keys is None else keys
-        seen = self.visible(1, 1, queries, keys)[0, 0].float().numpy()
-        status = self.tiles(1, 1, queries, keys, tile, tile)[0, 0].float()
-        shade = status.repeat_interleave(tile, 0).repeat_interleave(tile, 1)[:queries, :keys].numpy()
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        seen = self.visible(1, 1, seqlen_q, seqlen_k)[0, 0].float().numpy()
+        status = self.tiles(1, 1, seqlen_q, seqlen_k, tile, tile)[0, 0].float()
+        shade = status.repeat_interleave(tile, 0).repeat_interleave(tile, 1)[:seqlen_q, :seqlen_k].numpy()
         figure, axes = pyplot.subplots(figsize=(6, 6))
         axes.imshow(shade, cmap="Blues", vmin=0, vmax=4, interpolation="nearest")
         axes.imshow(seen, cmap="Greys", alpha=0.55 * seen, vmin=0, vmax=1, interpolation="nearest")
@@ -246,6 +283,41 @@ def checked(
     return mask
 
 
+def check_causal_window(caller: str, causal: bool, window: int | None) -> int | None:
+    """An operator's argument `window` as a Python integer; TypeError or ValueError where it or `causal` is wrong."""
+    if type(causal) is not bool:
+        advice = "; a mask goes into mask=" if isinstance(causal, Traced) or callable(causal) else ""
+        raise TypeError(f"{caller}: causal is a {type(causal).__name__}; it must be True or False{advice}")
+    if window is None:
+        return None
+    if isinstance(window, (bool, float, str, tuple, list, Tensor, Traced)) or callable(window):
+        raise TypeError(
+            f"{caller}: window is {window!r}; it must be a number, of the keys that a query sees up to its own, or "
+            "None for no window; a window of two sides is mask=flashkernel.window(left, right)"
+        )
+    size = static(operator.index(window))
+    if size < 1:
+        raise ValueError(f"{caller}: window is {size}; a query sees itself at least, so 1 or more; None is no window")
+    return size
+
+
+def narrowed(mask: Mask | None, causal: bool, window: int | None, caller: str) -> Mask | None:
+    """The mask of an operator that was also given `causal` and `window`: all of them together.
+
+    Under a window a query sees so many keys up to its own and no later ones, whether `causal` is set or not.
+    """
+    size = check_causal_window(caller, causal, window)
+    if size is None and not causal:
+        return mask
+    own = _sliding(size)
+    return own if mask is None else mask & own
+
+
+@_kept
+def _sliding(size: int | None) -> Mask:
+    return causal() if size is None else causal() & _window(size, None)
+
+
 def recalled(text: str, tables: Sequence[Tensor]) -> Mask:
     """The mask that a text names, over these tensors; without any it is made once."""
     return Mask(ex.recall(text, tables)) if tables else _recalled(text)
@@ -304,14 +376,36 @@ def _bounded(node: Expression) -> bool:
 
 @_kept
 def causal() -> Mask:
-    """A query sees the keys up to its own position; the last query is aligned with the last key."""
+    """The mask in which a query sees the keys up to its own position.
+
+    The last query is aligned with the last key: query q has position q + seqlen_k - seqlen_q.
+
+    Returns:
+        A `Mask`. `attention(q, k, v, causal=True)` means the same.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> fk.causal().visible(1, 1, 2, 3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 1]]
+    """
     return Mask(_K <= _Q + (_SK - _SQ), "causal")
 
 
 def window(left: int | None, right: int | None = None) -> Mask:
-    """`window(w)`: a query sees w keys up to its own, and all later ones; with `right`, at most so many later ones.
+    """The mask in which a query sees the keys around its own position.
 
-    The first is what Transformers calls sliding_window, to be combined with causal().
+    Args:
+        left: how many keys a query sees up to its own, itself included (Transformers' sliding_window); None is no
+            limit.
+        right: how many later keys it sees; None is no limit, so a sliding window is `causal() & window(left)`.
+
+    Returns:
+        A `Mask`.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> fk.window(2, 1).visible(1, 1, 4, 4)[0, 0].int().tolist()
+        [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     """
     return _window(left, right)
 
@@ -334,13 +428,38 @@ def _window(left: int | None, right: int | None) -> Mask:
 
 @_kept
 def sink_tokens(count: int) -> Mask:
-    """Every query sees the first `count` keys (StreamingLLM); combine with | and then with causal()."""
+    """The mask in which every query sees the first `count` keys (StreamingLLM's attention sinks).
+
+    Args:
+        count: how many keys.
+
+    Returns:
+        A `Mask`, to be joined to a window with | and then to `causal()` with &.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> streaming = (fk.window(2) | fk.sink_tokens(1)) & fk.causal()
+        >>> streaming.visible(1, 1, 4, 4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
+    """
     count = static(count)
     return Mask(count > _K, f"sink_tokens({count})")
 
 
 def prefix(lengths: int | Tensor) -> Mask:
-    """Every query sees the first `lengths` keys, one number or one a batch; prefix-LM is prefix(n) | causal()."""
+    """The mask in which every query sees the first `lengths` keys; a prefix LM has `prefix(n) | causal()`.
+
+    Args:
+        lengths: a number, or an integer tensor (batch,).
+
+    Returns:
+        A `Mask`.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> (fk.prefix(2) | fk.causal()).visible(1, 1, 3, 3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
     if not isinstance(lengths, Tensor):
         return Mask(ex.lift(lengths) > _K, "prefix")
     if lengths.ndim != 1:
@@ -349,7 +468,22 @@ def prefix(lengths: int | Tensor) -> Mask:
 
 
 def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
-    """Queries and keys see each other within a document; ids are (seq,) or (batch, seq), documents contiguous."""
+    """The mask in which queries and keys see each other within a document, for sequences packed into one.
+
+    Args:
+        query_ids: integers (seqlen_q,) or (batch, seqlen_q), the document of each query. The tokens of a document lie
+            side by side.
+        key_ids: the same of the keys, (seqlen_k,) or (batch, seqlen_k); None for those of the queries.
+
+    Returns:
+        A `Mask`, usually joined to `causal()` with &. `attention_varlen` takes cumulative lengths instead.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> ids = torch.tensor([0, 0, 1])
+        >>> (fk.causal() & fk.documents(ids)).visible(1, 1, 3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
     key_ids = query_ids if key_ids is None else key_ids
     left, of_queries = _along("documents: query_ids", query_ids, _Q)
     right, of_keys = _along("documents: key_ids", key_ids, _K)
@@ -357,7 +491,21 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def block_sparse(layout: Tensor, block: int) -> Mask:
-    """Pairs whose block is set in layout: bool (q blocks, k blocks), with heads before, or batch and heads."""
+    """The mask of the pairs whose block is set in a layout.
+
+    Args:
+        layout: bool (q blocks, k blocks), (heads, q blocks, k blocks) or (batch, heads, q blocks, k blocks).
+        block: queries and keys of a block.
+
+    Returns:
+        A `Mask`.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> layout = torch.tensor([[True, False], [True, True]])
+        >>> fk.block_sparse(layout, 2).visible(1, 1, 4, 4)[0, 0].int().tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    """
     block = static(block)
     indices: tuple[Expression, ...] = (_Q // block, _K // block)
     sizes = {"queries": block * layout.shape[-2], "keys": block * layout.shape[-1]} if layout.ndim >= 2 else {}
@@ -374,17 +522,41 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
 
 
 def column_intervals(start: Tensor, end: Tensor) -> Mask:
-    """FlashMask: key k is hidden from the queries in [start[k], end[k]); tables are (keys,) or (batch, keys)."""
+    """The mask in which key k is hidden from the queries in [start[k], end[k]) (FlashMask).
+
+    Args:
+        start: integers (seqlen_k,) or (batch, seqlen_k), the first query that does not see each key.
+        end: the same, the first query that sees it again.
+
+    Returns:
+        A `Mask`.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> start, end = torch.tensor([1, 3, 3]), torch.tensor([2, 3, 3])
+        >>> fk.column_intervals(start, end).visible(1, 1, 3, 3)[0, 0].int().tolist()
+        [[1, 1, 1], [0, 1, 1], [1, 1, 1]]
+    """
     first, of_first = _along("column_intervals: start", start, _K)
     last, of_last = _along("column_intervals: end", end, _K)
     return Mask((first > _Q) | (last <= _Q), "column_intervals", _joined(of_first, of_last))
 
 
 def tensor_mask(visible: Tensor) -> Mask:
-    """A boolean tensor as a mask, True where a pair is visible, as scaled_dot_product_attention takes it.
+    """A boolean tensor as a mask, as scaled_dot_product_attention takes it.
 
-    It must broadcast to (batch, heads, queries, keys): (queries, keys), (heads, queries, keys), (batch, 1, 1, keys).
-    The tensor is read where it is. Tiles in which nothing is visible are skipped.
+    Args:
+        visible: bool, True where a pair is visible; it broadcasts to (batch, heads, seqlen_q, seqlen_k). It is not
+            copied. Tiles in which nothing is visible are skipped.
+
+    Returns:
+        A `Mask`.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> padding = torch.tensor([True, True, False]).view(1, 1, 1, 3)  # of the keys
+        >>> (fk.causal() & fk.tensor_mask(padding)).visible(1, 1, 3, 3)[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
     """
     if visible.dtype != torch.bool or not 1 <= visible.ndim <= 4:
         added = visible.is_floating_point()
@@ -426,9 +598,23 @@ def _needs(label: str, **sizes: int) -> tuple[Requirement, ...]:
 
 
 def custom(function: Callable[..., Any], name: str = "custom") -> Mask:
-    """Any function of (b, h, q, k) written with operators; tensors are read through Table(tensor)[index].
+    """The mask of any function of (b, h, q, k), written with Python's operators.
 
-    Integers are 32 bits wide in kernels. Reads outside a table give 0.
+    The function is called once, with variables. Kernels run the expression it returns, on 32-bit integers.
+
+    Args:
+        function: of the indices of batch, head, query and key; it returns a condition. Tensors are read through
+            `Table(tensor)[index]`, and reads outside a table give 0.
+        name: how the mask is written in messages.
+
+    Returns:
+        A `Mask`.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> stripes = fk.custom(lambda b, h, q, k: (q - k) % 2 == 0, "stripes")
+        >>> (fk.causal() & stripes).visible(1, 1, 4, 4)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
     """
     if isinstance(function, Tensor) or not callable(function):
         raise TypeError(

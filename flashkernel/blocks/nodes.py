@@ -207,7 +207,19 @@ _READABLE = (
 
 
 class Table:
-    """A tensor that a traced function may index: `ids = Table(ids)`, then `ids[b, q] == ids[b, k]`."""
+    """A tensor that masks and score functions may index.
+
+    Args:
+        tensor: bool, uint8, int8 to int64, or float16 to float64, of one dim or more. It is not copied.
+
+    Example:
+        >>> import torch
+        >>> import flashkernel as fk
+        >>> ids = fk.Table(torch.tensor([0, 0, 1]))
+        >>> same = fk.custom(lambda b, h, q, k: ids[q] == ids[k])
+        >>> same.visible(1, 1, 3, 3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype not in _READABLE or tensor.ndim == 0:
@@ -309,7 +321,22 @@ def _both(name: str, sign: str, left: Expression, right: Expression) -> Expressi
 
 
 def where(condition: Any, a: Any, b: Any) -> Expression:
-    """`a` where the condition holds, else `b`: what a traced function writes for if."""
+    """`a` where the condition holds, else `b`: what a mask or a score function writes instead of `if`.
+
+    Args:
+        condition: a condition of the function's arguments.
+        a: a number or an expression.
+        b: a number or an expression.
+
+    Returns:
+        An expression.
+
+    Example:
+        >>> import flashkernel as fk
+        >>> mask = fk.custom(lambda b, h, q, k: fk.where(h == 0, k <= q, k >= q))
+        >>> mask.visible(1, 2, 2, 2)[0].int().tolist()
+        [[[1, 0], [1, 1]], [[1, 1], [0, 1]]]
+    """
     test, left, right = lift(condition), lift(a), lift(b)
     if test.kind != BOOLEAN:
         raise TypeError(f"where takes a condition first, not {_kinds(test)}; write x != 0 for a number x")

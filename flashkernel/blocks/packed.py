@@ -14,14 +14,14 @@ from flashkernel.blocks.mask import Mask, custom
 
 
 def packed_mask(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, left: int | None = None, right: int | None = None
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: int, left: int | None = None, right: int | None = None
 ) -> tuple[Mask, Tensor]:
-    """The mask of packed sequences, and for each query the packed position of the key it is aligned with, [queries].
+    """The mask of packed sequences, and for each query the packed position of the key it is aligned with, [tokens].
 
     The last query of a sequence is aligned with its last key. Tokens behind the last sequence see nothing.
     """
-    token = torch.arange(queries, dtype=torch.int32, device=cu_seqlens_q.device)
-    sequence = torch.searchsorted(cu_seqlens_q, token, right=True) - 1  # [queries]
+    token = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens_q.device)
+    sequence = torch.searchsorted(cu_seqlens_q, token, right=True) - 1  # [tokens]
     inside = sequence < cu_seqlens_q.shape[0] - 1
     sequence = sequence.clamp(max=cu_seqlens_q.shape[0] - 2)
     start, end = cu_seqlens_k[sequence], cu_seqlens_k[sequence + 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -62,9 +64,8 @@ def token_tables(
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) of each token, [batch or 1, seq, 1, width / 2]; NaN where a position is outside its table."""
     if frequencies is not None:
-        place = torch.arange(q.shape[1], device=q.device) if positions is None else positions
-        angles = place.double()[..., None] * frequencies.inverse(q.device).double()
-        return _per_token(angles.cos() * frequencies.scaling), _per_token(angles.sin() * frequencies.scaling)
+        cos, sin = frequencies.cos_sin(torch.arange(q.shape[1], device=q.device) if positions is None else positions)
+        return _per_token(cos), _per_token(sin)
     assert cos is not None
     assert sin is not None
     cos, sin = half_width(cos.detach(), width, interleaved), half_width(sin.detach(), width, interleaved)
@@ -83,12 +84,39 @@ def _per_token(table: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, interleaved: bool) -> Tensor:
-    """x [batch, seq, heads, head_dim], its first `width` dims turned by cos and sin [batch or 1, seq, 1, width / 2]."""
-    turning, rest = x[..., :width], x[..., width:]
+    """x [batch, seq, heads, head_dim], its first `width` dims rotated by cos, sin [batch or 1, seq, 1, width / 2]."""
+    rotated_dims, rest = x[..., :width], x[..., width:]
     if interleaved:
-        a, b = turning[..., ::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        a, b = rotated_dims[..., ::2], rotated_dims[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     else:
-        a, b = turning[..., : width // 2], turning[..., width // 2 :]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return turned if width == x.shape[-1] else torch.cat((turned, rest), -1)
+        a, b = rotated_dims[..., : width // 2], rotated_dims[..., width // 2 :]
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, rest), -1)
+
+
+@dataclass(frozen=True)
+class RotaryOptions:
+    """How heads are rotated, as callers of `rope` and `append_kv` say it."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    positions: Tensor | None = None
+    frequencies: Frequencies | None = None
+    rotary_dim: int | None = None
+    interleaved: bool = False
+
+    @property
+    def rotates(self) -> bool:
+        """Whether there is anything to rotate by."""
+        return self.cos is not None or self.frequencies is not None
+
+    def width(self, caller: str, head_dim: int) -> int:
+        """Leading dims of a head that are rotated."""
+        return rotary_width(caller, head_dim, self.cos, self.rotary_dim, self.frequencies)
+
+    def token_tables(self, caller: str, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """(cos, sin, width) for x (batch, seq, heads, head_dim); cos and sin are [batch or 1, seq, 1, width / 2]."""
+        width = self.width(caller, x.shape[-1])
+        cos, sin = token_tables(x, self.cos, self.sin, self.positions, self.frequencies, width, self.interleaved)
+        return cos, sin, width

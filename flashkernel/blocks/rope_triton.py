@@ -1,14 +1,16 @@
 """The rotary embedding's device code: the angles of a token, pairs of dims into registers, and their rotation."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def _cos_sin(phase):
-    """(cos, sin) of a phase in units of 2^-64 turns."""
-    top = (phase >> 32).to(tl.int32)  # 2^-32 turns
-    quarter = ((top >> 29) + 1) >> 1  # the nearest quarter turn
+    """(cos, sin) of a phase in units of 2^-64 of a full rotation."""
+    top = (phase >> 32).to(tl.int32)  # in units of 2^-32 of a full rotation
+    quarter = ((top >> 29) + 1) >> 1  # the nearest quarter of a rotation
     x = (top - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # radians in [-pi / 4, pi / 4]
     y = x * x
     sine = x + x * y * (-1 / 6 + y * (1 / 120 + y * (-1 / 5040 + y / 362880)))
@@ -19,29 +21,45 @@ def _cos_sin(phase):
     return tl.where(((quarter + 1) & 2) == 2, -real, real), tl.where((quarter & 2) == 2, -imaginary, imaginary)
 
 
+class Angles(NamedTuple):
+    """Tables of cos and sin, or rates (frequencies in fixed point), and the tokens' positions; None where not given."""
+
+    cos: Any
+    sin: Any
+    rates: Any
+    positions: Any
+
+
+class AngleStrides(NamedTuple):
+    table_batch: Any
+    table_row: Any
+    positions_batch: Any
+    positions_seq: Any
+
+
 @triton.jit
 def token_cos_sin(
-    cos, sin, rates, positions, batch, place,
-    table_batch, table_row, positions_batch, positions_seq, table_rows, scaling,
+    angles, strides, batch, seq_index, table_rows, scaling,
     HALF: tl.constexpr, PAIRS: tl.constexpr, TABLE_STEP: tl.constexpr,
 ):  # fmt: skip
     """(cos, sin) of one token, each [1, PAIRS]; NaN where its position is outside the table."""
     pair = tl.arange(0, PAIRS)
     inside = pair < HALF
-    if positions is not None:
-        position = tl.load(positions + batch * positions_batch + place * positions_seq).to(tl.int64)
+    if angles.positions is not None:
+        offset = batch * strides.positions_batch + seq_index * strides.positions_seq
+        position = tl.load(angles.positions + offset).to(tl.int64)
     else:
-        position = place
-    if rates is not None:
-        cosine, sine = _cos_sin(position * tl.load(rates + pair, mask=inside, other=0))
+        position = seq_index
+    if angles.rates is not None:
+        cosine, sine = _cos_sin(position * tl.load(angles.rates + pair, mask=inside, other=0))
         cosine *= scaling
         sine *= scaling
     else:
-        if positions is not None:
+        if angles.positions is not None:
             inside = inside & (position >= 0) & (position < table_rows)
-        offset = batch * table_batch + position * table_row
-        cosine = tl.load(cos + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
-        sine = tl.load(sin + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
+        offset = batch * strides.table_batch + position * strides.table_row
+        cosine = tl.load(angles.cos + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
+        sine = tl.load(angles.sin + offset + pair * TABLE_STEP, mask=inside, other=float("nan")).to(tl.float32)
     return cosine[None, :], sine[None, :]
 
 
@@ -60,8 +78,8 @@ def load_pairs(source, inside, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEA
 
 
 @triton.jit
-def turn(first, second, cosine, sine):
-    """The pairs (first, second) turned by their angles, in float32."""
+def rotate_pairs(first, second, cosine, sine):
+    """The pairs (first, second) rotated by their angles, in float32."""
     a = first.to(tl.float32)
     b = second.to(tl.float32)
     return a * cosine - b * sine, b * cosine + a * sine

@@ -71,10 +71,10 @@ def triton_source(expression: Expression, found: list[Tensor]) -> str:
     if name in ("floordiv", "mod"):
         return _division_source(expression, texts[0])
     if name in ("lt", "le", "eq"):
-        for place, (one, other) in enumerate((args, args[::-1])):
+        for side, (one, other) in enumerate((args, args[::-1])):
             small = isinstance(other, Constant) and other.kind == INTEGER and 0 <= other.value < 128
             if small and isinstance(one, Gather) and one.table.dtype in NARROW:  # no need to widen
-                texts[place] = _load_source(one, found)
+                texts[side] = _load_source(one, found)
     if name in ("tanh", "exp", "abs") and (name != "abs" or not variables(args[0]) - {"sq", "sk"}):
         # Triton has no tanh and exp of integers, and lengths of 1 may be known when it compiles: no tensors.
         texts = [f"tl.cast({texts[0]}, {'tl.float32' if name != 'abs' or args[0].kind == FLOAT else 'tl.int32'})"]
@@ -94,13 +94,13 @@ def score_source(expression: Expression, found: list[Tensor]) -> str:
 def _load_source(gather: Gather, found: list[Tensor]) -> str:
     table = gather.table
     before = found[: next(index for index, one in enumerate(found) if one is table)]
-    place, dims = sum(1 + 2 * one.ndim for one in before), table.ndim
+    start, dims = sum(1 + 2 * one.ndim for one in before), table.ndim
     indices = [triton_source(index, found) for index in gather.indices]
-    inside = " & ".join(f"({index} >= 0) & ({index} < tables[{place + 1 + dim}])" for dim, index in enumerate(indices))
+    inside = " & ".join(f"({index} >= 0) & ({index} < tables[{start + 1 + dim}])" for dim, index in enumerate(indices))
     if sum((size - 1) * stride for size, stride in zip(table.shape, table.stride())) >= WIDEST:
         indices = [f"tl.cast({index}, tl.int64)" for index in indices]
-    offset = " + ".join(f"{index} * tables[{place + 1 + dims + dim}]" for dim, index in enumerate(indices))
-    return f"tl.load(tables[{place}] + ({offset}), mask={inside}, other=0)"
+    offset = " + ".join(f"{index} * tables[{start + 1 + dims + dim}]" for dim, index in enumerate(indices))
+    return f"tl.load(tables[{start}] + ({offset}), mask={inside}, other=0)"
 
 
 def _division_source(expression: Operation, dividend: str) -> str:

@@ -9,12 +9,20 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import draw_seed
-from flashkernel.blocks.mask import Mask, checked
-from flashkernel.blocks.runs import span
-from flashkernel.core.arguments import autocast, autocast_dtype, check_scale, check_softcap, without_autocast
+from flashkernel.blocks.mask import Mask, checked, narrowed
+from flashkernel.blocks.tile_ranges import max_visible_keys
+from flashkernel.core.arguments import (
+    autocast,
+    autocast_dtype,
+    check_scale,
+    check_softcap,
+    needs_gradients,
+    without_autocast,
+)
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
-from flashkernel.ops.attention import registered, spec
+from flashkernel.ops.attention import library, spec
+from flashkernel.ops.attention.params import AttentionInputs
 
 
 @replayed
@@ -26,6 +34,8 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     *,
+    causal: bool = False,
+    window: int | None = None,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -38,21 +48,50 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q kT) v, without ever holding the scores.
 
-    q is (batch, queries, heads, head_dim), k (batch, keys, kv_heads, head_dim), v (batch, keys, kv_heads, value_dim).
-    Query head h reads key and value head h // (heads // kv_heads). `scale` is 1 / sqrt(head_dim) unless given.
+    Query head h reads key/value head h // (heads // kv_heads). To a score are applied, in this order: `softcap`, ALiBi,
+    `bias`, the function `score`, and the mask. A query that sees nothing gives zeros, and an lse of -inf. All tensors
+    are differentiable, and so is the lse. Under autocast q, k, v and bias are cast as for scaled_dot_product_attention.
 
-    To a score are applied, in this order: `softcap` (softcap * tanh(s / softcap)), ALiBi (minus slope times distance;
-    slopes are (heads,) or (batch, heads)), `bias` (broadcast to (batch, heads, queries, keys)), the function
-    `score(s, b, h, q, k)`, and the mask: see causal, window, documents and their kin, which compose with &, | and ~;
-    or a boolean tensor, True where a pair is visible, that broadcasts to (batch, heads, queries, keys).
-    `sinks` (heads,) are learned logits that take part in the softmax without a value (gpt-oss).
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), any strides.
+        k: (batch, seqlen_k, kv_heads, head_dim), in q's dtype.
+        v: (batch, seqlen_k, kv_heads, value_dim), in q's dtype.
+        bias: added to the scores; it broadcasts to (batch, heads, seqlen_q, seqlen_k).
+        sinks: (heads,), learned logits that take part in the softmax without a value (gpt-oss).
+        alibi_slopes: (heads,) or (batch, heads); a score loses slope times the distance of its query and key.
+        causal: a query sees the keys up to its own position; the last query is aligned with the last key.
+        window: a query sees so many keys up to its own, itself included, and no later ones (Transformers'
+            sliding_window); None is no window. `mask=flashkernel.window(left, right)` has two sides.
+        mask: a `Mask` (see `causal`, `window`, `documents` and others, which compose with &, | and ~), or a boolean
+            tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), True where a pair is visible. A pair must be
+            visible by `causal`, by `window` and by `mask`.
+        scale: what q kT is multiplied by; None is 1 / sqrt(head_dim).
+        softcap: a score s becomes softcap * tanh(s / softcap); 0 is none.
+        score: a function of (score, b, h, q, k), written with operators, that returns the new score.
+        dropout: the share of probabilities that are dropped, others at each call.
+        seed: a number, or int64 of one element on q's device, that fixes which are dropped. None draws one from torch's
+            generator of the device, on the device, so torch.manual_seed and activation checkpointing repeat it, and a
+            CUDA graph draws another at each replay.
+        deterministic: gradients are bit-equal on repeat.
+        return_lse: also return the logarithm of each query's sum of exponentials.
+        backend: "hopper", "triton", "torch" or "reference"; None chooses (see `explain`).
 
-    `dropout` drops probabilities, others at each call: a seed is drawn from torch's generator of the device, on the
-    device, as scaled_dot_product_attention does (torch.manual_seed and activation checkpointing repeat it, a CUDA graph
-    draws another at each replay). A `seed`, a number or an int64 tensor of one element, fixes which are dropped. With
-    `deterministic`, gradients are bit-equal on repeat. `return_lse` adds the log of each row's sum, (batch, heads,
-    queries) in float32. A row that sees nothing gives zeros, and an lse of -inf. All inputs are differentiable, and so
-    is the lse. Under autocast q, k, v and bias are cast as for scaled_dot_product_attention.
+    Returns:
+        (batch, seqlen_q, heads, value_dim) in q's dtype; with `return_lse` also the lse, float32
+        (batch, heads, seqlen_q).
+
+    Example:
+        >>> import torch
+        >>> import flashkernel as fk
+        >>> q = torch.randn(1, 8, 4, 16, requires_grad=True)
+        >>> k, v = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16)
+        >>> out = fk.attention(q, k, v, causal=True, window=4)
+        >>> out.shape
+        torch.Size([1, 8, 4, 16])
+        >>> out.sum().backward()
+        >>> same = fk.attention(q, k, v, mask=fk.causal() & fk.window(4))
+        >>> torch.allclose(out, same)
+        True
     """
     lower = autocast_dtype(q)
     if lower is not None:
@@ -61,15 +100,16 @@ def attention(
     _check_tensors(q, k, v)
     _check_extras(q, k, bias, sinks, alibi_slopes)
     mask = checked(mask, "attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
+    if causal is not False or window is not None:
+        mask = narrowed(mask, causal, window, "attention")
     _check_settings(q, scale, softcap, score, dropout, seed)
     if score is not None and not isinstance(score, ex.Traced):
         score = ex.score_function(score)
     chosen = choose(
-        spec.ATTENTION, backend, q.device, q.dtype,
+        spec.ATTENTION, backend, q.device, q.dtype, needs_gradients(q, k, v, bias, sinks, alibi_slopes),
         head_dim=q.shape[-1], value_dim=v.shape[-1], has_tables=mask is not None and len(mask.tables) > 0,
         has_score=score is not None, has_bias=bias is not None, has_slopes=alibi_slopes is not None,
         has_dropout=dropout > 0, deterministic=deterministic, few_keys=_few_keys(q, k, mask),
-        has_gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )  # fmt: skip
     if seed is None:
         seed = draw_seed(q.device) if dropout > 0 else 0
@@ -79,8 +119,8 @@ def attention(
                 q, k, v, bias, sinks, alibi_slopes,
                 mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
             )  # fmt: skip
-    out, lse = registered.run(
-        chosen.target, q, k, v, bias, sinks, alibi_slopes, mask, score,
+    out, lse = library.attention(
+        chosen.target, AttentionInputs(q, k, v, bias, sinks, alibi_slopes), mask, score,
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout),
         seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
     )  # fmt: skip
@@ -92,7 +132,7 @@ def _few_keys(q: Tensor, k: Tensor, mask: Mask | None) -> bool:
     taken not to."""
     if mask is None or mask.tables or k.shape[1] < 4 * spec.FEW_KEYS or torch.compiler.is_compiling():
         return False
-    return span(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1]) <= spec.FEW_KEYS
+    return max_visible_keys(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1]) <= spec.FEW_KEYS
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

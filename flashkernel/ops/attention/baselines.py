@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Mask, causal, window
 from flashkernel.core.op import Case, Op
+from flashkernel.ops.attention.random_cases import mask_of
 from flashkernel.ops.attention.torch import same
 
 Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PeerCall:
     """A case in the terms that the peers share: causal or not, and how many keys a query sees."""
 
     mask: Mask | None
@@ -31,17 +32,17 @@ class Plan:
     sinks: bool
 
 
-def _plan(case: Case) -> Plan:
-    beyond = set(case.options) - {"mask"} | set(case.present) - {"sinks"}
+def _peer_call(case: Case) -> PeerCall:
+    beyond = set(case.options) - {"causal", "mask", "window"} | set(case.present) - {"sinks"}
     if beyond:
         raise ValueError(f"it is called here with a mask and sinks only, not with {', '.join(sorted(beyond))}")
-    mask: Mask | None = case.options.get("mask")
+    mask = mask_of(case.options)
     sinks = "sinks" in case.present
     if mask is None or same(mask.expression, causal().expression):
-        return Plan(mask, mask is not None, None, sinks)
+        return PeerCall(mask, mask is not None, None, sinks)
     widths = [width for width in _numbers(mask.expression) if isinstance(width, int) and width > 0]
     found = [width for width in widths if same(mask.expression, (causal() & window(width)).expression)]
-    return Plan(mask, bool(found), found[0] if found else None, sinks)
+    return PeerCall(mask, bool(found), found[0] if found else None, sinks)
 
 
 def _numbers(expression: ex.Expression) -> list[Any]:
@@ -50,35 +51,35 @@ def _numbers(expression: ex.Expression) -> list[Any]:
     return [value for child in ex.children(expression) for value in _numbers(child)]
 
 
-def _simple(case: Case, name: str, windows: bool = False, sinks: bool = False) -> Plan:
-    """The plan, where a peer that knows causal masks, and perhaps windows and learned sinks, can do it."""
-    plan = _plan(case)
-    if plan.mask is not None and not plan.causal:
-        raise ValueError(f"{name} has no such mask: {plan.mask}")
-    if plan.window is not None and not windows:
+def _simple(case: Case, name: str, windows: bool = False, sinks: bool = False) -> PeerCall:
+    """The call, where a peer that knows causal masks, and perhaps windows and learned sinks, can do it."""
+    call = _peer_call(case)
+    if call.mask is not None and not call.causal:
+        raise ValueError(f"{name} has no such mask: {call.mask}")
+    if call.window is not None and not windows:
         raise ValueError(f"{name} has no window")
-    if plan.sinks and not sinks:
+    if call.sinks and not sinks:
         raise ValueError(f"{name} has no learned sinks")
-    if plan.mask is not None and case.axes["queries"] != case.axes["keys"]:
+    if call.mask is not None and case.axes["queries"] != case.axes["keys"]:
         raise ValueError(f"{name} may align a causal mask otherwise where queries and keys differ in number")
-    return plan
+    return call
 
 
 def eager(op: Op, case: Case) -> Function:
     """Softmax attention as a model without a fused kernel has it: scores in memory, softmax in float32."""
-    plan = _plan(case)
+    call = _peer_call(case)
 
     @functools.cache
     def hidden(batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        assert plan.mask is not None
-        return ~plan.mask.visible(batch, heads, queries, keys, device)
+        assert call.mask is not None
+        return ~call.mask.visible(batch, heads, queries, keys, device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         groups = q.shape[2] // k.shape[2]
         rows = q.transpose(1, 2)  # [B, Hq, Sq, D]
         columns, values = (x.transpose(1, 2).repeat_interleave(groups, dim=1) for x in (k, v))
         scores = rows @ columns.transpose(2, 3) / math.sqrt(q.shape[-1])  # [B, Hq, Sq, Sk]
-        if plan.mask is not None:
+        if call.mask is not None:
             scores = scores.masked_fill(hidden(*scores.shape, q.device), -math.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
@@ -89,12 +90,12 @@ def eager(op: Op, case: Case) -> Function:
 
 
 def _scaled_dot_product(case: Case, name: str, kind: SDPBackend | None) -> Function:
-    plan = _simple(case, name)
+    call = _simple(case, name)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, columns, values = (x.transpose(1, 2) for x in (q, k, v))
         grouped = q.shape[2] != k.shape[2]
-        out = F.scaled_dot_product_attention(rows, columns, values, is_causal=plan.causal, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(rows, columns, values, is_causal=call.causal, enable_gqa=grouped)
         return out.transpose(1, 2)
 
     if kind is None:
@@ -125,14 +126,14 @@ def flex(op: Op, case: Case) -> Function:
     """FlexAttention with our mask's own expression; learned sinks by rescaling with the lse, as Transformers does."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    plan = _plan(case)
-    if plan.mask is not None and ex.tables(plan.mask.expression):
+    call = _peer_call(case)
+    if call.mask is not None and ex.tables(call.mask.expression):
         raise ValueError("flex is given masks without tables here")
 
     @functools.cache
     def blocks(batch: int, heads: int, queries: int, keys: int, device: str) -> Any:
-        assert plan.mask is not None
-        expression, depends = plan.mask.expression, plan.mask.depends
+        assert call.mask is not None
+        expression, depends = call.mask.expression, call.mask.depends
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return ex.evaluate(expression, {"b": b, "h": h, "q": q, "k": k, "sq": queries, "sk": keys})
@@ -153,7 +154,7 @@ def flex(op: Op, case: Case) -> Function:
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1], str(q.device))
-        return run(q, k, v, sinks, None if plan.mask is None else blocks(*sizes))
+        return run(q, k, v, sinks, None if call.mask is None else blocks(*sizes))
 
     return attention
 
@@ -162,9 +163,9 @@ def fa3(op: Op, case: Case) -> Function:
     """FlashAttention-3; what can be installed has the forward pass only."""
     from fa3_fwd_interface import flash_attn_func
 
-    plan = _simple(case, "fa3", windows=True)
-    left = -1 if plan.window is None else plan.window - 1
-    settings = {"causal": plan.causal, "window_size": (left, 0 if plan.window else -1)}
+    call = _simple(case, "fa3", windows=True)
+    left = -1 if call.window is None else call.window - 1
+    settings = {"causal": call.causal, "window_size": (left, 0 if call.window else -1)}
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _first(flash_attn_func(q, k, v, **settings))
@@ -176,10 +177,10 @@ def fa4(op: Op, case: Case) -> Function:
     """FlashAttention-4, with windows and learned sinks."""
     from flash_attn.cute import flash_attn_func
 
-    plan = _simple(case, "fa4", windows=True, sinks=True)
+    call = _simple(case, "fa4", windows=True, sinks=True)
     settings = {
-        "causal": plan.causal,
-        "window_size": (None, None) if plan.window is None else (plan.window - 1, 0),
+        "causal": call.causal,
+        "window_size": (None, None) if call.window is None else (call.window - 1, 0),
     }
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -13,18 +13,9 @@ from typing import Any
 import torch
 
 from flashkernel.blocks import expression as ex
+from flashkernel.blocks import mask as masks
 from flashkernel.blocks.expression import Table
-from flashkernel.blocks.mask import (
-    Mask,
-    block_sparse,
-    causal,
-    column_intervals,
-    custom,
-    documents,
-    prefix,
-    sink_tokens,
-    window,
-)
+from flashkernel.blocks.mask import Mask
 from flashkernel.core.op import Case
 from flashkernel.core.random_case import Rng
 
@@ -51,6 +42,9 @@ def random_case(rng: Rng, case: Case) -> Case:
     if rng.maybe(0.15):
         seed = rng.call.getrandbits(40)
         options |= {"dropout": 0.25, "seed": rng.tensor(seed, torch.int64) if rng.maybe(0.3) else seed}
+    options |= {name: case.options[name] for name in ("causal", "window") if name in case.options}
+    if "window" in options:
+        options["window"] = rng.kernel.randint(1, 200 if rng.large else 24)
     dtype = case.dtypes[0]
     return replace(case, axes=axes, options=options, present=present, gradients=_has_gradients(axes, options),
                    dtypes=(dtype,))  # fmt: skip
@@ -109,10 +103,10 @@ def _constructed(rng: Rng, axes: Mapping[str, int]) -> Mask:
     few = rng.kernel.randint(1, 200 if rng.large else 24)
     more = rng.kernel.randint(0, 60 if rng.large else 9)
     builders: tuple[Callable[[], Mask], ...] = (
-        causal, causal, causal, causal,
-        lambda: window(few), lambda: window(few, more), lambda: window(None, more),
-        lambda: sink_tokens(more), lambda: prefix(few),
-        lambda: prefix(_integers(rng, axes["batch"], most=axes["keys"])),
+        masks.causal, masks.causal, masks.causal, masks.causal,
+        lambda: masks.window(few), lambda: masks.window(few, more), lambda: masks.window(None, more),
+        lambda: masks.sink_tokens(more), lambda: masks.prefix(few),
+        lambda: masks.prefix(_integers(rng, axes["batch"], most=axes["keys"])),
         lambda: _documents(rng, axes), lambda: _blocks(rng, axes), lambda: _intervals(rng, axes),
         lambda: _custom(rng, axes), lambda: _custom(rng, axes), lambda: _custom(rng, axes),
     )  # fmt: skip
@@ -135,7 +129,7 @@ def _custom(rng: Rng, axes: Mapping[str, int]) -> Mask:
         "integers[q] >= k": lambda b, h, q, k: Table(_integers(rng, queries, most=keys))[q] >= k,
     }
     name = rng.one(tuple(functions))
-    return custom(functions[name], f"({name})")
+    return masks.custom(functions[name], f"({name})")
 
 
 def _integers(rng: Rng, *shape: int, most: int) -> torch.Tensor:
@@ -166,20 +160,20 @@ def _documents(rng: Rng, axes: Mapping[str, int]) -> Mask:
         )
         for axis in ("queries", "keys")
     ]
-    return documents(*tables)
+    return masks.documents(*tables)
 
 
 def _blocks(rng: Rng, axes: Mapping[str, int]) -> Mask:
     block = rng.one((16, 64) if rng.large else (8, 16))
     blocks = tuple(-(-axes[axis] // block) for axis in ("queries", "keys"))
     leading = rng.one(((), (axes["heads"],), (axes["batch"], axes["heads"])))
-    return block_sparse(_booleans(rng, *leading, *blocks), block)
+    return masks.block_sparse(_booleans(rng, *leading, *blocks), block)
 
 
 def _intervals(rng: Rng, axes: Mapping[str, int]) -> Mask:
     shape = (axes["batch"], axes["keys"]) if rng.maybe() else (axes["keys"],)
     start = _integers(rng, *shape, most=axes["queries"])
-    return column_intervals(start, start + _integers(rng, *shape, most=max(1, axes["queries"] // 2)))
+    return masks.column_intervals(start, start + _integers(rng, *shape, most=max(1, axes["queries"] // 2)))
 
 
 def _score(rng: Rng, heads: int) -> ex.Traced:
@@ -199,14 +193,20 @@ def _score(rng: Rng, heads: int) -> ex.Traced:
     return ex.Traced(ex.trace(functions[name], "score", "b", "h", "q", "k"), name)
 
 
+def mask_of(options: Mapping[str, Any]) -> Mask | None:
+    """What a query sees by a case's `mask`, `causal` and `window` together."""
+    return masks.narrowed(options.get("mask"), options.get("causal", False), options.get("window"), "attention")
+
+
 def _has_gradients(axes: Mapping[str, int], options: Mapping[str, Any]) -> bool:
     """Whether some query sees a few keys: gradients that are all zero leave rounding alone to be compared."""
     batch, heads, queries, keys = (axes[axis] for axis in ("batch", "heads", "queries", "keys"))
     if not batch * queries * keys:
         return True
-    if "mask" not in options:
+    mask = mask_of(options)
+    if mask is None:
         return keys >= _FEWEST_KEYS
-    seen = options["mask"].visible(batch, heads, queries, keys, _device(options["mask"])).sum(-1)
+    seen = mask.visible(batch, heads, queries, keys, _device(mask)).sum(-1)
     return bool(seen.max() >= _FEWEST_KEYS or seen.max() == 0)
 
 

@@ -22,6 +22,8 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     *,
+    causal: bool = False,
+    window: int | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -31,36 +33,41 @@ def attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scores) v, with every score in memory: q is (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)."""
-    batch, queries, heads, head_dim = q.shape
-    keys, groups = k.shape[1], heads // k.shape[2]
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, group_size = k.shape[1], heads // k.shape[2]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    # Query head h reads key and value head h // groups.
+    # Query head h reads key and value head h // group_size.
     rows = q.transpose(1, 2)  # [B, Hq, Sq, D]
-    columns = k.transpose(1, 2).repeat_interleave(groups, dim=1)  # [B, Hq, Sk, D]
-    values = v.transpose(1, 2).repeat_interleave(groups, dim=1)  # [B, Hq, Sk, Dv]
+    columns = k.transpose(1, 2).repeat_interleave(group_size, dim=1)  # [B, Hq, Sk, D]
+    values = v.transpose(1, 2).repeat_interleave(group_size, dim=1)  # [B, Hq, Sk, Dv]
     scores = rows @ columns.transpose(2, 3) * scale  # [B, Hq, Sq, Sk]
     scores = _changed(scores, bias, alibi_slopes, softcap, score)
     if mask is not None:
-        scores = scores.masked_fill(~mask.visible(batch, heads, queries, keys, q.device), -math.inf)
+        scores = scores.masked_fill(~mask.visible(batch, heads, seqlen_q, seqlen_k, q.device), -math.inf)
+    if causal or window is not None:  # a window hides later keys too
+        position = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device).view(-1, 1)  # of each query
+        key = torch.arange(seqlen_k, device=q.device)
+        hidden = key > position if window is None else (key > position) | (key <= position - window)  # [Sq, Sk]
+        scores = scores.masked_fill(hidden, -math.inf)
 
     # The sink is one more column, with a logit but no value; a logit of -inf is no sink.
     logits = scores.new_full((1,), -math.inf) if sinks is None else sinks.to(scores.dtype)
-    sink = logits.view(1, -1, 1, 1).expand(batch, heads, queries, 1)
+    sink = logits.view(1, -1, 1, 1).expand(batch, heads, seqlen_q, 1)
     scores = torch.cat([scores, sink], dim=-1)  # [B, Hq, Sq, Sk + 1]
-    highest = scores.detach().amax(-1, keepdim=True)
-    highest = highest.masked_fill(highest == -math.inf, 0)
-    weights = torch.exp(scores - highest)
-    total = weights.sum(-1, keepdim=True)
-    blind = total == 0  # rows that see nothing
-    total = total.masked_fill(blind, 1)
-    probabilities = (weights / total)[..., :keys]
+    row_max = scores.detach().amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(-1, keepdim=True)
+    sees_nothing = row_sum == 0
+    row_sum = row_sum.masked_fill(sees_nothing, 1)
+    probabilities = (weights / row_sum)[..., :seqlen_k]
     if dropout > 0:
-        kept = keep(seed, batch, heads, queries, keys, dropout, q.device)
+        kept = keep(seed, batch, heads, seqlen_q, seqlen_k, dropout, q.device)
         probabilities = probabilities * kept / (1 - dropout)
     out = (probabilities.to(v.dtype) @ values).transpose(1, 2).to(q.dtype)  # [B, Sq, Hq, Dv]
     if not return_lse:
         return out
-    lse = (highest + torch.log(total)).masked_fill(blind, -math.inf).squeeze(-1)  # [B, Hq, Sq]
+    lse = (row_max + torch.log(row_sum)).masked_fill(sees_nothing, -math.inf).squeeze(-1)  # [B, Hq, Sq]
     return out, lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
@@ -72,16 +79,16 @@ def _changed(
     score: Callable[..., Any] | None,
 ) -> Tensor:
     """What is done to q . k, in the order that every implementation keeps."""
-    batch, heads, queries, keys = scores.shape
+    batch, heads, seqlen_q, seqlen_k = scores.shape
     b = torch.arange(batch, device=scores.device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=scores.device).view(1, -1, 1, 1)
-    q = torch.arange(queries, device=scores.device).view(1, 1, -1, 1)
-    k = torch.arange(keys, device=scores.device).view(1, 1, 1, -1)
+    q = torch.arange(seqlen_q, device=scores.device).view(1, 1, -1, 1)
+    k = torch.arange(seqlen_k, device=scores.device).view(1, 1, 1, -1)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         slopes = alibi_slopes.view(-1, heads, 1, 1)  # [1 or B, Hq, 1, 1]
-        scores = scores - slopes * (q + (keys - queries) - k).abs()
+        scores = scores - slopes * (q + (seqlen_k - seqlen_q) - k).abs()
     if bias is not None:
         scores = scores + bias
     if score is None:

@@ -15,7 +15,7 @@ from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, O
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.configs import too_wide
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
-from flashkernel.ops.attention.random_cases import random_case
+from flashkernel.ops.attention.random_cases import mask_of, random_case
 
 _ROOM = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
@@ -56,7 +56,7 @@ FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a war
 def _slower(call: Call) -> str | None:
     if call.facts["has_tables"]:  # they are known on the device only
         return "its mask has tables, so that the tile schedule cannot be laid out beforehand"
-    if call.facts["few_keys"] and not call.facts["has_gradients"] and max(_widths(call)) > 64:
+    if call.facts["few_keys"] and not call.gradients and max(_widths(call)) > 64:
         return f"each tile of queries sees at most {FEW_KEYS} keys, where the portable forward kernel is faster"
     return None
 
@@ -140,6 +140,9 @@ _SHAPES = (
 )
 _MASKS = (
     _masked("causal", causal()),
+    Case("causal", _axes(2, (13, 21), (4, 2), 16), {"causal": True}),
+    Case("causal-window", _axes(1, (19, 23), (4, 2), 16), {"causal": True, "window": 5, "return_lse": True}),
+    Case("window-and-mask", _axes(2, 21, 2, 16), {"window": 6, "mask": prefix(3) | window(4)}),
     _masked("window", causal() & window(5)),
     _masked("two-sided", window(3, 4)),
     _masked("sink-tokens", (window(4) | sink_tokens(2)) & causal()),
@@ -224,7 +227,7 @@ def visible_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys:
     if queries % tile:  # a full tile may stick out beyond the last query, though not beyond the last key
         seen -= int((status[:, :, -1] == FULL).sum()) * (tile - queries % tile) * tile
     partial = ((status != FULL) & (status != EMPTY)).nonzero()  # [tiles, 4]
-    b, h = (partial[:, place].view(-1, 1, 1) for place in (0, 1))
+    b, h = (partial[:, dim].view(-1, 1, 1) for dim in (0, 1))
     within = torch.arange(tile)
     for chunk in range(0, len(partial), 256):
         part = slice(chunk, chunk + 256)
@@ -239,7 +242,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     """Two matrix products over the visible pairs forward and five backward; every tensor moves once."""
     axes = case.axes
     batch, queries, keys, heads = axes["batch"], axes["queries"], axes["keys"], axes["heads"]
-    pairs = visible_pairs(case.options.get("mask"), batch, heads, queries, keys)
+    pairs = visible_pairs(mask_of(case.options), batch, heads, queries, keys)
     forward = 2.0 * pairs * (axes["head_dim"] + axes["value_dim"])
     backward = 2.0 * pairs * (3 * axes["head_dim"] + 2 * axes["value_dim"])
     by_query = batch * queries * heads * dtype.itemsize
@@ -257,7 +260,7 @@ ATTENTION = Op(
     inputs=_INPUTS,
     backends=(
         backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_slower),
-        backends.triton(f"{_ROOM}.triton", _kernels, least=80),
+        backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
         backends.torch_native(f"{_ROOM}.torch:attention"),
         backends.reference(f"{_ROOM}.reference:attention"),
     ),
