@@ -1,1 +1,1 @@
-"""The names people already import, served by FlashKernel: change the import and leave the code as it is."""
+"""Drop-in replacements for other libraries: change the import, and leave the code as it is."""

@@ -1,14 +1,17 @@
-"""flash-attn 2's functions in its signatures: `from flashkernel.compat.flash_attn import flash_attn_func`.
+"""flash-attn 2's functions with its signatures: `from flashkernel.compat.flash_attn import flash_attn_func`.
 
-What is different: any float dtype, any device; value heads may have another size; a row that sees nothing has LSE -inf
+Differences: any float dtype, any device; value heads may have another size; a row that sees no key has LSE -inf
 (flash-attn: +inf); LSE is differentiable; the third result of return_attn_probs, flash-attn's testing aid, is None.
-`max_seqlen_*` are accepted and not needed. Where dropout_p > 0 the seed is drawn by torch's generator of q's device,
-which torch.manual_seed and activation checkpointing restore. Attention with a cache is in kvcache.py.
+`max_seqlen_*` are accepted and not needed. Where dropout_p > 0 the seed comes from torch's generator of q's device,
+which torch.manual_seed and activation checkpointing restore. Attention with a KV cache is in kvcache.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +21,8 @@ from flashkernel.blocks import mask as masks
 from flashkernel.blocks.expression import Table
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
+from flashkernel.compat.arguments import number, optional_number, positive_softcap, window_sides
 from flashkernel.compat.kvcache import flash_attn_with_kvcache
-from flashkernel.compat.settings import number, optional_number, positive_softcap, window_sides
 from flashkernel.ops.attention import attention
 
 __all__ = [
@@ -35,68 +38,133 @@ __all__ = [
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
-    """Attention of q (batch, seqlen_q, heads, dim) to k and v (batch, seqlen_k, heads_k, dim).
+class FlashAttnOptions(NamedTuple):
+    """The parameters that all functions of flash-attn share, in its order and with its defaults.
 
-    Query i sees key j where -left <= j - (i + seqlen_k - seqlen_q) <= right, (left, right) being window_size and -1 no
-    limit; causal is right = 0. ALiBi slopes are (heads,) or (batch, heads). With return_attn_probs the result is
-    (out, lse, None), lse float32 (batch, heads, seqlen_q).
+    Args:
+        dropout_p: probability of dropping an attention weight.
+        softmax_scale: what Q K^T is multiplied by; None is 1 / sqrt(head_dim).
+        causal: a query sees no key behind its own; the last query is aligned with the last key.
+        window_size: (left, right), the keys a query sees before and behind its own; -1 is no limit.
+        softcap: scores are softcap * tanh(score / softcap); 0 is none.
+        alibi_slopes: (heads,) or (batch, heads), ALiBi's slopes.
+        deterministic: a backward pass that is bit-equal on repeat.
+        return_attn_probs: also return the LSE.
+    """
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+
+
+def _flash_attn_signature(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Gives a function flash-attn's signature: the fields of FlashAttnOptions replace its parameter `options`, and
+    their descriptions the line OPTIONS of its docstring."""
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        shared = inspect.signature(FlashAttnOptions).parameters.values()
+        parameters += shared if parameter.name == "options" else [parameter]
+    names = [parameter.name for parameter in parameters]
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        given = dict(zip(names, args), **kwargs)
+        missing = [name for name in required if name not in given]
+        unknown = [name for name in given if name not in names]
+        if len(args) > len(names) or len(given) < len(args) + len(kwargs) or missing or unknown:
+            raise TypeError(
+                f"{function.__name__}: cannot be called with {len(args)} positional arguments and "
+                f"{', '.join(kwargs) or 'no keywords'}; its parameters are {', '.join(names)}"
+            )
+        options = FlashAttnOptions(**{name: given.pop(name) for name in FlashAttnOptions._fields if name in given})
+        return function(**given, options=options)
+
+    described = inspect.cleandoc(FlashAttnOptions.__doc__ or "").split("Args:\n")[1]
+    entries = described.replace("    ", "        ", 1).replace("\n    ", "\n        ")
+    call.__doc__ = (function.__doc__ or "").replace("        OPTIONS", entries)
+    call.__signature__ = inspect.Signature(parameters, return_annotation=Result)  # type: ignore[attr-defined]
+    return call
+
+
+@_flash_attn_signature
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions) -> Result:
+    """flash_attn.flash_attn_func: attention of q to k and v.
+
+    Query i sees key j where -left <= j - (i + seqlen_k - seqlen_q) <= right, (left, right) being window_size.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim).
+        v: (batch, seqlen_k, heads_k, value_dim).
+        OPTIONS
+
+    Returns:
+        out (batch, seqlen_q, heads, value_dim); with return_attn_probs (out, lse, None), lse float32
+        (batch, heads, seqlen_q).
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_func
+        >>> q, k, v = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64), torch.randn(2, 16, 2, 64)
+        >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
+        torch.Size([2, 16, 8, 64])
     """
     name = "flash_attn_func"
-    options = _options(name, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
-    mask = _window_mask(name, causal, window_size)
-    return _result(attention(q, k, v, alibi_slopes=alibi_slopes, mask=mask, **options), return_attn_probs)
+    mask = _window_mask(name, options)
+    found = attention(q, k, v, alibi_slopes=options.alibi_slopes, mask=mask, **_attention_options(name, options))
+    return found if isinstance(found, Tensor) else (*found, None)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
-    """`flash_attn_func` with keys and values in one tensor: (batch, seqlen_k, 2, heads_k, dim)."""
+@_flash_attn_signature
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, options: FlashAttnOptions) -> Result:
+    """flash_attn.flash_attn_kvpacked_func: `flash_attn_func` with keys and values in one tensor.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        kv: (batch, seqlen_k, 2, heads_k, head_dim).
+        OPTIONS
+
+    Returns:
+        As `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_kvpacked_func
+        >>> flash_attn_kvpacked_func(torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 2, 64), causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
     k, v = _unpack("flash_attn_kvpacked_func", "kv", kv, 2, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, k, v, *options)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
-    """`flash_attn_func` with queries, keys and values in one tensor: (batch, seqlen, 3, heads, dim)."""
+@_flash_attn_signature
+def flash_attn_qkvpacked_func(qkv: Tensor, options: FlashAttnOptions) -> Result:
+    """flash_attn.flash_attn_qkvpacked_func: `flash_attn_func` with queries, keys and values in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim).
+        OPTIONS
+
+    Returns:
+        As `flash_attn_func`.
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_qkvpacked_func
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 8, 64), causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
     q, k, v = _unpack("flash_attn_qkvpacked_func", "qkv", qkv, 3, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, k, v, *options)
 
 
+@_flash_attn_signature
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -105,20 +173,35 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    options: FlashAttnOptions,
     block_table: Tensor | None = None,
 ) -> Result:
-    """Sequences one behind the other: q (total_q, heads, dim), k and v (total_k, heads_k, dim).
+    """flash_attn.flash_attn_varlen_func: attention within packed sequences.
 
     Sequence n is q[cu_seqlens_q[n]:cu_seqlens_q[n + 1]] and sees the keys of cu_seqlens_k likewise; windows, causality
-    and ALiBi count within it as in `flash_attn_func`. Slopes are (heads,) or (batch, heads), lse (heads, total_q).
+    and ALiBi count within it as in `flash_attn_func`.
+
+    Args:
+        q: (total_q, heads, head_dim).
+        k: (total_k, heads_k, head_dim).
+        v: (total_k, heads_k, value_dim).
+        cu_seqlens_q: int32 (batch + 1,), where each sequence's queries begin.
+        cu_seqlens_k: int32 (batch + 1,), where each sequence's keys begin.
+        max_seqlen_q: accepted, not needed.
+        max_seqlen_k: accepted, not needed.
+        block_table: not supported; `flashkernel.paged_attention` reads pages.
+        OPTIONS
+
+    Returns:
+        out (total_q, heads, value_dim); with return_attn_probs (out, lse, None), lse float32 (heads, total_q).
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_varlen_func
+        >>> q, k, v = torch.randn(12, 8, 64), torch.randn(12, 2, 64), torch.randn(12, 2, 64)
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 7, 7, causal=True).shape
+        torch.Size([12, 8, 64])
     """
     name = "flash_attn_varlen_func"
     if block_table is not None:
@@ -128,18 +211,17 @@ def flash_attn_varlen_func(
     for tensor, label in ((q, "q"), (k, "k"), (v, "v")):
         if tensor.ndim != 3:
             raise ValueError(f"{name}: {label} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim)")
-    lengths = _check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
-    left, right = _sides(name, causal, window_size)
-    mask, diagonal = packed_mask(*lengths, q.shape[0], left, right)
-    options = _options(name, dropout_p, softmax_scale, softcap, deterministic, return_attn_probs)
-    if alibi_slopes is not None:
-        options |= _packed_alibi(alibi_slopes, diagonal, lengths, q.shape[1])
-    found = attention(q[None], k[None], v[None], mask=mask, **options)
-    if not return_attn_probs:
-        return found[0]
-    return found[0][0], found[1][0], None
+    cu_seqlens = _checked_cu_seqlens(name, cu_seqlens_q, cu_seqlens_k, q)
+    left, right = _sides(name, options)
+    mask, diagonal = packed_mask(*cu_seqlens, q.shape[0], left, right)
+    given = _attention_options(name, options)
+    if options.alibi_slopes is not None:
+        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1])
+    found = attention(q[None], k[None], v[None], mask=mask, **given)
+    return (found[0][0], found[1][0], None) if options.return_attn_probs else found[0]
 
 
+@_flash_attn_signature
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -147,72 +229,83 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    options: FlashAttnOptions,
 ) -> Result:
-    """`flash_attn_varlen_func` with keys and values in one tensor: (total_k, 2, heads_k, dim)."""
+    """flash_attn.flash_attn_varlen_kvpacked_func: `flash_attn_varlen_func` with keys and values in one tensor.
+
+    Args:
+        q: (total_q, heads, head_dim).
+        kv: (total_k, 2, heads_k, head_dim).
+        cu_seqlens_q: int32 (batch + 1,), where each sequence's queries begin.
+        cu_seqlens_k: int32 (batch + 1,), where each sequence's keys begin.
+        max_seqlen_q: accepted, not needed.
+        max_seqlen_k: accepted, not needed.
+        OPTIONS
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_varlen_kvpacked_func
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> q, kv = torch.randn(12, 8, 64), torch.randn(12, 2, 2, 64)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 7, 7).shape
+        torch.Size([12, 8, 64])
+    """
     k, v = _unpack("flash_attn_varlen_kvpacked_func", "kv", kv, 2, 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
+@_flash_attn_signature
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: FlashAttnOptions
 ) -> Result:
-    """`flash_attn_varlen_func` with queries, keys and values in one tensor: (total, 3, heads, dim)."""
+    """flash_attn.flash_attn_varlen_qkvpacked_func: `flash_attn_varlen_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (total, 3, heads, head_dim).
+        cu_seqlens: int32 (batch + 1,), where each sequence begins.
+        max_seqlen: accepted, not needed.
+        OPTIONS
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_varlen_qkvpacked_func
+        >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.randn(12, 3, 8, 64), cu_seqlens, 7, causal=True).shape
+        torch.Size([12, 8, 64])
+    """
     q, k, v = _unpack("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
-def _sides(name: str, is_causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+def _sides(name: str, options: FlashAttnOptions) -> tuple[int | None, int | None]:
     """How many keys a query sees before and behind the one it is aligned with; None for all."""
-    left, right = (None if side < 0 else side for side in window_sides(name, window_size))
-    return left, 0 if is_causal else right
+    left, right = (None if side < 0 else side for side in window_sides(name, options.window_size))
+    return left, 0 if options.causal else right
 
 
-def _window_mask(name: str, is_causal: bool, window_size: tuple[int, int]) -> Mask | None:
-    left, right = _sides(name, is_causal, window_size)
+def _window_mask(name: str, options: FlashAttnOptions) -> Mask | None:
+    left, right = _sides(name, options)
     if left is None:
         return None if right is None else masks.causal() if right == 0 else masks.window(None, right)
-    seen = left + 1  # flash-attn does not count the key a query is aligned with
-    return masks.causal() & masks.window(seen) if right == 0 else masks.window(seen, right)
+    window = left + 1  # flash-attn does not count the key a query is aligned with
+    return masks.causal() & masks.window(window) if right == 0 else masks.window(window, right)
 
 
-def _options(
-    name: str, dropout_p: float, softmax_scale: float | None, softcap: float, deterministic: bool, return_lse: bool
-) -> dict[str, Any]:
+def _attention_options(name: str, options: FlashAttnOptions) -> dict[str, Any]:
+    """The options as `flashkernel.attention` takes them."""
     return {
-        "scale": optional_number(name, "softmax_scale", softmax_scale),
-        "softcap": positive_softcap(name, softcap),
-        "dropout": number(name, "dropout_p", dropout_p),
-        "deterministic": bool(deterministic),
-        "return_lse": bool(return_lse),
+        "scale": optional_number(name, "softmax_scale", options.softmax_scale),
+        "softcap": positive_softcap(name, options.softcap),
+        "dropout": number(name, "dropout_p", options.dropout_p),
+        "deterministic": bool(options.deterministic),
+        "return_lse": bool(options.return_attn_probs),
     }
-
-
-def _result(found: Tensor | tuple[Tensor, Tensor], with_lse: bool) -> Result:
-    return (found[0], found[1], None) if with_lse else found  # type: ignore[return-value]
 
 
 def _unpack(name: str, label: str, packed: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
@@ -224,11 +317,11 @@ def _unpack(name: str, label: str, packed: Tensor, parts: int, ndim: int) -> tup
     return packed.unbind(-3)
 
 
-def _check_lengths(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    for lengths, label in ((cu_seqlens_q, "cu_seqlens_q"), (cu_seqlens_k, "cu_seqlens_k")):
-        if lengths.ndim != 1 or lengths.is_floating_point() or lengths.device != q.device:
+def _checked_cu_seqlens(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    for given, label in ((cu_seqlens_q, "cu_seqlens_q"), (cu_seqlens_k, "cu_seqlens_k")):
+        if given.ndim != 1 or given.is_floating_point() or given.device != q.device:
             raise ValueError(
-                f"{name}: {label} is {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}; it must be int32 "
+                f"{name}: {label} is {given.dtype} {tuple(given.shape)} on {given.device}; it must be int32 "
                 f"(batch + 1,) on {q.device}"
             )
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] < 2:
@@ -241,15 +334,15 @@ def _check_lengths(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Ten
     return first, first if same else cu_seqlens_k.to(torch.int32).contiguous()
 
 
-def _packed_alibi(slopes: Tensor, diagonal: Tensor, lengths: tuple[Tensor, Tensor], heads: int) -> dict[str, Any]:
-    """ALiBi within packed sequences: the plain one where queries and keys are packed alike, else a score function."""
-    sequences = lengths[0].shape[0] - 1
+def _packed_alibi(slopes: Tensor, diagonal: Tensor, cu_seqlens: tuple[Tensor, Tensor], heads: int) -> dict[str, Any]:
+    """ALiBi within packed sequences: `alibi_slopes` where q and k are packed alike, else a score function."""
+    sequences = cu_seqlens[0].shape[0] - 1
     if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         raise ValueError(
             f"flash_attn_varlen_func: alibi_slopes has shape {tuple(slopes.shape)}; it must be ({heads},) or "
             f"({sequences}, {heads}): heads, or sequences and heads"
         )
-    if slopes.ndim == 1 and lengths[0] is lengths[1]:
+    if slopes.ndim == 1 and cu_seqlens[0] is cu_seqlens[1]:
         return {"alibi_slopes": slopes}
     if slopes.requires_grad:
         raise NotImplementedError(
@@ -261,6 +354,6 @@ def _packed_alibi(slopes: Tensor, diagonal: Tensor, lengths: tuple[Tensor, Tenso
         of_head = Table(slopes.float())
         return {"score": ex.score_function(lambda s, b, h, q, k: s - of_head[h] * ex.absolute(aligned[q] - k))}
     token = torch.arange(diagonal.shape[0], dtype=torch.int32, device=diagonal.device)
-    sequence = (torch.searchsorted(lengths[0], token, right=True) - 1).clamp(max=sequences - 1)
+    sequence = (torch.searchsorted(cu_seqlens[0], token, right=True) - 1).clamp(max=sequences - 1)
     of_token = Table(slopes.float()[sequence])  # [total_q, heads]
     return {"score": ex.score_function(lambda s, b, h, q, k: s - of_token[q, h] * ex.absolute(aligned[q] - k))}

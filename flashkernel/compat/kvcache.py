@@ -1,23 +1,33 @@
-"""flash-attn 2's attention with a cache of keys and values, in its signature and meaning.
+"""flash-attn 2's attention with a KV cache, with its signature and meaning.
 
-What is different: any float dtype, any device; pages of 16 to 256 keys; `num_splits` is accepted and not needed, since
-the work is cut into equal shares whatever the lengths; positions beyond the cache are not written (flash-attn writes
-past its end). The new keys and values are appended in place.
+Differences: any float dtype, any device; pages of 16 to 256 keys; `num_splits` is accepted and not needed, since the
+split schedule balances programs for any lengths; positions beyond the cache are not written (flash-attn writes past
+its end). The new keys and values are appended in place.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashkernel.compat.settings import integer, optional_number, positive_softcap, window_sides
+from flashkernel.compat.arguments import integer, optional_number, positive_softcap, window_sides
 from flashkernel.ops.append_kv import append_kv
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.rope import rope
 
 NAME = "flash_attn_with_kvcache"
+
+
+class _Cache(NamedTuple):
+    """The cache, and where each sequence's keys are in it."""
+
+    k: Tensor
+    v: Tensor
+    batch_idx: Tensor | None
+    block_table: Tensor | None
 
 
 def flash_attn_with_kvcache(
@@ -41,44 +51,75 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q (batch, seqlen_q, heads, dim) to a cache, to which k and v (batch, seqlen_new, heads_k, dim) are
-    appended first, in place, where given.
+    """flash_attn.flash_attn_with_kvcache: attention to a KV cache, to which k and v are appended first, in place.
 
-    The cache is (batch_cache, seqlen_cache, heads_k, dim), of which sequence b is row cache_batch_idx[b], or with
-    `block_table`, int32 (batch, most_blocks), pages (blocks, page_size, heads_k, dim). It holds cache_seqlens keys, one
-    number or one a sequence; all of it where that is left out. With rotary_cos and rotary_sin (positions, dim / 2) the
-    new k, and q, are rotated by their positions from cache_seqlens on; q throughout by the first where nothing is
-    masked. Query i sees key j where -left <= j - (i + keys - seqlen_q) <= right, causal being right = 0.
+    Query i sees key j where -left <= j - (i + keys - seqlen_q) <= right, (left, right) being window_size; causal is
+    right = 0.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k_cache: (batch_cache, seqlen_cache, heads_k, head_dim), or with `block_table` the pages
+            (num_blocks, page_size, heads_k, head_dim); written in place where k and v are given.
+        v_cache: as k_cache, with value_dim.
+        k: (batch, seqlen_new, heads_k, head_dim), new keys; None appends nothing.
+        v: (batch, seqlen_new, heads_k, value_dim), new values.
+        rotary_cos: (positions, rotary_dim / 2). k and q are rotated by their positions from cache_seqlens on; without
+            causal and windows, q is rotated by the first of them throughout.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: keys in the cache before the call, a number or int32 (batch,); None is all of it.
+        cache_batch_idx: (batch,), the cache's row of each sequence.
+        cache_leftpad: not supported.
+        block_table: int32 (batch, max_blocks), the page numbers of each sequence.
+        softmax_scale: what Q K^T is multiplied by; None is 1 / sqrt(head_dim).
+        causal: a query sees no key behind its own.
+        window_size: (left, right), the keys a query sees before and behind its own; -1 is no limit.
+        softcap: scores are softcap * tanh(score / softcap); 0 is none.
+        rotary_interleaved: pairs are adjacent dims instead of the two halves of the rotated dims.
+        alibi_slopes: not supported with a cache.
+        num_splits: accepted, not needed.
+        return_softmax_lse: also return the LSE.
+
+    Returns:
+        out (batch, seqlen_q, heads, value_dim); with return_softmax_lse also lse float32 (batch, heads, seqlen_q).
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.compat.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 128, 2, 64), torch.zeros(2, 128, 2, 64)
+        >>> q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+        >>> cache_seqlens = torch.tensor([5, 70], dtype=torch.int32)
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True).shape
+        torch.Size([2, 1, 8, 64])
     """
     _refuse(cache_leftpad, alibi_slopes, cache_batch_idx, block_table)
-    batch, queries = q.shape[:2]
-    causal, interleaved = bool(causal), bool(rotary_interleaved)
+    batch, seqlen_q = q.shape[:2]
     sides = window_sides(NAME, window_size)
-    before = _lengths(cache_seqlens, batch, k_cache, block_table, q.device)
-    masked = causal or sides[0] >= 0 or sides[1] >= 0
+    masked = bool(causal) or sides[0] >= 0 or sides[1] >= 0
+    seqlens = _cache_seqlens(cache_seqlens, batch, k_cache, block_table, q.device)
+    cache = _Cache(k_cache, v_cache, cache_batch_idx, block_table)
     if k is None or v is None:
         if k is not None or v is not None or rotary_cos is not None:
             raise ValueError(f"{NAME}: k and v come together, and rotary_cos only with them; give both, or none")
-        after = before
     else:
         if cache_seqlens is None:
             raise ValueError(f"{NAME}: cache_seqlens is missing; it says where the new k and v go")
-        q = _append(
-            q, k, v, k_cache, v_cache, before, cache_batch_idx, block_table, rotary_cos, rotary_sin, interleaved, masked
-        )
-        after = before + k.shape[1]
+        angles: dict[str, Any] = {}
+        if rotary_cos is not None and rotary_sin is not None:
+            angles = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": bool(rotary_interleaved)}
+        q = _append(q, k, v, cache, seqlens, angles, masked)
+        seqlens = seqlens + k.shape[1]
     if cache_batch_idx is not None:
         k_cache, block_table = _rows_as_pages(k_cache, cache_batch_idx)
         v_cache, _ = _rows_as_pages(v_cache, cache_batch_idx)
-    window = _window(queries, causal, sides)
-    folded = queries > 1 and not masked  # every query sees every key: queries are so many more heads of a group
-    rows = _fold(q, k_cache.shape[2]) if folded else q
+    window = _window(seqlen_q, bool(causal), sides)
+    packed = seqlen_q > 1 and not masked  # every query sees every key: queries are so many more heads of a group
+    rows = _pack_queries(q, k_cache.shape[2]) if packed else q
     out, lse = decode_attention(
-        rows, k_cache, v_cache, after, block_table, window=window, softcap=positive_softcap(NAME, softcap),
+        rows, k_cache, v_cache, seqlens, block_table, window=window, softcap=positive_softcap(NAME, softcap),
         scale=optional_number(NAME, "softmax_scale", softmax_scale), return_lse=True,
     )  # fmt: skip
-    if folded:
-        out, lse = _unfold(out, queries, k_cache.shape[2]), lse.view(batch, -1, queries)
+    if packed:
+        out, lse = _unpack_queries(out, seqlen_q, k_cache.shape[2]), lse.view(batch, -1, seqlen_q)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -95,7 +136,7 @@ def _refuse(
         raise ValueError(f"{NAME}: cache_batch_idx picks rows of a cache without pages; leave it or block_table out")
 
 
-def _lengths(
+def _cache_seqlens(
     given: int | Tensor | None, batch: int, cache: Tensor, block_table: Tensor | None, device: torch.device
 ) -> Tensor:
     """Keys in the cache, int32 (batch,); a number or a tensor of one holds for all sequences."""
@@ -108,62 +149,48 @@ def _lengths(
     return torch.full((batch,), integer(NAME, "cache_seqlens", given), dtype=torch.int32, device=device)
 
 
-def _window(queries: int, causal: bool, window_size: tuple[int, int]) -> int | None:
+def _window(seqlen_q: int, causal: bool, window_size: tuple[int, int]) -> int | None:
     """flash-attn's (left, right) as a number of keys that a query sees, itself included."""
     left, right = window_size
-    if queries > 1 and not causal and right != 0 and (left >= 0 or right > 0):
+    if seqlen_q > 1 and not causal and right != 0 and (left >= 0 or right > 0):
         raise NotImplementedError(
-            f"{NAME}: window_size={window_size} without causal lets {queries} queries see keys behind their own; use "
+            f"{NAME}: window_size={window_size} without causal lets {seqlen_q} queries see keys behind their own; use "
             "causal=True, one query, or flash_attn_func"
         )
     return None if left < 0 else left + 1
 
 
 def _append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    before: Tensor,
-    batch_idx: Tensor | None,
-    block_table: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    interleaved: bool,
-    masked: bool,
+    q: Tensor, k: Tensor, v: Tensor, cache: _Cache, seqlens: Tensor, angles: dict[str, Any], masked: bool
 ) -> Tensor:
-    """Write k and v behind each sequence's last key, rotated where there are angles; returns q, rotated likewise."""
-    new = k.shape[1]
-    position = before[:, None] + torch.arange(new, dtype=torch.int32, device=k.device)  # [batch, new]
-    slots = _slots(position, k_cache, batch_idx, block_table).flatten()
-    flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
-    if cos is None or sin is None:
-        append_kv(flat_k, flat_v, k_cache, v_cache, slots)
+    """Writes k and v behind each sequence's last key, rotated where there are angles; returns q, rotated likewise."""
+    seqlen_new = k.shape[1]
+    position = seqlens[:, None] + torch.arange(seqlen_new, dtype=torch.int32, device=k.device)  # [batch, seqlen_new]
+    write = partial(append_kv, k.flatten(0, 1), v.flatten(0, 1), cache.k, cache.v, _slots(position, cache).flatten())
+    if not angles:
+        write()
         return q
-    angles: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
-    if masked and q.shape[1] == new:
-        turned = append_kv(
-            flat_k, flat_v, k_cache, v_cache, slots, q=q.flatten(0, 1), positions=position.flatten(), **angles
-        )
-        assert turned is not None
-        return turned.view(q.shape)
-    append_kv(flat_k, flat_v, k_cache, v_cache, slots, positions=position.flatten(), **angles)
+    if masked and q.shape[1] == seqlen_new:
+        rotated = write(q=q.flatten(0, 1), positions=position.flatten(), **angles)
+        assert rotated is not None
+        return rotated.view(q.shape)
+    write(positions=position.flatten(), **angles)
     steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * int(masked)
-    rows = rope(q, positions=before[:, None] + steps, **angles)
-    assert isinstance(rows, Tensor)
-    return rows
+    rotated_q = rope(q, positions=seqlens[:, None] + steps, **angles)
+    assert isinstance(rotated_q, Tensor)
+    return rotated_q
 
 
-def _slots(position: Tensor, cache: Tensor, batch_idx: Tensor | None, block_table: Tensor | None) -> Tensor:
-    """Where each position lies in the cache, counted in keys, int64; -1 beyond its end."""
-    size = cache.shape[1]
-    if block_table is None:
-        row = torch.arange(position.shape[0], device=position.device) if batch_idx is None else batch_idx.long()
+def _slots(position: Tensor, cache: _Cache) -> Tensor:
+    """The slot of each position [batch, n] in the cache, int64; -1 beyond its end."""
+    size = cache.k.shape[1]
+    if cache.block_table is None:
+        batch = torch.arange(position.shape[0], device=position.device)
+        row = batch if cache.batch_idx is None else cache.batch_idx.long()
         return torch.where(position < size, row[:, None] * size + position, -1)
-    most = block_table.shape[1]
-    page = block_table.long().gather(1, (position // size).clamp(max=most - 1).long())
-    return torch.where(position < most * size, page * size + position % size, -1)
+    max_blocks = cache.block_table.shape[1]
+    page = cache.block_table.long().gather(1, (position // size).clamp(max=max_blocks - 1).long())
+    return torch.where(position < max_blocks * size, page * size + position % size, -1)
 
 
 def _rows_as_pages(cache: Tensor, batch_idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,14 +208,14 @@ def _rows_as_pages(cache: Tensor, batch_idx: Tensor) -> tuple[Tensor, Tensor]:
     return cache.view(rows * each, size, *cache.shape[2:]), table.to(torch.int32)
 
 
-def _fold(q: Tensor, kv_heads: int) -> Tensor:
-    """(batch, queries, heads, dim) -> (batch, 1, heads * queries, dim), heads of a group and queries side by side."""
-    batch, queries, heads, dim = q.shape
-    by_group = q.view(batch, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-    return by_group.reshape(batch, 1, heads * queries, dim)
+def _pack_queries(q: Tensor, kv_heads: int) -> Tensor:
+    """(batch, seqlen_q, heads, dim) -> (batch, 1, heads * seqlen_q, dim): queries join the heads of a group."""
+    batch, seqlen_q, heads, dim = q.shape
+    by_group = q.view(batch, seqlen_q, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    return by_group.reshape(batch, 1, heads * seqlen_q, dim)
 
 
-def _unfold(out: Tensor, queries: int, kv_heads: int) -> Tensor:
+def _unpack_queries(out: Tensor, seqlen_q: int, kv_heads: int) -> Tensor:
     batch, _, rows, dim = out.shape
-    by_group = out.view(batch, kv_heads, rows // (kv_heads * queries), queries, dim)
-    return by_group.permute(0, 3, 1, 2, 4).reshape(batch, queries, rows // queries, dim)
+    by_group = out.view(batch, kv_heads, rows // (kv_heads * seqlen_q), seqlen_q, dim)
+    return by_group.permute(0, 3, 1, 2, 4).reshape(batch, seqlen_q, rows // seqlen_q, dim)

@@ -1,4 +1,4 @@
-"""The paged cache of keys and values: pages, page tables, sharing, and the tensors that kernels take."""
+"""The paged KV cache: a pool of pages, page tables, prefix caching, and the tensors that kernels take."""
 
 from flashkernel.kvcache.batch import BatchTensors, Step
 from flashkernel.kvcache.cache import KVCache, OutOfSequences

@@ -1,7 +1,7 @@
-"""The tensors of a step: where the batch's pages are, how long its sequences are, where its new tokens go.
+"""The tensors of a step: the batch's page tables and sequence lengths, and the slots of its new tokens.
 
-They live at fixed addresses, as CUDA graphs want them. The host writes into pinned memory and one copy takes it over;
-of the page table only the rows that changed since the last step are sent.
+Their addresses are fixed, for CUDA graphs. The host writes into pinned memory, and one copy takes it to the device; of
+the page table only rows that changed since the last step are copied.
 """
 
 from __future__ import annotations
@@ -19,17 +19,58 @@ ALIGNMENT = 16  # bytes
 
 
 class Step(NamedTuple):
-    """What the kernels take. The tensors are views: the next `fill` overwrites them."""
+    """The tensors of a step, as `append_kv`, `decode_attention` and `paged_attention` take them.
 
-    page_table: Tensor  # int32 [batch, most_pages]
-    lengths: Tensor  # int32 [batch], new tokens included
-    slots: Tensor  # int64 [tokens]; -1 in padding
-    positions: Tensor  # int32 [tokens]; 0 in padding
-    cu_seqlens: Tensor  # int32 [batch + 1]: where each sequence's new tokens begin
+    They are views: the next `BatchTensors.fill` overwrites them.
+
+    Args:
+        page_table: int32 (batch, max_pages).
+        lengths: int32 (batch,), new tokens included.
+        slots: int64 (tokens,), where each new token goes; -1 in padding.
+        positions: int32 (tokens,); 0 in padding.
+        cu_seqlens: int32 (batch + 1,), where each sequence's new tokens begin.
+
+    Returns:
+        What `BatchTensors.fill` gives.
+
+    Example:
+        >>> from flashkernel.kvcache import BatchTensors, KVCache
+        >>> cache = KVCache(8, 16, most_sequences=2, most_tokens=64)
+        >>> row = cache.add()
+        >>> cache.grow(row, 3)
+        >>> step = BatchTensors(cache, most_sequences=2, most_tokens=64).fill(row, 3)
+        >>> step.positions.tolist(), step.lengths.tolist(), step.cu_seqlens.tolist()
+        ([0, 1, 2], [3], [0, 3])
+    """
+
+    page_table: Tensor
+    lengths: Tensor
+    slots: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
 
 
 class BatchTensors:
-    """Buffers for steps of up to `most_sequences` sequences with `most_tokens` new tokens in all."""
+    """Buffers for the tensors of steps, at fixed addresses.
+
+    Args:
+        cache: the cache whose sequences the steps run.
+        most_sequences: sequences of a step, at most.
+        most_tokens: new tokens of a step, of all sequences together, at most.
+        device: where the tensors are.
+
+    Returns:
+        Buffers whose `fill` gives the `Step` of each batch.
+
+    Example:
+        >>> from flashkernel.kvcache import BatchTensors, KVCache
+        >>> cache = KVCache(8, 16, most_sequences=4, most_tokens=64)
+        >>> rows = [cache.add(), cache.add()]
+        >>> cache.grow(rows)  # one new token for each sequence
+        >>> step = BatchTensors(cache, most_sequences=4, most_tokens=4).fill(rows, pad=(4, 4))
+        >>> step.lengths.tolist(), step.slots.tolist()
+        ([1, 1, 0, 0], [16, 32, -1, -1])
+    """
 
     def __init__(
         self, cache: KVCache, most_sequences: int, most_tokens: int, device: torch.device | str = "cpu"
@@ -45,9 +86,9 @@ class BatchTensors:
             "rows": (torch.int32, most_sequences * cache.most_pages),  # changed rows of the page table, packed
         }
         self._small = _offset(fields, "rows")  # bytes before the last field
-        # Two host buffers in turn: one may still be on its way to the device while the other is written.
+        # Two alternating host buffers: one may still be copied to the device while the other is written.
         self._hosts = [_Host(fields, self.device) for _ in range(2 if self.device.type == "cuda" else 1)]
-        self._turn = 0
+        self._next_host = 0
         table = torch.zeros((most_sequences, cache.most_pages), dtype=torch.int32, device=self.device)
         if self.device.type == "cuda":
             self._bytes = torch.zeros(_offset(fields, None), dtype=torch.uint8, device=self.device)
@@ -57,14 +98,20 @@ class BatchTensors:
             self._host_table = table.numpy()
         self._table = table
         self._numbers = np.arange(1, most_sequences + 1, dtype=np.int32)
-        self._held = np.full(most_sequences, -1, dtype=np.int64)  # version of the page table in each row
+        self._versions = np.full(most_sequences, -1, dtype=np.int64)  # version of the page table in each row
 
     def fill(
         self, sequences: Rows, counts: int | Sequence[int] | np.ndarray = 1, *, pad: tuple[int, int] | None = None
     ) -> Step:
-        """The step in which each sequence's last `counts` tokens, for which it has grown already, are new.
+        """The step in which the last `counts` tokens of each sequence are new; `cache.grow` comes first.
 
-        `pad=(sequences, tokens)` gives tensors of that size: further sequences have no tokens, further tokens no slot.
+        Args:
+            sequences: the batch, one sequence or several.
+            counts: new tokens of each sequence, one number for all or one each.
+            pad: (sequences, tokens), the tensors' sizes; padding sequences have no tokens, padding tokens no slot.
+
+        Returns:
+            The tensors of the step.
         """
         rows = np.asarray(sequences, dtype=np.int64).reshape(-1)
         batch, cache = rows.size, self.cache
@@ -76,25 +123,25 @@ class BatchTensors:
                 f"kvcache: a step of {batch} sequences and {total} tokens, padded to {padded} and {padded_tokens}, "
                 f"does not fit buffers for {self.most_sequences} and {self.most_tokens}"
             )
-        host = self._hosts[self._turn]
-        self._turn = (self._turn + 1) % len(self._hosts)
+        host = self._hosts[self._next_host]
+        self._next_host = (self._next_host + 1) % len(self._hosts)
         host.wait()
         arrays = host.arrays
         lengths = cache.lengths[rows]
         arrays["lengths"][:batch] = lengths
         arrays["lengths"][batch:padded] = 0
-        self._place_tokens(arrays, rows, lengths, each, total)
+        self._fill_tokens(arrays, rows, lengths, each, total)
         arrays["slots"][total:padded_tokens] = -1
         arrays["positions"][total:padded_tokens] = 0
         arrays["cu_seqlens"][batch + 1 : padded + 1] = total
-        self._send(host, rows)
+        self._copy_to_device(host, rows)
         view = self._views
         return Step(
             self._table[:padded], view["lengths"][:padded], view["slots"][:padded_tokens],
             view["positions"][:padded_tokens], view["cu_seqlens"][: padded + 1],
         )  # fmt: skip
 
-    def _place_tokens(
+    def _fill_tokens(
         self, arrays: dict[str, np.ndarray], rows: np.ndarray, lengths: np.ndarray, each: int | np.ndarray, total: int
     ) -> None:
         """Positions and slots of the new tokens, sequence after sequence."""
@@ -104,24 +151,24 @@ class BatchTensors:
         else:
             np.cumsum(each, out=ends)
         if isinstance(each, int) and each == 1:
-            place, row = lengths - 1, rows
+            position, row = lengths - 1, rows
         else:
-            place = np.repeat(lengths - ends, each) + np.arange(total, dtype=np.int32)
+            position = np.repeat(lengths - ends, each) + np.arange(total, dtype=np.int32)
             row = np.repeat(rows, each)
-        if np.count_nonzero(place < 0):
+        if np.count_nonzero(position < 0):
             raise ValueError("kvcache: a sequence has fewer tokens than are said to be new; call grow first")
         size = self.cache.page_size
-        column = place >> (size.bit_length() - 1)
+        column = position >> (size.bit_length() - 1)
         slots = arrays["slots"][:total]
         np.multiply(self.cache.page_table[row, column], size, out=slots, dtype=np.int64)
-        slots += place & (size - 1)
-        arrays["positions"][:total] = place
+        slots += position & (size - 1)
+        arrays["positions"][:total] = position
 
-    def _send(self, host: _Host, rows: np.ndarray) -> None:
-        """Take the host's fields to the device, and the page tables that the device does not have yet."""
+    def _copy_to_device(self, host: _Host, rows: np.ndarray) -> None:
+        """Copies the host's fields to the device, and the rows of the page table that have changed."""
         cache, batch = self.cache, rows.size
         versions = cache.versions[rows]
-        changed = np.nonzero(self._held[:batch] != versions)[0]
+        changed = np.nonzero(self._versions[:batch] != versions)[0]
         count = changed.size
         width = int(cache.page_counts[rows[changed]].max()) if count else 0
         if self.device.type != "cuda":
@@ -135,14 +182,14 @@ class BatchTensors:
             used = self._small + 4 * count * width
             self._bytes[:used].copy_(host.bytes[:used], non_blocking=True)
             if width:
-                lines = self._views["rows"][: count * width].view(count, width)
-                self._table[:, :width].index_copy_(0, self._views["changed"][:count], lines)
-            host.sent()
-        self._held[:batch] = versions
+                packed_rows = self._views["rows"][: count * width].view(count, width)
+                self._table[:, :width].index_copy_(0, self._views["changed"][:count], packed_rows)
+            host.record_copy()
+        self._versions[:batch] = versions
 
 
 class _Host:
-    """Fields in one piece of host memory, as arrays and as tensors; pinned where a GPU reads it."""
+    """Fields in one host buffer, as arrays and as tensors; pinned where a GPU reads it."""
 
     def __init__(self, fields: dict[str, tuple[torch.dtype, int]], device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -153,17 +200,18 @@ class _Host:
         self._copied = torch.cuda.Event() if pinned else None
 
     def wait(self) -> None:
-        """Until the device has read what was sent last."""
+        """Waits until the last copy to the device is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
-    def sent(self) -> None:
+    def record_copy(self) -> None:
+        """Notes that a copy to the device was issued."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
 
 def _offset(fields: dict[str, tuple[torch.dtype, int]], until: str | None) -> int:
-    """Where a field begins in the bytes; without a name, where the last one ends."""
+    """The byte offset of a field; without a name, of the end."""
     offset = 0
     for name, (dtype, size) in fields.items():
         if name == until:

@@ -1,7 +1,7 @@
-"""Sequences over a pool of pages: growth, sharing, copy-on-write, prefix reuse, rollback and release.
+"""Sequences over a pool of pages: growth, sharing, copy-on-write, prefix caching, rollback and release.
 
-A sequence is a number, a row of the arrays below. What happens at every step of every sequence (`grow`, `commit`,
-`truncate`) takes many sequences at once and costs a few array operations; Python loops run only over those that
+A sequence is a number, a row of the arrays below. What every step does for every sequence (`grow`, `commit`,
+`truncate`) takes many sequences at once and costs a few array operations; Python loops run only over sequences that
 need a page, fill one or share one.
 """
 
@@ -22,11 +22,11 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class OutOfSequences(RuntimeError):
-    """There is no room for another sequence; nothing was changed."""
+    """All rows for sequences are in use; nothing was changed."""
 
 
 class Storage(Protocol):
-    """What the cache needs of the memory behind its pages."""
+    """The memory behind the pages, as far as the cache needs it."""
 
     pages: int
     page_size: int
@@ -35,13 +35,34 @@ class Storage(Protocol):
 
 
 class KVCache:
-    """Page tables of up to `most_sequences` sequences of up to `most_tokens` tokens each.
+    """The page tables of sequences over a pool of pages.
 
-    Each sequence holds ceil(length / page_size) pages. `grow` makes room for new tokens, whose keys and values the
-    caller then writes; `commit` says which tokens they are, which makes full pages findable for later sequences.
+    Each sequence has ceil(length / page_size) pages. `grow` adds room for new tokens, whose keys and values the caller
+    then writes; `commit` says which tokens they are, which lets later sequences find the full pages.
 
-    With `window`, pages that lie behind what the next token may see are given up, except those of the first
-    `sink_tokens` tokens; their entries in the page table become the empty page.
+    Args:
+        pages: the number of pages, the empty page 0 included.
+        page_size: tokens per page, a power of two up to 256.
+        most_sequences: sequences at the same time, at most.
+        most_tokens: tokens of a sequence, at most.
+        window: keys that a token sees, itself included. Pages that no later token sees are released, except those of
+            the sink tokens; their entries in the page table become the empty page.
+        sink_tokens: the first tokens, which stay visible beside the window.
+        prefix_caching: let sequences that begin alike share pages.
+        storage: the memory of the pages, for copy-on-write; without it only the tables are kept.
+
+    Returns:
+        An empty cache. `page_table` (int32 [most_sequences, max_pages]) and `lengths` have a row for each sequence.
+
+    Example:
+        >>> from flashkernel.kvcache import KVCache
+        >>> cache = KVCache(8, 4, most_sequences=2, most_tokens=16)
+        >>> first = cache.add([1, 2, 3, 4, 5])
+        >>> cache.grow(first, 5)
+        >>> cache.commit(first, [1, 2, 3, 4, 5])
+        >>> second = cache.add([1, 2, 3, 4, 9])  # shares the first page
+        >>> int(cache.lengths[second])
+        4
     """
 
     def __init__(
@@ -77,8 +98,8 @@ class KVCache:
         self._version = 0
         self._alive = np.zeros(most_sequences, dtype=bool)
         self._unused = deque(range(most_sequences))
-        self._given_up = np.zeros(most_sequences, dtype=np.int32)  # pages from sink_pages up to this one are gone
-        # Memory for tokens is touched, and thereby taken, only as far as tokens come.
+        self._released = np.zeros(most_sequences, dtype=np.int32)  # pages from sink_pages up to this one are released
+        # The system backs this array with memory only where tokens are written.
         self._tokens = np.zeros((most_sequences, most_tokens if prefix_caching else 0), dtype=np.int32)
         self._committed = np.zeros(most_sequences, dtype=np.int32)
         self._digests: list[list[bytes]] = [[] for _ in range(most_sequences)]  # the chain's start, then one a page
@@ -86,8 +107,15 @@ class KVCache:
         self._checked: bytes | None = None  # the sequences, as bytes, that were last found to exist
 
     def add(self, tokens: Tokens = (), *, salt: bytes | str = b"") -> int:
-        """A new sequence. It begins with the pages that already hold the start of `tokens`: `lengths` says how many
-        tokens that is, always fewer than were given, so that there is one left to compute. The rest is not kept."""
+        """Adds a sequence and returns its number.
+
+        It begins with the cached pages that hold the start of `tokens`; `lengths` says how many tokens that is, always
+        at least one fewer than were given, so that there is one left to compute. The other tokens are not stored.
+
+        Args:
+            tokens: the prompt, int32 numbers.
+            salt: sequences of different salts (tenant, adapter, image) share no pages.
+        """
         given = np.asarray(tokens, dtype=np.int32)
         pages, digests = self._find(given, salt)
         row = self._new_row()
@@ -99,17 +127,21 @@ class KVCache:
         self.page_counts[row] = self._digested[row] = found
         self.lengths[row] = self._committed[row] = found * self.page_size
         self._digests[row] = digests
-        self._given_up[row] = self.sink_pages
+        self._released[row] = self.sink_pages
         return row
 
     def match(self, tokens: Tokens, *, salt: bytes | str = b"") -> int:
-        """How many tokens `add` would find in pages."""
+        """How many of `tokens` `add` would find in cached pages made with the same `salt`."""
         return len(self._find(np.asarray(tokens, dtype=np.int32), salt)[0]) * self.page_size
 
     def grow(self, sequences: Rows, count: int | Tokens = 1) -> None:
-        """Room for `count` more tokens in each sequence; a page that others see too is copied before it is written.
+        """Adds room for `count` more tokens to each sequence; a shared page is copied before it is written.
 
-        Raises OutOfPages, with nothing changed, where the pool cannot give what all of them need together.
+        Raises OutOfPages, with nothing changed, where the pool has not enough pages for all of them together.
+
+        Args:
+            sequences: one sequence or several.
+            count: tokens, one number for all or one each.
         """
         rows = self._rows(sequences)
         old = self.lengths[rows]
@@ -130,7 +162,7 @@ class KVCache:
         if needed + len(copies) > pool.available + gained:
             raise OutOfPages(needed + len(copies), pool.available + gained)
         if behind is not None:
-            self._give_up(rows, old, behind)
+            self._release_behind(rows, old, behind)
         if needed + len(copies):
             pages = pool.allocate(needed + len(copies))
             self._attach(rows, have, more, pages[:needed])
@@ -141,8 +173,14 @@ class KVCache:
         self.lengths[rows] = new
 
     def commit(self, sequences: Rows, tokens: Tokens) -> None:
-        """The next tokens of each sequence, of those it has grown by: (n,) for one sequence, (batch,) or (batch, n) for
-        several. Their keys and values must be written before a kernel that is launched later reads them."""
+        """Says which tokens each sequence has grown by, and lets later sequences find the full pages.
+
+        Their keys and values must be written before a kernel that is launched later reads them.
+
+        Args:
+            sequences: one sequence or several.
+            tokens: (n,) for one sequence, (batch,) or (batch, n) for several.
+        """
         rows = self._rows(sequences)
         given = np.asarray(tokens, dtype=np.int32)
         if not rows.size or given.size % rows.size:
@@ -162,18 +200,18 @@ class KVCache:
         else:
             self._tokens[rows[:, None], known[:, None] + np.arange(given.shape[1])] = given
         full = after >> self._shift
-        for place in np.nonzero(full > self._digested[rows])[0].tolist():
-            self._register(int(rows[place]), int(full[place]))
+        for index in np.nonzero(full > self._digested[rows])[0].tolist():
+            self._register(int(rows[index]), int(full[index]))
 
     def fork(self, sequence: int) -> int:
-        """A second sequence with the same tokens, in the same pages until one of the two writes."""
+        """Adds a sequence with the same tokens, in the same pages until one of the two writes (copy-on-write)."""
         (source,) = self._rows(sequence).tolist()
         row = self._new_row()
         count = self.page_counts[source]
         pages = self.page_table[source, :count]
         self.pool.share(pages[pages != EMPTY_PAGE])
         self.page_table[row, :count] = pages
-        for state in (self.lengths, self.page_counts, self._given_up, self._committed, self._digested):
+        for state in (self.lengths, self.page_counts, self._released, self._committed, self._digested):
             state[row] = state[source]
         if self.prefix_caching:
             known = self._committed[source]
@@ -182,7 +220,7 @@ class KVCache:
         return row
 
     def truncate(self, sequences: Rows, lengths: int | Tokens) -> None:
-        """Drop all tokens of each sequence from `lengths` on: those of a draft that was not accepted, say."""
+        """Drops all tokens of each of `sequences` from `lengths` on, such as those of a rejected draft."""
         rows = self._rows(sequences)
         target = np.zeros(rows.size, dtype=np.int32) + np.asarray(lengths, dtype=np.int32)
         if ((target < 0) | (target > self.lengths[rows])).any():
@@ -192,19 +230,19 @@ class KVCache:
         kept = -(-target // self.page_size)
         if self.window is not None:
             self._check_behind(rows, target)
-            self._given_up[rows] = np.minimum(self._given_up[rows], np.maximum(kept, self.sink_pages))
-        for place in np.nonzero(kept < self.page_counts[rows])[0].tolist():
-            self._drop(int(rows[place]), int(kept[place]))
+            self._released[rows] = np.minimum(self._released[rows], np.maximum(kept, self.sink_pages))
+        for index in np.nonzero(kept < self.page_counts[rows])[0].tolist():
+            self._drop(int(rows[index]), int(kept[index]))
         self.lengths[rows] = target
         self._committed[rows] = np.minimum(self._committed[rows], target)
         whole = self._committed[rows] // self.page_size
-        for place in np.nonzero(whole < self._digested[rows])[0].tolist():
-            row = int(rows[place])
-            self._digested[row] = whole[place]
-            del self._digests[row][1 + int(whole[place]) :]
+        for index in np.nonzero(whole < self._digested[rows])[0].tolist():
+            row = int(rows[index])
+            self._digested[row] = whole[index]
+            del self._digests[row][1 + int(whole[index]) :]
 
     def free(self, sequences: Rows) -> None:
-        """Give back everything these sequences hold; full pages that were committed can still be found."""
+        """Releases these sequences and their pages; committed full pages can still be found."""
         for row in self._rows(sequences).tolist():
             self._drop(row, 0)
             self.lengths[row] = self._committed[row] = self._digested[row] = 0
@@ -215,14 +253,14 @@ class KVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences there are."""
+        """The numbers of all sequences."""
         return np.nonzero(self._alive)[0].tolist()
 
     def slots(self, sequence: int, start: int, stop: int) -> np.ndarray:
-        """Where tokens start to stop - 1 of a sequence lie: page * page_size + offset, int64."""
-        place = np.arange(start, stop)
-        pages = self.page_table[sequence, place // self.page_size].astype(np.int64)
-        return pages * self.page_size + place % self.page_size
+        """The slots (page * page_size + offset, int64) of the tokens [start, stop) of a sequence."""
+        position = np.arange(start, stop)
+        pages = self.page_table[sequence, position // self.page_size].astype(np.int64)
+        return pages * self.page_size + position % self.page_size
 
     def usage(self) -> Usage:
         """What the pages are used for; takes time in proportion to the pages in use."""
@@ -231,7 +269,7 @@ class KVCache:
         return measure(self.pool, tables, self.lengths[rows].tolist())
 
     def waste(self) -> float:
-        """The share of reserved slots that hold no token."""
+        """The fraction of the slots in use that hold no token."""
         return self.usage().waste
 
     def _rows(self, sequences: Rows) -> np.ndarray:
@@ -260,7 +298,7 @@ class KVCache:
         return row
 
     def _touch(self, rows: int | np.ndarray) -> None:
-        """These rows of the page table have changed."""
+        """Gives these rows of the page table, which have changed, new versions."""
         changed = np.atleast_1d(rows)  # [count]: one row, too, is given an array of versions
         self.versions[changed] = np.arange(self._version + 1, self._version + 1 + changed.size)
         self._version += changed.size
@@ -283,8 +321,8 @@ class KVCache:
     def _first_pages(
         self, rows: np.ndarray, old: np.ndarray, new: np.ndarray
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """What growth must do about the partly filled pages it begins in: (row, column) of those to be copied because
-        others hold them too, and the registered pages that only the sequence itself holds and will overwrite."""
+        """What growth does to the partly filled pages it begins in: (row, column) of shared pages, which it copies, and
+        the registered pages that only the sequence itself references, which it overwrites."""
         inside = np.nonzero(((old & (self.page_size - 1)) != 0) & (new > old))[0]
         rows, columns = rows[inside], old[inside] >> self._shift
         pages = self.page_table[rows, columns]
@@ -294,11 +332,11 @@ class KVCache:
         if not np.count_nonzero(special):
             return copies, overwritten
         left: dict[int, int] = {}  # references, as copies take them away
-        for place in np.nonzero(special)[0].tolist():
-            page = int(pages[place])
-            held = left.setdefault(page, int(self.pool.references[page]))
-            if held > 1:
-                copies.append((int(rows[place]), int(columns[place])))
+        for index in np.nonzero(special)[0].tolist():
+            page = int(pages[index])
+            references = left.setdefault(page, int(self.pool.references[page]))
+            if references > 1:
+                copies.append((int(rows[index]), int(columns[index])))
                 left[page] -= 1
             elif self.pool.index.registered[page]:
                 overwritten.append(page)
@@ -308,38 +346,38 @@ class KVCache:
         """(rows, columns) of the pages that no token from `old` on can see; None where there are none."""
         if self.window is None:
             return None
-        first = self._given_up[rows]
+        first = self._released[rows]
         gone = np.maximum(old - self.window + 1, 0) // self.page_size - first
         if not (gone > 0).any():
             return None
-        return _runs(rows, first, np.maximum(gone, 0))
+        return _entries(rows, first, np.maximum(gone, 0))
 
-    def _give_up(self, rows: np.ndarray, old: np.ndarray, behind: tuple[np.ndarray, np.ndarray]) -> None:
+    def _release_behind(self, rows: np.ndarray, old: np.ndarray, behind: tuple[np.ndarray, np.ndarray]) -> None:
         assert self.window is not None
         self.pool.release(self.page_table[behind])
         self.page_table[behind] = EMPTY_PAGE
-        self._given_up[rows] = np.maximum(self._given_up[rows], (old - self.window + 1) // self.page_size)
+        self._released[rows] = np.maximum(self._released[rows], (old - self.window + 1) // self.page_size)
         self._touch(behind[0])
 
     def _check_behind(self, rows: np.ndarray, target: np.ndarray) -> None:
-        """A shorter sequence must not need pages that were given up."""
+        """A truncated sequence must not need pages that the window has released."""
         assert self.window is not None
-        gone, sinks = self._given_up[rows] * self.page_size, self.sink_pages * self.page_size
+        gone, sinks = self._released[rows] * self.page_size, self.sink_pages * self.page_size
         short = (target > sinks) & (gone > sinks) & (np.maximum(target - self.window + 1, 0) < gone)
         if short.any():
             raise ValueError(
                 f"kvcache: sequences {rows[short].tolist()} cannot be cut to {target[short].tolist()} tokens: of what "
-                f"those see in a window of {self.window}, pages were given up; cut by fewer, or free and start again"
+                f"those see in a window of {self.window}, pages were released; cut by fewer, or free and start again"
             )
 
     def _attach(self, rows: np.ndarray, have: np.ndarray, more: np.ndarray, pages: np.ndarray) -> None:
-        """Put the new pages at the ends of the page tables."""
+        """Appends the new pages to the page tables."""
         if not pages.size:
             return
-        place = _runs(rows, have, more)
-        self.page_table[place] = pages
+        entries = _entries(rows, have, more)
+        self.page_table[entries] = pages
         self.page_counts[rows] = have + more
-        self._touch(place[0])
+        self._touch(entries[0])
 
     def _copy(self, copies: list[tuple[int, int]], targets: np.ndarray) -> None:
         rows, columns = (np.array(side) for side in zip(*copies))
@@ -351,18 +389,18 @@ class KVCache:
         self._touch(rows)
 
     def _drop(self, row: int, kept: int) -> None:
-        """Give back a sequence's pages from the one numbered `kept` on."""
+        """Releases a sequence's pages from number `kept` on."""
         count = int(self.page_counts[row])
         pages = self.page_table[row, kept:count]
-        held = pages[pages != EMPTY_PAGE]
-        if held.size:
-            self.pool.release(held[::-1])  # the end of a prefix is the first to be evicted: the start serves without it
+        used = pages[pages != EMPTY_PAGE]
+        if used.size:
+            self.pool.release(used[::-1])  # the end of a prefix is evicted first: its start serves without it
         pages[:] = EMPTY_PAGE
         self.page_counts[row] = kept
         self._touch(row)
 
     def _register(self, row: int, last: int) -> None:
-        """Let the first `last` pages, whose tokens are known now, be found."""
+        """Registers the first `last` pages, whose tokens are known now, in the prefix index."""
         size, digests = self.page_size, self._digests[row]
         first = int(self._digested[row])
         tokens = self._tokens[row, first * size : last * size].tobytes()
@@ -374,8 +412,8 @@ class KVCache:
         self._digested[row] = last
 
 
-def _runs(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of `counts` columns of each row from `starts` on."""
+def _entries(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, columns) of the page table's entries: `counts` of each row from `starts` on."""
     some = np.nonzero(counts)[0]
     rows, starts, counts = rows[some], starts[some], counts[some]
     if not np.count_nonzero(counts > 1):

@@ -1,4 +1,4 @@
-"""A pool of pages with reference counts. It knows page numbers only; the memory behind them is the storage's."""
+"""A pool of pages with reference counts. It knows page numbers only; their memory is in `PageStorage`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import numpy as np
 
 from flashkernel.kvcache.prefix import PrefixIndex
 
-EMPTY_PAGE = 0  # never handed out, never written: what page tables hold where a sequence has no page
+EMPTY_PAGE = 0  # never allocated, never written: page tables hold it where a sequence has no page
 LARGEST_PAGE = 256
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than can be had; nothing was changed."""
+    """More pages are needed than are available; nothing was changed.
+
+    Args:
+        needed: pages that were asked for.
+        available: pages that are free or can be evicted.
+    """
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(
@@ -26,7 +31,24 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Pages 1 to pages - 1, each free, idle (free, but its content can still be found) or held by references."""
+    """Pages 1 to pages - 1 with reference counts: free, cached (unreferenced, but found by content) or in use.
+
+    Args:
+        pages: the number of pages, the empty page 0 included.
+        page_size: tokens per page, a power of two up to 256.
+
+    Returns:
+        A pool whose pages are all free. `references` counts each page's references, `index` is its `PrefixIndex`.
+
+    Example:
+        >>> from flashkernel.kvcache import PagePool
+        >>> pool = PagePool(8, page_size=16)
+        >>> pages = pool.allocate(3)
+        >>> pool.share(pages[:1])  # a second sequence uses the first page
+        >>> pool.release(pages)
+        >>> pool.in_use, pool.available
+        (1, 6)
+    """
 
     def __init__(self, pages: int, page_size: int = 16) -> None:
         if page_size < 1 or page_size > LARGEST_PAGE or page_size & (page_size - 1):
@@ -43,7 +65,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """How many pages `allocate` can give: the free ones and those that can be evicted."""
+        """How many pages `allocate` can return: those free and those that can be evicted."""
         return self._free_count + self.index.idle
 
     @property
@@ -53,11 +75,11 @@ class PagePool:
 
     @property
     def in_use(self) -> int:
-        """Pages that somebody holds."""
+        """Pages that sequences reference."""
         return self.pages - 1 - self.available
 
     def allocate(self, count: int) -> np.ndarray:
-        """Pages (int32) with one reference each: free ones first, then those that were not used for longest."""
+        """`count` pages (int32) with one reference each: free ones first, then the least recently used cached ones."""
         if count > self.available:
             raise OutOfPages(count, self.available)
         taken = min(count, self._free_count)
@@ -69,7 +91,7 @@ class PagePool:
         return pages
 
     def share(self, pages: np.ndarray) -> None:
-        """One more reference to each page; each is held already, or idle."""
+        """Adds a reference to each of `pages`; each is in use or cached."""
         lost = pages[(self.references[pages] == 0) & ~self.index.registered[pages]]
         if lost.size:
             raise RuntimeError(f"kvcache: pages {lost.tolist()} are free and cannot be shared")
@@ -79,7 +101,7 @@ class PagePool:
         np.add.at(self.references, pages, 1)
 
     def release(self, pages: np.ndarray) -> None:
-        """One reference less to each page; those without any become free, or idle in the order given."""
+        """Removes a reference from each of `pages`; unreferenced ones become free, or cached in the order given."""
         if (pages == EMPTY_PAGE).any():
             raise RuntimeError("kvcache: the empty page belongs to nobody and cannot be released")
         np.subtract.at(self.references, pages, 1)
@@ -87,18 +109,18 @@ class PagePool:
         if (left < 0).any():
             np.add.at(self.references, pages, 1)
             raise RuntimeError(f"kvcache: pages {pages[left < 0].tolist()} were released more often than held")
-        gone = pages[left == 0]
-        if not gone.size:
+        unused = pages[left == 0]
+        if not unused.size:
             return
-        if gone.size > 1:
-            gone = np.array(list(dict.fromkeys(gone.tolist())), dtype=np.int32)  # a page given twice goes once
-        known = self.index.registered[gone]
-        plain = gone[~known]
-        self._free[self._free_count : self._free_count + plain.size] = plain
-        self._free_count += plain.size
-        if plain.size < gone.size:
-            self.index.retire(gone[known].tolist())
+        if unused.size > 1:
+            unused = np.array(list(dict.fromkeys(unused.tolist())), dtype=np.int32)  # a page given twice counts once
+        registered = self.index.registered[unused]
+        freed = unused[~registered]
+        self._free[self._free_count : self._free_count + freed.size] = freed
+        self._free_count += freed.size
+        if freed.size < unused.size:
+            self.index.retire(unused[registered].tolist())
 
     def forget(self, page: int) -> None:
-        """The content of a page that is held will change: it can be found no longer."""
+        """Removes a page from the prefix index, because its content is about to change."""
         self.index.forget(page)

@@ -1,7 +1,7 @@
-"""Which page holds which content: an index of full pages by the hash of everything up to their end.
+"""Prefix caching: an index of full pages by the hash of all tokens up to their end.
 
-A page's digest chains that of the page before it, so two equal digests mean equal tokens from the start of the
-sequence on, and equal keys and values with them. The digest has 128 bits: a collision is not to be expected.
+A page's digest is a hash of the previous page's digest and its own tokens. Equal digests mean equal tokens from the
+start of the sequence on, and so equal keys and values. A digest has 128 bits: collisions are not expected.
 """
 
 from __future__ import annotations
@@ -15,18 +15,36 @@ DIGEST_BYTES = 16
 
 
 def first_digest(salt: bytes | str) -> bytes:
-    """Where a chain begins; sequences of different salts (a tenant, an adapter, an image) share nothing."""
+    """The digest before the first page; sequences of different salts (tenant, adapter, image) share no pages."""
     data = salt.encode() if isinstance(salt, str) else salt
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=b"kv-pages").digest()
 
 
 def next_digest(before: bytes, tokens: bytes) -> bytes:
-    """The digest of a page with these tokens (the bytes of int32 numbers) that follows `before`."""
+    """The digest of a page with these tokens (int32, as bytes) behind a page with the digest `before`."""
     return hashlib.blake2b(before + tokens, digest_size=DIGEST_BYTES).digest()
 
 
 class PrefixIndex:
-    """Registered pages by digest. Those that no sequence holds wait here, the least recently used first to go."""
+    """Registered pages by digest; those that no sequence references are evicted in LRU order.
+
+    Args:
+        pages: the number of pages.
+
+    Returns:
+        An empty index. `registered` (bool, one per page) says which pages can be found.
+
+    Example:
+        >>> from flashkernel.kvcache import PrefixIndex
+        >>> index = PrefixIndex(8)
+        >>> index.register(b"digest", 3)
+        True
+        >>> index.find(b"digest")
+        3
+        >>> index.retire([3])  # no sequence references it any more
+        >>> index.evict(1)
+        [3]
+    """
 
     def __init__(self, pages: int) -> None:
         self.registered = np.zeros(pages, dtype=bool)
@@ -36,15 +54,15 @@ class PrefixIndex:
 
     @property
     def idle(self) -> int:
-        """How many pages could be evicted."""
+        """How many pages can be evicted."""
         return len(self._idle)
 
     def find(self, digest: bytes) -> int | None:
-        """The page with this content, if there is one."""
+        """The page with this digest, or None."""
         return self._page_of.get(digest)
 
     def register(self, digest: bytes, page: int) -> bool:
-        """Let the page be found; the first page of a content stays the one that is found."""
+        """Registers a page; False where the digest has a page, or the page a digest, already."""
         if digest in self._page_of or self.registered[page]:
             return False
         self._page_of[digest] = page
@@ -53,23 +71,23 @@ class PrefixIndex:
         return True
 
     def forget(self, page: int) -> None:
-        """The page is about to hold something else."""
+        """Removes a page whose content is about to change."""
         del self._page_of[self._digest_of.pop(page)]
         self.registered[page] = False
         self._idle.pop(page, None)
 
     def retire(self, pages: list[int]) -> None:
-        """Nobody holds these registered pages any more; the last of them is the most recently used."""
+        """Makes registered pages that lost their last reference evictable; the last is the most recently used."""
         for page in pages:
             self._idle[page] = None
 
     def revive(self, pages: list[int]) -> None:
-        """Somebody holds these idle pages again."""
+        """Takes pages that are referenced again out of the LRU order."""
         for page in pages:
             del self._idle[page]
 
     def evict(self, count: int) -> list[int]:
-        """Give up the pages that were not used for longest."""
+        """The `count` least recently used evictable pages, removed from the index."""
         pages: list[int] = []
         for _ in range(count):
             page, _ = self._idle.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What a cache's pages are used for, and what share of them holds nothing."""
+"""What a cache's pages are used for, and how much of them holds no token."""
 
 from __future__ import annotations
 
@@ -11,18 +11,37 @@ from flashkernel.kvcache.pool import EMPTY_PAGE, PagePool
 
 @dataclass(frozen=True)
 class Usage:
-    """Pages by state, and the tokens in those that sequences hold; a page held by several counts once."""
+    """Pages by state, and the tokens in those in use; a page that several sequences share counts once.
 
-    pages: int  # that can be handed out
+    Args:
+        pages: pages that can be allocated.
+        in_use: pages that sequences reference.
+        idle: unreferenced pages whose content can be found again (prefix caching).
+        free: pages without content.
+        tokens: tokens in the pages in use.
+        page_size: tokens per page.
+
+    Returns:
+        What `KVCache.usage()` gives.
+
+    Example:
+        >>> from flashkernel.kvcache import KVCache
+        >>> cache = KVCache(8, 16, most_sequences=2, most_tokens=64)
+        >>> cache.grow(cache.add(), 20)
+        >>> cache.usage().tokens, cache.usage().in_use, cache.usage().waste
+        (20, 2, 0.375)
+    """
+
+    pages: int
     in_use: int
-    idle: int  # held by nobody, but their content can be found again
+    idle: int
     free: int
     tokens: int
     page_size: int
 
     @property
     def waste(self) -> float:
-        """The share of reserved slots that hold no token."""
+        """The fraction of the slots in use that hold no token."""
         slots = self.in_use * self.page_size
         return 1 - self.tokens / slots if slots else 0.0
 
@@ -37,6 +56,6 @@ def measure(pool: PagePool, tables: list[np.ndarray], lengths: list[int]) -> Usa
         filled[table[:-1]] = size
         last = table[-1]
         filled[last] = max(filled[last], length - (table.size - 1) * size)
-    filled[EMPTY_PAGE] = 0  # it stands for pages that a window has given up
+    filled[EMPTY_PAGE] = 0  # it stands for pages that a window has released
     idle = pool.index.idle
     return Usage(pool.pages - 1, pool.in_use, idle, pool.free, int(filled.sum()), size)

@@ -1,19 +1,16 @@
-"""The public write into pages: argument checks, dispatch, registration."""
+"""The public write into pages: argument checks and dispatch."""
 
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
-from flashkernel.blocks.rope import half_width, rotary_width
+from flashkernel.blocks.rope import RotaryOptions, half_width
 from flashkernel.core.arguments import promoted
 from flashkernel.core.dispatch import choose
-from flashkernel.core.launch import mark_written
-from flashkernel.core.library import KernelOp
-from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
-from flashkernel.ops.append_kv import spec
+from flashkernel.ops.append_kv import library, spec
 
-QUANTISED = (torch.float8_e4m3fn, torch.int8)
+QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
 
 @replayed
@@ -35,20 +32,44 @@ def append_kv(
     interleaved: bool = False,
     backend: str | None = None,
 ) -> Tensor | None:
-    """Write the keys and values of new tokens into pages, in place; with angles, rotate k on the way and return q'.
+    """Writes the keys and values of new tokens into pages, in place; with rotary angles, k and q are rotated first.
 
-    k and v are (tokens, kv_heads, head_dim), the new tokens of all sequences one after another. The pages are
-    (pages, page_size, kv_heads, head_dim): token i goes to k_pages[slots[i] // page_size, slots[i] % page_size], and a
-    slot of -1 (padding), or any other outside the pages, is not written. No two tokens may have one slot.
+    Token i goes to k_pages[slots[i] // page_size, slots[i] % page_size]. Pages in float8_e4m3fn or int8 hold
+    value / scale with one scale for each head of each token, its largest magnitude / 448 (or / 127). There is no
+    gradient.
 
-    Pages in float8_e4m3fn or int8 need k_scale and v_scale, float32 (pages, page_size, kv_heads): each head of each
-    token is stored as value / scale, with scale = largest magnitude / 448 (or / 127). Others take the value itself.
+    Args:
+        k: (tokens, kv_heads, head_dim), the new keys of all sequences, packed.
+        v: (tokens, kv_heads, value_dim), the new values.
+        k_pages: (pages, page_size, kv_heads, head_dim), written in place. Any page_size: a contiguous cache
+            (batch, capacity, kv_heads, head_dim) is pages of one sequence each.
+        v_pages: (pages, page_size, kv_heads, value_dim), written in place.
+        slots: int64 or int32 (tokens,), page * page_size + offset (vLLM's `slot_mapping`); no two tokens share one.
+            A slot outside the pages, such as -1 for padding, is not written.
+        k_scale: float32 (pages, page_size, kv_heads), written in place, for quantized pages.
+        v_scale: the same for values.
+        q: (tokens, heads, head_dim), rotated and returned where there are angles; q itself is kept.
+        cos: (max_positions, rotary_dim / 2), a table that `positions` index, or (1, tokens, columns), the cos of each
+            token.
+        sin: as cos.
+        positions: int64 or int32 (tokens,), with a table or with `frequencies`.
+        frequencies: the rotary embedding's `Frequencies`, instead of cos and sin.
+        rotary_dim: leading dims that are rotated, where cos and sin do not say.
+        interleaved: pairs are adjacent dims instead of the two halves of the rotated dims.
+        backend: a backend's name; None chooses.
 
-    With angles, given as `rope` takes them, k is rotated before it is written and q (tokens, heads, head_dim), where
-    given, is rotated and returned: `frequencies` with `positions` (tokens,); `cos` and `sin` tables
-    (max_positions, rotary_dim / 2) with `positions`; or cos and sin of each token, (1, tokens, columns).
+    Returns:
+        The rotated q (tokens, heads, head_dim); None without a q.
 
-    For inference: nothing here has a gradient.
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> k_pages, v_pages = torch.zeros(8, 16, 2, 64), torch.zeros(8, 16, 2, 64)  # 8 pages of 16 tokens
+        >>> q, k, v = torch.randn(3, 8, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+        >>> slots = torch.tensor([16, 17, -1])  # the first two slots of page 1; one token is padding
+        >>> positions, frequencies = torch.tensor([0, 1, 0]), fk.Frequencies.plain(64)
+        >>> q = fk.append_kv(k, v, k_pages, v_pages, slots, q=q, positions=positions, frequencies=frequencies)
+        >>> torch.equal(v_pages[1, :2], v[:2])
+        True
     """
     k, v = promoted(k, v)
     if q is not None and q.dtype != k.dtype:
@@ -57,24 +78,25 @@ def append_kv(
     _check_tokens(k, v, q, slots)
     _check_pages(k, v, k_pages, v_pages)
     _check_scales(k_pages, v_pages, k_scale, v_scale)
-    turns = _check_angles(k, q, cos, sin, positions, frequencies)
-    width = rotary_width("append_kv", k.shape[-1], cos, rotary_dim, frequencies) if turns else 0
+    rotary = RotaryOptions(cos, sin, positions, frequencies, rotary_dim, interleaved)
+    _check_angles(k, q, rotary)
+    width = rotary.width("append_kv", k.shape[-1]) if rotary.rotates else 0
     chosen = choose(spec.APPEND_KV, backend, k.device, k.dtype, pages=k_pages.dtype)
     if chosen.composite:
         return chosen.run(
-            k, v, k_pages, v_pages, slots, k_scale=k_scale, v_scale=v_scale, q=q, cos=cos, sin=sin,
-            positions=positions, frequencies=frequencies, rotary_dim=width if turns else None, interleaved=interleaved,
+            k, v, k_pages, v_pages, slots, k_scale=k_scale, v_scale=v_scale, q=q, cos=cos, sin=sin, positions=positions,
+            frequencies=frequencies, rotary_dim=width if rotary.rotates else None, interleaved=interleaved,
         )  # fmt: skip
     rates, scaling = None, 1.0
     if frequencies is not None:
         rates, scaling = frequencies.rates(k.device), frequencies.scaling
     if cos is not None and sin is not None:
         cos, sin = half_width(cos, width, interleaved), half_width(sin, width, interleaved)
-    turned = _append_kv(
+    rotated = library.append_kv(
         k, v, k_pages, v_pages, slots, k_scale, v_scale, q, cos, sin, rates, positions, scaling, width, interleaved,
         chosen.target,
     )  # fmt: skip
-    return None if q is None else turned
+    return None if q is None else rotated
 
 
 def _check_tokens(k: Tensor, v: Tensor, q: Tensor | None, slots: Tensor) -> None:
@@ -125,7 +147,7 @@ def _check_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> None
 
 
 def _check_scales(k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    wanted = k_pages.dtype in QUANTISED
+    wanted = k_pages.dtype in QUANTIZED
     for name, pages, scale in (("k_scale", k_pages, k_scale), ("v_scale", v_pages, v_scale)):
         if (scale is not None) != wanted:
             raise ValueError(
@@ -141,25 +163,19 @@ def _check_scales(k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_sc
             )
 
 
-def _check_angles(
-    k: Tensor,
-    q: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    frequencies: Frequencies | None,
-) -> bool:
-    """Whether there are angles to rotate by; they must fit the tokens."""
+def _check_angles(k: Tensor, q: Tensor | None, rotary: RotaryOptions) -> None:
+    """The angles, where there are any, must fit the tokens."""
+    cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
     if (cos is None) != (sin is None):
         raise ValueError(f"append_kv: {'cos' if cos is None else 'sin'} is missing; a table is both cos and sin")
-    if cos is not None and frequencies is not None:
+    if cos is not None and rotary.frequencies is not None:
         raise ValueError("append_kv: give the angles either as cos and sin or as frequencies, not both")
-    if cos is None and frequencies is None:
+    if not rotary.rotates:
         if q is not None or positions is not None:
             raise ValueError(
                 "append_kv: q and positions are there to rotate; give cos and sin or frequencies, or leave them out"
             )
-        return False
+        return
     by_token = cos is not None and cos.ndim == 3
     if cos is not None and sin is not None:
         _check_table(k, cos, sin)
@@ -178,7 +194,6 @@ def _check_angles(
             f"append_kv: positions are {positions.dtype} {tuple(positions.shape)} on {positions.device}; for "
             f"{k.shape[0]} tokens they must be int64 or int32 ({k.shape[0]},) on {k.device}"
         )
-    return True
 
 
 def _check_table(k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -196,38 +211,3 @@ def _check_table(k: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError("append_kv: the table of cos and sin has no positions")
     if cos.device != k.device or sin.device != k.device:
         raise ValueError(f"append_kv: cos is on {cos.device} and sin on {sin.device}; move them to k's {k.device}")
-
-
-def _forward(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    q: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rates: Tensor | None,
-    positions: Tensor | None,
-    scaling: float,
-    rotary: int,
-    interleaved: bool,
-    kernels: str,
-) -> Tensor:
-    """q'; empty without a q."""
-    turned = resolve(kernels).forward(
-        k, v, k_pages, v_pages, slots, k_scale, v_scale, q, cos, sin, rates, positions, scaling, rotary, interleaved
-    )
-    for x in (k_pages, v_pages, k_scale, v_scale):
-        if x is not None:
-            mark_written(x)
-    return turned
-
-
-def _fake_forward(k, v, k_pages, v_pages, slots, k_scale, v_scale, q, *settings):
-    return k.new_empty(0 if q is None else q.shape)
-
-
-_append_kv = KernelOp("append_kv", _forward, _fake_forward, mutates=("k_pages", "v_pages", "k_scale", "v_scale"))

@@ -1,4 +1,4 @@
-"""What writing into pages is timed against."""
+"""Baselines of append_kv."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.op import Case, Op
+from flashkernel.ops.append_kv.reference import as_bytes, quantize
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:
-    """Transformers' rotation in the input's dtype, then one indexed write for each of k and v."""
+    """Transformers' rotation in the input's dtype, then one indexed write for each of k and v.
+
+    What is quantized is rotated in float32, and so are its codes and scales computed.
+    """
     if "cos" not in case.present or 2 * case.axes["table"][-1] != case.axes["dim"] or case.options:
         raise ValueError("it is written here for half-split tables that rotate whole heads")
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        other = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
-        return x * cos + other * sin
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
     def write(pages: Tensor, scale: Tensor | None, slots: Tensor, values: Tensor) -> None:
-        flat = pages.flatten(0, 1)
         if scale is not None:
-            most = 127.0 if pages.dtype == torch.int8 else 448.0
-            unit = values.abs().amax(-1).float() / most
-            values = (values / unit[..., None]).clamp(-most, most)
-            values = values.round() if pages.dtype == torch.int8 else values
-            scale.flatten(0, 1)[slots] = unit
-        values = values.to(pages.dtype)
-        if pages.dtype == torch.float8_e4m3fn:
-            flat, values = flat.view(torch.uint8), values.view(torch.uint8)
-        flat[slots] = values
+            values, token_scale = quantize(values.float(), pages.dtype)
+            scale.flatten(0, 1)[slots] = token_scale
+        as_bytes(pages.flatten(0, 1))[slots] = as_bytes(values.to(pages.dtype))
 
     def append(
         k: Tensor,
@@ -46,11 +43,12 @@ def eager(op: Op, case: Case) -> Callable[..., Any]:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> Tensor | None:
-        cos = torch.cat((cos[positions],) * 2, -1)[:, None].to(k.dtype)
-        sin = torch.cat((sin[positions],) * 2, -1)[:, None].to(k.dtype)
-        write(k_pages, k_scale, slots, turn(k, cos, sin))
+        cos = torch.cat((cos[positions],) * 2, -1)[:, None]
+        sin = torch.cat((sin[positions],) * 2, -1)[:, None]
+        keys = k if k_scale is None else k.float()
+        write(k_pages, k_scale, slots, rotate(keys, cos.to(keys.dtype), sin.to(keys.dtype)))
         write(v_pages, v_scale, slots, v)
-        return None if q is None else turn(q, cos, sin)
+        return None if q is None else rotate(q, cos.to(q.dtype), sin.to(q.dtype))
 
     return append
 

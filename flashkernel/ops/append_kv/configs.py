@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashkernel.blocks.heads import tile, tunable
+from flashkernel.core.head_configs import head_tunable, heads_per_program
 from flashkernel.core.tune import power_of_2
 
 
 def _elements(shape: Mapping[str, int], splits: int) -> int:
-    """What one program holds of q, k and v, the last two of as many heads."""
-    queries = tile(shape["q_heads"], splits) if shape["q_heads"] else 0
-    return (queries + 2 * tile(shape["kv_heads"], splits)) * power_of_2(shape["dim"])
+    """Elements of q, k and v that one program holds."""
+    queries = heads_per_program(shape["q_heads"], splits) if shape["q_heads"] else 0
+    return (queries + 2 * heads_per_program(shape["kv_heads"], splits)) * power_of_2(shape["dim"])
 
 
-def _most(shape: Mapping[str, int]) -> int:
+def _most_heads(shape: Mapping[str, int]) -> int:
     return max(shape["q_heads"], shape["kv_heads"])
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     tokens = min(power_of_2(shape["tokens"]), 1 << 16)
-    return (tokens, shape["q_heads"], shape["kv_heads"], shape["dim"], shape["bytes"], shape["quantised"])
+    return (tokens, shape["q_heads"], shape["kv_heads"], shape["dim"], shape["bytes"], shape["quantized"])
 
 
-def _each(shape: Mapping[str, int]) -> int:
-    return 64 if shape["quantised"] else 128  # dividing takes registers of its own
+def _bytes_per_thread(shape: Mapping[str, int]) -> int:
+    return 64 if shape["quantized"] else 128  # dividing takes registers of its own
 
 
-APPEND = tunable("append_kv", _elements, _most, _bucket, _each)
+APPEND = head_tunable("append_kv", _elements, _most_heads, _bucket, _bytes_per_thread)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from flashkernel.core.arguments import autocast_dtype, check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
-from flashkernel.core.library import KernelOp, traced
-from flashkernel.core.op import resolve
+from flashkernel.core.library import traced
 from flashkernel.core.replay import replayed
-from flashkernel.ops.decode import spec
+from flashkernel.ops.decode import library, spec
+from flashkernel.ops.decode.params import AttendOptions
 
-QUANTISED = (torch.float8_e4m3fn, torch.int8)
+QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
 
 @replayed
@@ -34,56 +34,75 @@ def decode_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few new queries to each sequence's cached keys.
+    """Attention of a few new queries to each sequence's cached keys (decoding, or verification of a draft).
 
-    q is (batch, new, heads, head_dim): one query for decoding, several to verify a speculation. k and v are the cache:
-    (batch, capacity, kv_heads, head_dim), or with `page_table`, int32 (batch, most_pages), the pages that it numbers:
-    (pages, page_size, kv_heads, head_dim). `lengths`, int32 (batch,), counts each sequence's keys, the new ones
-    included: the last query sits at position lengths[b] - 1 and sees everything up to itself. What lies behind a
-    sequence's last key, in the cache and in the table, is never read. A sequence of length 0 gives zeros.
+    The last query of sequence b is at position lengths[b] - 1 and sees every key up to itself. What lies behind a
+    sequence's last key, in the cache and in the page table, is never read. A sequence of length 0 gives zeros.
 
-    With `window` a query sees so many keys, itself included, and the first `sink_tokens`. `sinks` (heads,) are learned
-    logits in the denominator (gpt-oss). A cache in float8_e4m3fn or int8 comes with `k_scale` and `v_scale`, float32
-    and of its shape without the last dim: a value is what is stored times its scale.
+    Under autocast q is cast to the cache's dtype, or to autocast's where the cache is quantized. The launch depends on
+    shapes alone: a captured CUDA graph serves any lengths and page tables. There is no gradient.
 
-    `prefix_length`, a number or an int32 tensor of one element, promises that the first so many keys are the same for
-    all sequences: those that the first sequence has are then read once, from there, for the whole batch.
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), the new queries.
+        k: (batch, capacity, kv_heads, head_dim), the cached keys; with `page_table` the pages,
+            (pages, page_size, kv_heads, head_dim), page_size a power of two from 16 to 256. In q's dtype,
+            float8_e4m3fn or int8.
+        v: (batch, capacity, kv_heads, value_dim) or (pages, page_size, kv_heads, value_dim), in k's dtype.
+        lengths: int32 (batch,), the keys of each sequence, the new ones included (flash-attn's `cache_seqlens`).
+        page_table: int32 (batch, max_pages), the page numbers of each sequence (flash-attn's `block_table`).
+        window: keys that a query sees, itself included; None is all.
+        sinks: (heads,), a learned logit per head that joins the softmax's denominator (gpt-oss).
+        sink_tokens: the first keys that stay visible beside a window.
+        softcap: scores are softcap * tanh(score / softcap); 0 is none.
+        scale: what Q K^T is multiplied by; None is 1 / sqrt(head_dim).
+        k_scale: float32, k's shape without the last dim, for a quantized cache: key = stored * scale.
+        v_scale: the same for values.
+        prefix_length: a number, or an int32 tensor of one element. It promises that the first keys of all sequences
+            are the same: they are read once, from the first sequence, for the whole batch.
+        return_lse: also return the log-sum-exp of each row.
+        backend: a backend's name; None chooses.
 
-    Under autocast q is cast to the cache's dtype, or to autocast's where the cache is quantised.
+    Returns:
+        o (batch, seqlen_q, heads, value_dim) in q's dtype; with `return_lse` also lse (batch, heads, seqlen_q) in
+        float32.
 
-    `return_lse` adds the log of each row's sum, (batch, heads, new) in float32. The launch follows from the tensors'
-    shapes alone: a captured CUDA graph serves any lengths and tables. There is no gradient.
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> q = torch.randn(2, 1, 8, 64)  # one new token for each of 2 sequences
+        >>> k, v = torch.randn(2, 100, 2, 64), torch.randn(2, 100, 2, 64)
+        >>> lengths = torch.tensor([100, 37], dtype=torch.int32)
+        >>> fk.decode_attention(q, k, v, lengths).shape
+        torch.Size([2, 1, 8, 64])
     """
     name = "decode_attention"
     if q.ndim != 4:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}; it must be (batch, new, heads, head_dim)")
-    q = _as_cached(q, k)
+    q = _cast_query(q, k)
     _check_cache(name, q, k, v, k_scale, v_scale, page_table, sinks)
     _check_lengths(name, q, lengths, page_table, q.shape[0])
     if page_table is None and k.shape[0] != q.shape[0]:
         raise ValueError(
             f"{name}: the cache holds {k.shape[0]} sequences but q {q.shape[0]}; pages are given with page_table"
         )
-    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap, scale)
+    window, sink_tokens = _checked_window(name, window, sink_tokens, softcap, scale)
     prefix_length = _checked_prefix(q, prefix_length)
+    options = AttendOptions(window, sinks, sink_tokens, softcap, scale, k_scale, v_scale, return_lse, prefix_length)
+    capacity = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
     chosen = choose(
         spec.DECODE_ATTENTION, backend, q.device, q.dtype,
-        head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=q.shape[0],
+        head_dim=q.shape[-1], value_dim=v.shape[-1], cache_dtype=k.dtype, batch=q.shape[0],
         rows=q.shape[1] * (q.shape[2] // k.shape[2]), has_prefix=isinstance(prefix_length, Tensor) or prefix_length > 0,
-        short=bool(_span(q, k, page_table, window, sink_tokens) <= spec.SHORT), even=bool(_even(k) and _even(v)),
-        paged=page_table is not None,
+        short=bool(options.visible_keys(capacity, q.shape[1]) <= spec.SHORT),
+        tma_aligned=bool(_tma_aligned(k) and _tma_aligned(v)), paged=page_table is not None,
     )  # fmt: skip
     if chosen.composite:
         with without_autocast(q):
-            return chosen.run(
-                q, k, v, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens, softcap=softcap,
-                scale=scale, k_scale=k_scale, v_scale=v_scale, prefix_length=prefix_length, return_lse=return_lse,
-            )  # fmt: skip
-    dynamic = prefix_length if isinstance(prefix_length, Tensor) else None
-    out, lse = _decode(
-        q, k, v, lengths, page_table, sinks, k_scale, v_scale, dynamic,
-        0 if dynamic is not None else prefix_length, 0 if window is None else window, sink_tokens,
-        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), chosen.target,
+            return chosen.run(q, k, v, lengths, page_table, **options.as_keywords())
+    on_device = prefix_length if isinstance(prefix_length, Tensor) else None
+    out, lse = library.decode_attention(
+        q, k, v, lengths, page_table, sinks, k_scale, v_scale, on_device,
+        0 if on_device is not None else prefix_length, 0 if window is None else window, sink_tokens,
+        float(options.softmax_scale(q.shape[-1])), float(softcap), chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -107,17 +126,45 @@ def paged_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of many new queries to cached pages: prefill, in chunks or whole, of sequences of any lengths.
+    """Attention of many packed new queries to cached pages: prefill, whole or in chunks.
 
-    q is (tokens, heads, head_dim), the new queries of all sequences one behind the other; sequence b has those of
-    [cu_seqlens_q[b], cu_seqlens_q[b + 1]), int32 (batch + 1,). Their keys are in the pages already: `lengths` counts
-    them in, the last query sits at position lengths[b] - 1, and a query sees everything up to itself. The rest is as in
-    `decode_attention`; lse is (heads, tokens). Tokens behind the last sequence give zeros.
+    The keys of the new tokens are in the pages already. The last query of sequence b is at position lengths[b] - 1, and
+    a query sees every key up to itself. Tokens behind the last sequence give zeros. There is no gradient.
+
+    Args:
+        q: (tokens, heads, head_dim), the new queries of all sequences, packed.
+        k: (pages, page_size, kv_heads, head_dim), as in `decode_attention`.
+        v: (pages, page_size, kv_heads, value_dim).
+        cu_seqlens_q: int32 (batch + 1,); sequence b has the queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
+        lengths: int32 (batch,), the keys of each sequence, the new ones included.
+        page_table: int32 (batch, max_pages), the page numbers of each sequence.
+        window: keys that a query sees, itself included; None is all.
+        sinks: (heads,), a learned logit per head that joins the softmax's denominator (gpt-oss).
+        sink_tokens: the first keys that stay visible beside a window.
+        softcap: scores are softcap * tanh(score / softcap); 0 is none.
+        scale: what Q K^T is multiplied by; None is 1 / sqrt(head_dim).
+        k_scale: float32 (pages, page_size, kv_heads), for quantized pages.
+        v_scale: the same for values.
+        return_lse: also return the log-sum-exp of each row.
+        backend: a backend's name; None chooses.
+
+    Returns:
+        o (tokens, heads, value_dim) in q's dtype; with `return_lse` also lse (heads, tokens) in float32.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> pages = torch.randn(2, 8, 16, 2, 64)  # keys and values of 8 pages of 16 tokens
+        >>> q = torch.randn(25, 8, 64)  # 20 new tokens of one sequence, 5 of another
+        >>> cu_seqlens_q = torch.tensor([0, 20, 25], dtype=torch.int32)
+        >>> lengths = torch.tensor([20, 40], dtype=torch.int32)
+        >>> page_table = torch.tensor([[3, 1, 0], [7, 2, 5]], dtype=torch.int32)
+        >>> fk.paged_attention(q, pages[0], pages[1], cu_seqlens_q, lengths, page_table).shape
+        torch.Size([25, 8, 64])
     """
     name = "paged_attention"
     if q.ndim != 3:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}; it must be (tokens, heads, head_dim)")
-    q = _as_cached(q, k)
+    q = _cast_query(q, k)
     _check_cache(name, q, k, v, k_scale, v_scale, page_table, sinks)
     _check_lengths(name, q, lengths, page_table, lengths.shape[0])
     if not _is_int32(cu_seqlens_q, q, 1) or cu_seqlens_q.shape[0] != lengths.shape[0] + 1:
@@ -125,33 +172,31 @@ def paged_attention(
             f"{name}: cu_seqlens_q is {cu_seqlens_q.dtype} {tuple(cu_seqlens_q.shape)} on {cu_seqlens_q.device}; it "
             f"must be int32 ({lengths.shape[0] + 1},) on {q.device}: one more than there are sequences"
         )
-    window, sink_tokens = _checked_settings(name, window, sink_tokens, softcap, scale)
+    window, sink_tokens = _checked_window(name, window, sink_tokens, softcap, scale)
+    options = AttendOptions(window, sinks, sink_tokens, softcap, scale, k_scale, v_scale, return_lse)
     chosen = choose(
         spec.PAGED_ATTENTION, backend, q.device, q.dtype,
-        head_dim=q.shape[-1], value_dim=v.shape[-1], stored=k.dtype, batch=lengths.shape[0],
-        group=q.shape[1] // k.shape[2],
+        head_dim=q.shape[-1], value_dim=v.shape[-1], cache_dtype=k.dtype, batch=lengths.shape[0],
+        group_size=q.shape[1] // k.shape[2],
     )  # fmt: skip
     if chosen.composite:
         with without_autocast(q):
-            return chosen.run(
-                q, k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
-                softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-            )  # fmt: skip
-    out, lse = _packed(
+            return chosen.run(q, k, v, cu_seqlens_q, lengths, page_table, **options.as_keywords())
+    out, lse = library.paged_attention(
         q, k, v, cu_seqlens_q, lengths, page_table, sinks, k_scale, v_scale, 0 if window is None else window,
-        sink_tokens, q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), chosen.target,
+        sink_tokens, float(options.softmax_scale(q.shape[-1])), float(softcap), chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def _as_cached(q: Tensor, k: Tensor) -> Tensor:
-    """Under autocast q takes the cache's dtype, or autocast's where the cache is quantised: a cache is not cast."""
+def _cast_query(q: Tensor, k: Tensor) -> Tensor:
+    """Under autocast q takes the cache's dtype, or autocast's where the cache is quantized: a cache is not cast."""
     if k.dtype == q.dtype:
         return q
     lower = autocast_dtype(q)
     if lower is None or not q.is_floating_point():
         return q
-    return q.to(k.dtype if k.is_floating_point() and k.dtype not in QUANTISED else lower)
+    return q.to(k.dtype if k.is_floating_point() and k.dtype not in QUANTIZED else lower)
 
 
 def _check_cache(
@@ -183,16 +228,16 @@ def _check_cache(
         raise ValueError(
             f"{name}: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
         )
-    quantised = k.dtype in QUANTISED
-    if not q.is_floating_point() or q.dtype in QUANTISED or (k.dtype != q.dtype and not quantised):
+    quantized = k.dtype in QUANTIZED
+    if not q.is_floating_point() or q.dtype in QUANTIZED or (k.dtype != q.dtype and not quantized):
         raise ValueError(
             f"{name}: q is {q.dtype} and the cache {k.dtype}; the cache has q's float dtype, or float8_e4m3fn or int8"
         )
     for label, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if (factor is not None) != quantised:
-            given = "is missing" if quantised else "is given"
+        if (factor is not None) != quantized:
+            given = "is missing" if quantized else "is given"
             raise ValueError(
-                f"{name}: {label} {given}, and the cache is {k.dtype}; a quantised cache comes with scales"
+                f"{name}: {label} {given}, and the cache is {k.dtype}; a quantized cache comes with scales"
             )
         if factor is None:
             continue
@@ -235,7 +280,7 @@ def _integer(value: int) -> int:
     return value if type(value) is int else operator.index(value)
 
 
-def _checked_settings(
+def _checked_window(
     name: str, window: int | None, sink_tokens: int, softcap: float, scale: float | None
 ) -> tuple[int | None, int]:
     """(window, sink_tokens) as Python integers, which kernels take: NumPy's would not do."""
@@ -265,91 +310,13 @@ def _checked_prefix(q: Tensor, prefix_length: int | Tensor) -> int | Tensor:
     return _integer(prefix_length)
 
 
-def _span(q: Tensor, k: Tensor, page_table: Tensor | None, window: int | None, sink_tokens: int) -> int:
-    """Keys that a sequence's queries see at most."""
-    capacity = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
-    return capacity if window is None else min(capacity, window + q.shape[1] - 1 + sink_tokens)
-
-
-def _even(x: Tensor) -> bool:
-    """Whether a tensor descriptor can step through a cache: rows side by side, its address and strides multiples of 16
-    bytes. Tracers know no address: what turns out to be unaligned then is copied."""
+def _tma_aligned(x: Tensor) -> bool:
+    """Whether TMA can load from a cache: heads contiguous, its address and strides multiples of 16 bytes. Tracers know
+    no address: a cache that turns out to be unaligned then is copied."""
     if not traced(x) and x.data_ptr() % 16:
         return False
-    unit = 16 // x.element_size()
+    elements = 16 // x.element_size()
     for size, stride in zip(x.shape[:3], x.stride()):
-        if size > 1 and (stride == 0 or stride % unit):
+        if size > 1 and (stride == 0 or stride % elements):
             return False
     return x.stride(3) == 1
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def _cache(kernels: str, k, v, lengths, table, k_scale, v_scale):
-    scales = [None if x is None else x.float().contiguous() for x in (k_scale, v_scale)]
-    table = None if table is None else _unit(table)
-    return resolve(kernels).Cache(_unit(k), _unit(v), lengths.contiguous(), table, *scales)
-
-
-def _decode_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    page_table: Tensor | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    prefix: Tensor | None,
-    prefix_length: int,
-    window: int,
-    sink_tokens: int,
-    scale: float,
-    softcap: float,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
-    module = resolve(kernels)
-    capacity = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
-    shared = min(prefix_length, capacity) if prefix is None else prefix
-    settings = module.Settings(window, sink_tokens, scale, softcap, 0 if window else shared)
-    cache = _cache(kernels, k, v, lengths, page_table, k_scale, v_scale)
-    return module.forward(_unit(q), cache, None if sinks is None else sinks.contiguous(), settings)
-
-
-def _fake_decode(q, k, v, *_):
-    batch, queries, heads, _ = q.shape
-    return q.new_empty((batch, queries, heads, v.shape[3])), q.new_empty((batch, heads, queries), dtype=torch.float32)
-
-
-def _packed_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    window: int,
-    sink_tokens: int,
-    scale: float,
-    softcap: float,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
-    module = resolve(kernels)
-    cache = _cache(kernels, k, v, lengths, page_table, k_scale, v_scale)
-    settings = module.Settings(window, sink_tokens, scale, softcap)
-    sinks = None if sinks is None else sinks.contiguous()
-    return module.forward_packed(_unit(q), cu_seqlens_q.contiguous(), cache, sinks, settings)
-
-
-def _fake_packed(q, k, v, *_):
-    tokens, heads, _ = q.shape
-    return q.new_empty((tokens, heads, v.shape[3])), q.new_empty((heads, tokens), dtype=torch.float32)
-
-
-_decode = KernelOp("decode_attention", _decode_forward, _fake_decode)
-_packed = KernelOp("paged_attention", _packed_forward, _fake_packed)

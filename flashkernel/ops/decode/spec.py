@@ -28,18 +28,19 @@ def _kernels(call: Call) -> str | None:
         return f"heads must be at most 512 wide, not {widest}"
     if call.facts["batch"] > MOST_SEQUENCES:
         return f"at most {MOST_SEQUENCES} sequences fit a launch, not {call.facts['batch']}"
-    if call.facts["stored"] == _FP8 and call.device.kind == "cuda" and call.device.arch < 89:
+    if call.facts["cache_dtype"] == _FP8 and call.device.kind == "cuda" and call.device.arch < 89:
         return f"float8_e4m3fn needs sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
     return None
 
 
 def _prefill(call: Call) -> str | None:
-    group, stored = call.facts["group"], call.facts["stored"]
-    reason = too_large(
-        call.device, group, call.facts["head_dim"], call.facts["value_dim"], stored.itemsize, call.dtype.itemsize
-    )
+    shape = {
+        **{name: call.facts[name] for name in ("group_size", "head_dim", "value_dim")},
+        "cache_bytes": call.facts["cache_dtype"].itemsize, "q_bytes": call.dtype.itemsize,
+    }  # fmt: skip
+    reason = too_large(call.device, shape)
     if reason is not None:
-        return f"{group} query heads to a key/value head are too many for heads this wide: {reason}"
+        return f"{call.facts['group_size']} query heads per KV head are too many for heads this wide: {reason}"
     return _kernels(call)
 
 
@@ -47,24 +48,24 @@ def _hopper(call: Call) -> str | None:
     head_dim, value_dim, rows = call.facts["head_dim"], call.facts["value_dim"], call.facts["rows"]
     if head_dim != value_dim or head_dim > 256 or head_dim % 8:
         return f"keys and values must be equally wide, a multiple of 8 and at most 256, not {head_dim} and {value_dim}"
-    if call.facts["stored"] != call.dtype:
-        return f"its cache has the queries' dtype, not {str(call.facts['stored']).removeprefix('torch.')}"
+    if call.facts["cache_dtype"] != call.dtype:
+        return f"its cache has the queries' dtype, not {str(call.facts['cache_dtype']).removeprefix('torch.')}"
     if rows > 64:
         return f"the queries and heads that share a key must be at most 64, not {rows}"
     if call.facts["has_prefix"]:
         return "it has no shared prefix"
-    if not call.facts["even"]:
+    if not call.facts["tma_aligned"]:
         return "the cache's address, and the strides of its heads, keys and pages, must be multiples of 16 bytes"
     return _kernels(call)
 
 
-def _slower(call: Call) -> str | None:
-    """A short walk is over before its ring is full, and wants no second kernel. What the copies of whole boxes gain,
-    they gain where addresses are many: in pages, of heads whose rows do not waste too much of a product."""
+def _not_faster(call: Call) -> str | None:
+    """Short contexts end before the pipeline is full, and need no combine step. TMA gains where addresses are many: in
+    pages, of heads wide enough not to waste most of a 64-row MMA."""
     if call.facts["short"]:
         return f"at most {SHORT} keys are seen"
     if not call.facts["paged"]:
-        return "a contiguous cache is read as fast by the portable kernel"
+        return "a contiguous cache is read as fast by the Triton kernel"
     return f"heads of {call.facts['head_dim']} are too narrow to gain by it" if call.facts["head_dim"] <= 64 else None
 
 
@@ -343,8 +344,8 @@ DECODE_ATTENTION = Op(
     reference=f"{_ROOM}.reference:decode_attention",
     inputs=_DECODE_INPUTS,
     backends=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_slower),
-        backends.triton(f"{_ROOM}.triton", _kernels, least=80),
+        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_not_faster),
+        backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
         backends.torch_native(f"{_ROOM}.torch:decode_attention"),
         backends.reference(f"{_ROOM}.reference:decode_attention"),
     ),
@@ -364,7 +365,7 @@ PAGED_ATTENTION = Op(
     reference=f"{_ROOM}.reference:paged_attention",
     inputs=_PREFILL_INPUTS,
     backends=(
-        backends.triton(f"{_ROOM}.triton", _prefill, least=80),
+        backends.triton(f"{_ROOM}.triton", _prefill, min_arch=80),
         backends.torch_native(f"{_ROOM}.torch:paged_attention"),
         backends.reference(f"{_ROOM}.reference:paged_attention"),
     ),

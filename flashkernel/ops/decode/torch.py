@@ -1,5 +1,7 @@
-"""Attention over a cache by torch: on a CPU sequence by sequence, each over the keys it sees and no others, without a
-copy where they lie side by side; on a GPU, and in a graph, all at once and masked, so that nobody waits for `lengths`.
+"""Attention over a cache by torch's operators.
+
+On a CPU one sequence at a time, over the keys it sees and no others, without a copy where its pages are adjacent. On a
+GPU, and in a graph, all sequences at once with a mask, so that the host does not wait for `lengths`.
 """
 
 from __future__ import annotations
@@ -7,65 +9,54 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.ops.decode import reference
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """What is done to a score, and whether the log of the sums is wanted."""
-
-    window: int | None
-    sinks: Tensor | None
-    sink_tokens: int
-    softcap: float
-    scale: float
-    return_lse: bool
-
-    @property
-    def plain(self) -> bool:
-        return self.sinks is None and not self.softcap and not self.return_lse
+from flashkernel.ops.decode.params import AttendOptions
+from flashkernel.ops.decode.reference import at_least_float32, attend, gather_cache, query_positions
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """Keys and values, where each sequence's pages are, and the scales of what is quantised."""
+    """Keys and values, the page table on the host, and the scales of a quantized cache."""
 
     k: Tensor
     v: Tensor
-    table: list[list[int]] | None
+    page_table: list[list[int]] | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     capacity: int
 
     def read(self, b: int, start: int, stop: int, dtype: torch.dtype, sinks: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values [start, stop) of a sequence behind its first `sinks`, each [Hkv, sinks + stop - start, D]."""
-        if sinks == start:  # nothing lies between
+        """Keys and values of a sequence, its first `sinks` and [start, stop), each [Hkv, sinks + stop - start, D]."""
+        if sinks == start:  # one range
             sinks = start = 0
-        ends = [(0, sinks), (start, stop)] if sinks else [(start, stop)]
+        ranges = [(0, sinks), (start, stop)] if sinks else [(start, stop)]
         k, v = (
-            [self._one(x, f, b, *end, dtype) for end in ends]
-            for x, f in ((self.k, self.k_scale), (self.v, self.v_scale))
+            [self._dequantized(x, scale, b, *bounds, dtype) for bounds in ranges]
+            for x, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
         return (torch.cat(k, 1), torch.cat(v, 1)) if sinks else (k[0], v[0])
 
-    def _one(self, x: Tensor, factor: Tensor | None, b: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def _dequantized(
+        self, x: Tensor, scale: Tensor | None, b: int, start: int, stop: int, dtype: torch.dtype
+    ) -> Tensor:
         values = self._rows(x, b, start, stop).to(dtype)
-        if factor is not None:
-            values = values * self._rows(factor, b, start, stop)[..., None].to(dtype)
+        if scale is not None:
+            values = values * self._rows(scale, b, start, stop)[..., None].to(dtype)
         return values.transpose(0, 1)
 
     def _rows(self, x: Tensor, b: int, start: int, stop: int) -> Tensor:
-        """Positions [start, stop) of a sequence, one behind the other; a view where its pages are neighbours."""
-        if self.table is None:
+        """Positions [start, stop) of a sequence; a view where its pages are adjacent."""
+        if self.page_table is None:
             return x[b, start:stop]
         size = x.shape[1]
         first = start // size
-        pages = self.table[b][first : -(-stop // size)]
+        pages = self.page_table[b][first : -(-stop // size)]
         if pages == list(range(pages[0], pages[0] + len(pages))):
             found = x[pages[0] : pages[0] + len(pages)]
         else:
@@ -74,156 +65,121 @@ class _Cache:
 
 
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    page_table: Tensor | None = None,
-    *,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    sink_tokens: int = 0,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    prefix_length: int | Tensor = 0,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    scores = _Scores(
-        window, sinks, sink_tokens, softcap, q.shape[-1] ** -0.5 if scale is None else scale, return_lse
-    )  # fmt: skip
+    """`options` are the fields of AttendOptions; a shared prefix makes no difference here."""
+    given = AttendOptions(**options)
     if torch.compiler.is_compiling() or q.device.type != "cpu":
-        wide = _wide(q.dtype)
-        keys, values = (reference.gathered(x, page_table, f, wide) for x, f in ((k, k_scale), (v, v_scale)))
-        count = lengths.long().clamp(max=keys.shape[1])
-        position = count[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-        found = _at_once(q, keys, values, position, scores)
-        return found if return_lse else found[0]
-    batch, queries = q.shape[:2]
-    capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
-    cache = _Cache(k, v, None if page_table is None else page_table.tolist(), k_scale, v_scale, capacity)
-    if queries == 1 and batch and scores.plain and k_scale is None and not sink_tokens:
-        parts = [_one_query(q[b], cache, b, length, scores) for b, length in enumerate(lengths.tolist())]
-        return (parts[0] if batch == 1 else torch.cat(parts)).view(batch, 1, q.shape[2], -1)
-    out = q.new_empty((batch, queries, q.shape[2], v.shape[3]))
-    lse = q.new_empty((batch, q.shape[2], queries), dtype=_wide(q.dtype)) if return_lse else None
-    for b, length in enumerate(lengths.tolist()):
-        _sequence(q[b], cache, b, length, scores, out[b], None if lse is None else lse[b])
+        keys, values = gather_cache(k, v, page_table, given, at_least_float32(q.dtype))
+        found = attend(q.to(keys.dtype), keys, values, query_positions(q, lengths, keys.shape[1]), given)
+        return (found[0].to(q.dtype), found[1]) if given.return_lse else found[0].to(q.dtype)
+    batch, seqlen_q = q.shape[:2]
+    cache = _cache(k, v, page_table, given)
+    if seqlen_q == 1 and batch and _plain(given) and cache.k_scale is None and not given.sink_tokens:
+        rows = [_one_query(q[b], cache, b, seqlen, given) for b, seqlen in enumerate(lengths.tolist())]
+        return (rows[0] if batch == 1 else torch.cat(rows)).view(batch, 1, q.shape[2], -1)
+    out = q.new_empty((batch, seqlen_q, q.shape[2], v.shape[3]))
+    lse = q.new_empty((batch, q.shape[2], seqlen_q), dtype=at_least_float32(q.dtype)) if given.return_lse else None
+    for b, seqlen in enumerate(lengths.tolist()):
+        _one_sequence(q[b], cache, b, seqlen, given, out[b], None if lse is None else lse[b])
     return out if lse is None else (out, lse)
 
 
 def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    *,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    sink_tokens: int = 0,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, page_table: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
+    given = AttendOptions(**options)
     if torch.compiler.is_compiling() or q.device.type != "cpu":
-        wide = _wide(q.dtype)
-        found = reference.paged_attention(
-            q.to(wide), k, v, cu_seqlens_q, lengths, page_table, window=window, sinks=sinks, sink_tokens=sink_tokens,
-            softcap=softcap, scale=scale, k_scale=k_scale, v_scale=v_scale, return_lse=True,
-        )  # fmt: skip
-        return (found[0].to(q.dtype), found[1]) if return_lse else found[0].to(q.dtype)
-    scores = _Scores(
-        window, sinks, sink_tokens, softcap, q.shape[-1] ** -0.5 if scale is None else scale, return_lse
-    )  # fmt: skip
-    cache = _Cache(k, v, page_table.tolist(), k_scale, v_scale, page_table.shape[1] * k.shape[1])
+        options["return_lse"] = True
+        wide = q.to(at_least_float32(q.dtype))
+        found = reference.paged_attention(wide, k, v, cu_seqlens_q, lengths, page_table, **options)
+        return (found[0].to(q.dtype), found[1]) if given.return_lse else found[0].to(q.dtype)
+    cache = _cache(k, v, page_table, given)
     out = q.new_empty((*q.shape[:2], v.shape[3]))
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_wide(q.dtype)) if return_lse else None
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=at_least_float32(q.dtype)) if given.return_lse else None
     bounds: Sequence[int] = cu_seqlens_q.tolist()
-    for b, length in enumerate([*lengths.tolist(), 0]):  # tokens behind the last sequence see nothing
-        mine = slice(bounds[b], bounds[b + 1] if b + 1 < len(bounds) else q.shape[0])
-        if mine.stop > mine.start:
-            _sequence(q[mine], cache, b, length, scores, out[mine], None if lse is None else lse[:, mine])
+    for b, seqlen in enumerate([*lengths.tolist(), 0]):  # tokens behind the last sequence see nothing
+        own = slice(bounds[b], bounds[b + 1] if b + 1 < len(bounds) else q.shape[0])
+        if own.stop > own.start:
+            _one_sequence(q[own], cache, b, seqlen, given, out[own], None if lse is None else lse[:, own])
     return out if lse is None else (out, lse)
 
 
-def _at_once(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scores: _Scores) -> tuple[Tensor, Tensor]:
-    out, lse = reference.attend(
-        q.to(k.dtype), k, v, position, scores.window, scores.sinks, scores.sink_tokens, scores.softcap, scores.scale
-    )
-    return out.to(q.dtype), lse
+def _cache(k: Tensor, v: Tensor, page_table: Tensor | None, options: AttendOptions) -> _Cache:
+    capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    pages = None if page_table is None else page_table.tolist()
+    return _Cache(k, v, pages, options.k_scale, options.v_scale, capacity)
 
 
-def _one_query(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores) -> Tensor:
-    """What `_sequence` does for the commonest call: q [1, Hq, D], which sees all that is read. Few operators, since on
-    a CPU the host takes as long for them as for the attention."""
-    length = min(length, cache.capacity)
-    if length <= 0:
+def _plain(options: AttendOptions) -> bool:
+    """Whether scaled_dot_product_attention computes it: no sinks, no softcap, no LSE."""
+    return options.sinks is None and not options.softcap and not options.return_lse
+
+
+def _one_query(q: Tensor, cache: _Cache, b: int, seqlen: int, options: AttendOptions) -> Tensor:
+    """`_one_sequence` for the commonest call: q [1, Hq, D], which sees all that is read. Few operators: on a CPU the
+    host takes as long for them as for the attention."""
+    seqlen = min(seqlen, cache.capacity)
+    if seqlen <= 0:
         return q.new_zeros((1, cache.k.shape[2], q.shape[1] // cache.k.shape[2], cache.v.shape[3]))
-    start = 0 if scores.window is None else max(0, length - scores.window)
-    k, v = cache.read(b, start, length, q.dtype)
+    start = 0 if options.window is None else max(0, seqlen - options.window)
+    k, v = cache.read(b, start, seqlen, q.dtype)
     rows = q.reshape(1, k.shape[0], -1, q.shape[2])  # [1, Hkv, G, D]
-    return F.scaled_dot_product_attention(rows, k[None], v[None], scale=scores.scale)
+    return F.scaled_dot_product_attention(rows, k[None], v[None], scale=options.softmax_scale(q.shape[2]))
 
 
-def _sequence(q: Tensor, cache: _Cache, b: int, length: int, scores: _Scores, out: Tensor, lse: Tensor | None) -> None:
+def _one_sequence(
+    q: Tensor, cache: _Cache, b: int, seqlen: int, options: AttendOptions, out: Tensor, lse: Tensor | None
+) -> None:
     """One sequence's queries q [N, Hq, D] into out [N, Hq, Dv] and lse [Hq, N]."""
-    queries, heads, head_dim = q.shape
+    seqlen_q, heads, head_dim = q.shape
     kv_heads = cache.k.shape[2]
-    group = heads // kv_heads
-    length = min(length, cache.capacity)
-    first = length - queries  # position of the first query
-    start = 0 if scores.window is None else max(0, first + 1 - scores.window)
-    sinks = min(scores.sink_tokens, start)  # those before the window; between the two nothing is read
-    if length <= 0 or queries == 0:  # nothing to see, or nobody to see it
+    group_size, scale = heads // kv_heads, options.softmax_scale(head_dim)
+    seqlen = min(seqlen, cache.capacity)
+    first = seqlen - seqlen_q  # position of the first query
+    start = 0 if options.window is None else max(0, first + 1 - options.window)
+    sinks = min(options.sink_tokens, start)  # sink tokens before the window; what lies between is not read
+    if seqlen <= 0 or seqlen_q == 0:  # no keys, or no queries
         out.zero_()
         if lse is not None:
-            lse.copy_(torch.full_like(lse, -math.inf) if scores.sinks is None else scores.sinks[:, None].to(lse.dtype))
+            empty = torch.full_like(lse, -math.inf)
+            lse.copy_(empty if options.sinks is None else options.sinks[:, None].to(lse.dtype))
         return
-    if cache.k_scale is not None:  # a product of two roundings is not worth a narrow dtype
-        q = q.to(_wide(q.dtype))
-    k, v = cache.read(b, start, length, q.dtype, sinks)
-    rows = (
-        q.reshape(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
-    )
-    hidden = _hidden(first, queries, start, length, sinks, scores)  # [N, S]
-    if scores.plain and (hidden is None or first >= 0):
-        seen = None if hidden is None else (~hidden).repeat(group, 1)
+    if cache.k_scale is not None:  # dequantized keys keep float32's digits
+        q = q.to(at_least_float32(q.dtype))
+    k, v = cache.read(b, start, seqlen, q.dtype, sinks)
+    rows = q.reshape(seqlen_q, kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    rows = rows.reshape(kv_heads, group_size * seqlen_q, head_dim)
+    masked = _masked(first, seqlen_q, start, seqlen, sinks, options)  # [N, S]
+    if _plain(options) and (masked is None or first >= 0):
+        visible = None if masked is None else (~masked).repeat(group_size, 1)
         # Four dims: with fewer, torch takes its unfused path.
-        found = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=seen, scale=scores.scale)[0]
-        out.copy_(found.view(kv_heads, group, queries, -1).permute(2, 0, 1, 3).flatten(1, 2))
+        o = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=visible, scale=scale)[0]
+        out.copy_(o.view(kv_heads, group_size, seqlen_q, -1).permute(2, 0, 1, 3).flatten(1, 2))
         return
-    wide = _wide(q.dtype)
-    raw = (rows.to(wide) @ k.to(wide).transpose(1, 2)).view(heads, queries, -1) * scores.scale
-    if scores.softcap:
-        raw = scores.softcap * torch.tanh(raw / scores.softcap)
-    if hidden is not None:
-        raw = raw.masked_fill(hidden, -math.inf)
-    log = torch.logsumexp(raw, -1)  # [Hq, N]
-    if scores.sinks is not None:
-        log = torch.logaddexp(log, scores.sinks[:, None].to(wide))
-    weights = torch.exp(raw - log.masked_fill(log == -math.inf, 0)[..., None])
-    found = weights.view(kv_heads, group * queries, -1) @ v.to(wide)
-    out.copy_(found.view(kv_heads, group, queries, -1).permute(2, 0, 1, 3).flatten(1, 2))
+    wide = at_least_float32(q.dtype)
+    scores = (rows.to(wide) @ k.to(wide).transpose(1, 2)).view(heads, seqlen_q, -1) * scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if masked is not None:
+        scores = scores.masked_fill(masked, -math.inf)
+    row_lse = torch.logsumexp(scores, -1)  # [Hq, N]
+    if options.sinks is not None:
+        row_lse = torch.logaddexp(row_lse, options.sinks[:, None].to(wide))
+    p = torch.exp(scores - row_lse.masked_fill(row_lse == -math.inf, 0)[..., None])
+    o = p.view(kv_heads, group_size * seqlen_q, -1) @ v.to(wide)
+    out.copy_(o.view(kv_heads, group_size, seqlen_q, -1).permute(2, 0, 1, 3).flatten(1, 2))
     if lse is not None:
-        lse.copy_(log)
+        lse.copy_(row_lse)
 
 
-def _hidden(first: int, queries: int, start: int, stop: int, sinks: int, scores: _Scores) -> Tensor | None:
+def _masked(first: int, seqlen_q: int, start: int, stop: int, sinks: int, options: AttendOptions) -> Tensor | None:
     """Which of the first `sinks` keys and those of [start, stop) each query must not see, [N, S]; None: it sees all."""
-    if queries == 1:  # what is read begins where its window does
+    if seqlen_q == 1:  # only its window was read
         return None
-    position = torch.arange(first, first + queries)[:, None]
+    position = torch.arange(first, first + seqlen_q)[:, None]
     key = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
-    hidden = key > position
-    if scores.window is not None:
-        hidden |= (key <= position - scores.window) & (key >= scores.sink_tokens)
-    return hidden
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    masked = key > position
+    if options.window is not None:
+        masked |= (key <= position - options.window) & (key >= options.sink_tokens)
+    return masked

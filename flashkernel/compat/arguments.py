@@ -1,4 +1,4 @@
-"""Settings of flash-attn's functions as plain Python values: it takes NumPy scalars and 0-dim tensors as well."""
+"""flash-attn's arguments as plain Python values: it takes NumPy scalars and 0-dim tensors as well."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def window_sides(name: str, window_size: Sequence[Any]) -> tuple[int, int]:
 
 
 def positive_softcap(name: str, softcap: Any) -> float:
-    """0, which is none, for 0 or less, as in flash-attn; NaN stays what it is, for others to refuse."""
-    found = number(name, "softcap", softcap)
-    return 0.0 if found <= 0 else found
+    """`softcap`, or 0 (none) where it is negative, as in flash-attn; NaN is left for the operator to refuse."""
+    value = number(name, "softcap", softcap)
+    return 0.0 if value <= 0 else value
