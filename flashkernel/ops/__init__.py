@@ -1,4 +1,4 @@
-"""One room per operator. A room is a folder with a `spec.py` that declares its operators in `OPS`."""
+"""Operator packages. Each has a `spec.py` that declares its operators in `OPS`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from flashkernel.core.op import Op
 
 @cache
 def registry() -> dict[str, Op]:
-    """Every operator by name, found by walking the rooms."""
+    """All operators by name, from `OPS` of every operator package.
+
+    Example:
+        >>> "rms_norm" in registry()
+        True
+    """
     found: dict[str, Op] = {}
-    for room in pkgutil.iter_modules(__path__):
-        if room.ispkg:
-            for op in importlib.import_module(f"{__name__}.{room.name}.spec").OPS:
+    for package in pkgutil.iter_modules(__path__):
+        if package.ispkg:
+            for op in importlib.import_module(f"{__name__}.{package.name}.spec").OPS:
                 if op.name in found:
-                    raise ValueError(f"two rooms declare an operator named {op.name!r}")
+                    raise ValueError(f"two packages declare an operator named {op.name!r}")
                 found[op.name] = op
     return found

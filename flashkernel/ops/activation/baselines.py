@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core.op import Case, Op
-from flashkernel.ops.activation.reference import gpt_oss_glu, squared_relu, unpack
+from flashkernel.ops.activation.reference import gpt_oss_glu, squared_relu
 
 _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
@@ -33,11 +34,11 @@ def eager(op: Op, case: Case) -> Callable[..., Any]:
         return activate(x, **options)
 
     def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", packed: str = "halves") -> Tensor:
-        left, right = unpack(gate, up, packed)
+        left, right = split_gate_up(gate, packed) if up is None else (gate, up)
         return F.gelu(left, approximate=approximate) * right
 
     def glu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves") -> Tensor:
-        left, right = unpack(gate, up, packed)
+        left, right = split_gate_up(gate, packed) if up is None else (gate, up)
         return activate(left) * right
 
     if "gate" not in op.inputs:

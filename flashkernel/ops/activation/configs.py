@@ -13,39 +13,39 @@ FEW = 1 << 20  # elements up to which all that a launch reads is on its way at t
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockConfig:
     """A run of consecutive elements."""
 
     elements: int
-    warps: int
+    num_warps: int
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (power_of_2(shape["rows"]), min(power_of_2(shape["width"]), _MANY), shape["bytes"], shape["loads"])
 
 
-def _heuristic(device: Device, shape: Mapping[str, int]) -> Block:
+def _heuristic(device: Device, shape: Mapping[str, int]) -> BlockConfig:
     vector = 16 // shape["bytes"]  # elements of one 16-byte access
     if shape["rows"] * shape["width"] <= FEW and shape["width"] >= 512:
-        return Block(512, 4)  # over at once: what counts is how soon a thread is done, so 4 values each
+        return BlockConfig(512, 4)  # over at once: what counts is how soon a thread is done, so 4 values each
     # At least 32 bytes asked for per thread: with full occupancy, 64 KB in flight on each multiprocessor.
     elements = 128 * vector * (2 if shape["loads"] == 1 else 1)
     elements = min(elements, power_of_2(shape["width"]))
     while elements > 32 * vector and shape["rows"] * (shape["width"] // elements) < 2 * device.sms:
         elements //= 2  # few elements: spread them over the multiprocessors
-    return Block(elements, max(1, min(4, elements // (32 * vector))))
+    return BlockConfig(elements, max(1, min(4, elements // (32 * vector))))
 
 
-def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Block]:
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[BlockConfig]:
     for elements in (256, 512, 1024, 2048, 4096):
-        for warps in (1, 2, 4, 8):
-            yield Block(elements, warps)
+        for num_warps in (1, 2, 4, 8):
+            yield BlockConfig(elements, num_warps)
 
 
-def _valid(config: Block, device: Device, shape: Mapping[str, int]) -> str | None:
-    each = config.elements / (32 * config.warps)
+def _valid(config: BlockConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    each = config.elements / (32 * config.num_warps)
     return None if each <= 64 else f"{each:.0f} values a thread do not fit its registers"
 
 
-FORWARD = Tunable("activation_forward", Block, _heuristic, _space, _valid, _bucket)
-BACKWARD = Tunable("activation_backward", Block, _heuristic, _space, _valid, _bucket)
+FORWARD = Tunable("activation_forward", BlockConfig, _heuristic, _space, _valid, _bucket)
+BACKWARD = Tunable("activation_backward", BlockConfig, _heuristic, _space, _valid, _bucket)

@@ -6,49 +6,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashkernel.ops.activation.reference import unpack
+from flashkernel.blocks.activation import NATIVE, apply_gate
+from flashkernel.blocks.gate_up import split_gate_up
+
+silu, relu, squared_relu = NATIVE["silu"], NATIVE["relu"], NATIVE["squared_relu"]
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-def silu(x: Tensor) -> Tensor:
-    return F.silu(x)
-
-
-def relu(x: Tensor) -> Tensor:
-    return F.relu(x)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 def swiglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves") -> Tensor:
-    wide_gate, wide_up = _wide(gate, up, packed)
-    return (F.silu(wide_gate) * wide_up).to(gate.dtype)
+    return _gated("silu", gate, up, packed)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", packed: str = "halves") -> Tensor:
-    wide_gate, wide_up = _wide(gate, up, packed)
-    return (F.gelu(wide_gate, approximate=approximate) * wide_up).to(gate.dtype)
+    return _gated("gelu_tanh" if approximate == "tanh" else "gelu", gate, up, packed)
 
 
 def reglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves") -> Tensor:
-    wide_gate, wide_up = _wide(gate, up, packed)
-    return (F.relu(wide_gate) * wide_up).to(gate.dtype)
+    return _gated("relu", gate, up, packed)
 
 
 def gpt_oss_glu(
     gate: Tensor, up: Tensor | None = None, *, alpha: float = 1.702, limit: float = 7.0, packed: str = "interleaved"
 ) -> Tensor:
-    wide_gate, wide_up = _wide(gate, up, packed)
-    wide_gate, wide_up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
-    return ((wide_up + 1) * wide_gate * torch.sigmoid(alpha * wide_gate)).to(gate.dtype)
+    return _gated("gpt_oss", gate, up, packed, alpha, limit)
 
 
-def _wide(gate: Tensor, up: Tensor | None, packed: str) -> tuple[Tensor, Tensor]:
-    gate, up = unpack(gate, up, packed)
+def _gated(kind: str, gate: Tensor, up: Tensor | None, packed: str, *clamp: float) -> Tensor:
+    gate, up = split_gate_up(gate, packed) if up is None else (gate, up)
     wide = torch.promote_types(gate.dtype, torch.float32)
-    return gate.to(wide), up.to(wide)
+    return apply_gate(NATIVE, kind, gate.to(wide), up.to(wide), *clamp).to(gate.dtype)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
+from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
-from flashkernel.ops.gemm import registered, spec
-from flashkernel.ops.gemm.packing import PACKINGS
+from flashkernel.ops.gemm import library, spec
 
 
 @replayed
@@ -30,20 +30,39 @@ def linear(
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """scale * activation(x weight^T + bias) + residual, in one launch where x has few rows.
+    """Returns scale * activation(norm(x) @ weight^T + bias) + residual, in one launch where x has few rows.
 
-    x is (..., in) and weight (out, in), as in torch.nn.Linear; the output is (..., out) in x's dtype or `out_dtype`.
+    Sums are in float32 and every tensor is differentiable. Under autocast x and the weights are cast as for
+    torch.nn.functional.linear; the output then has the wider dtype of that and the residual's.
 
-    Several outputs from one launch: up to three weights in a list (q, k and v), each with its bias or all without,
-    give a tuple; so does one weight with `splits`, the sizes of the outputs stored one after the other in it.
+    Args:
+        x: (..., in_features), float32, float16 or bfloat16.
+        weight: (out_features, in_features) in x's dtype, as in torch.nn.Linear. A list of up to three (q, k and v)
+            gives a tuple of outputs. With a gated activation: a list of gate and up, or both packed in one weight
+            (2 * out_features, in_features).
+        bias: (out_features,), a list of them for a list of weights, or None.
+        residual: the output's shape; added last.
+        norm_weight: (in_features,); x goes through RMSNorm first: x / rms(x) * (norm_weight + norm_offset).
+        activation: "gelu", "gelu_tanh", "silu", "relu", "squared_relu", or gated: "swiglu", "geglu" (tanh),
+            "geglu_exact", "reglu", "gpt_oss_glu"; an `Activation` or `Gate` object; None.
+        packed: how one weight holds gate and up: "halves" or "interleaved", row by row.
+        splits: sizes of several outputs stored one after the other in one weight; gives a tuple.
+        scale: a factor on the activation's output.
+        norm_eps: of the RMSNorm.
+        norm_offset: added to norm_weight; Gemma's norms take 1.
+        out_dtype: the output's dtype; x's unless given.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
-    `activation` is "gelu", "gelu_tanh", "silu", "relu" or "squared_relu", or one with a gate: "swiglu", "geglu" (tanh),
-    "geglu_exact", "reglu" or "gpt_oss_glu", which give activation(gate) * up. The weight is then a list of gate and up,
-    or one (2 out, in) weight that is `packed` in "halves" or "interleaved" row by row.
+    Returns:
+        (..., out_features), or a tuple of them for several outputs.
 
-    With `norm_weight` (in,), x goes through RMSNorm first: x / rms(x) * (norm_weight + norm_offset).
-    Sums are in float32. Every tensor is differentiable. Under autocast x and the weights are cast as for
-    torch.nn.functional.linear, and the output has the wider dtype of that and the residual's.
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> x, weight, bias = torch.randn(2, 8), torch.randn(4, 8), torch.randn(4)
+        >>> y = fk.linear(x, weight, bias, activation="silu")
+        >>> torch.allclose(y, torch.nn.functional.silu(x @ weight.T + bias), atol=1e-5)
+        True
+        >>> q, k, v = fk.linear(x, [weight, weight, weight])
     """
     lower = autocast_dtype(x)
     if lower is not None:
@@ -68,7 +87,7 @@ def linear(
             norm_offset=norm_offset, out_dtype=out_dtype,
         )  # fmt: skip
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
-    y = registered.run(
+    y = library.linear(
         chosen.target, x, weights, biases, residual, norm_weight,
         chain, packed, float(norm_eps), float(norm_offset), x.dtype if out_dtype is None else out_dtype,
     )  # fmt: skip
@@ -98,7 +117,7 @@ def _check_weights(x: Tensor, weights: list[Tensor], biases: list[Tensor], gated
     """The sizes of the outputs."""
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"linear: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
-    most = 2 if gated else registered.MOST_WEIGHTS
+    most = 2 if gated else library.MOST_WEIGHTS
     if not 1 <= len(weights) <= most:
         raise ValueError(
             f"linear: {len(weights)} weights were given; {'gate and up' if gated else 'outputs'} take one packed "

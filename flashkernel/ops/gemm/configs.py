@@ -1,7 +1,7 @@
 """Launch configs of the linear layer's kernels: which kernel, its tile, and how many programs share the work.
 
 The weight is read once whatever the config; what differs is how many bytes are in flight, how evenly they are spread
-over the multiprocessors, and how often x is read again.
+over the SMs, and how often x is read again.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 
 MOST_ROWS = 64  # beyond, the weight is no longer what the time goes to
 VECTOR_ROWS = 4  # rows up to which plain arithmetic keeps pace with the memory
-MOST_VECTOR_ROWS = 8
-MOST_COUNTERS = 8192  # tiles whose sums may be shared between programs
+MAX_VECTOR_ROWS = 8
+MAX_COUNTERS = 8192  # tiles whose sums may be shared between programs
 _VERY_MANY = 65536  # outputs, as of a layer that ends in a vocabulary
 _LONG_SHARE = 1280  # elements of a sum that are worth adding to another program's
 
 
 @dataclass(frozen=True)
-class Stream:
+class LinearConfig:
     """`kernel` is "vector" (sums in plain arithmetic) or "tensor" (tensor cores).
 
-    A program works on `columns` outputs, `inner` elements of the sum at a time. `programs` walk over all the work in
-    equal shares, and a tile whose sum is cut is added up by the last of its programs; 0 means one for each tile.
+    A program computes `block_n` outputs, `block_k` elements of the sum at a time. With `programs` (Stream-K) the
+    programs take equal parts of all K steps of all tiles, and the last program of a split tile adds the partial sums;
+    0 means one program per tile.
     """
 
     kernel: str
-    columns: int
-    inner: int
-    warps: int
-    stages: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
     programs: int = 0
 
 
@@ -41,114 +42,116 @@ def row_tile(rows: int) -> int:
     return max(16, power_of_2(rows))
 
 
-def tile_count(config: Stream, sizes: tuple[int, ...]) -> int:
+def tile_count(config: LinearConfig, sizes: tuple[int, ...]) -> int:
     """Tiles of the outputs; no tile crosses from one weight into the next."""
-    return sum(ceil_div(size, config.columns) for size in sizes)
+    return sum(ceil_div(size, config.block_n) for size in sizes)
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    # Columns and inner stay exact: how they divide among the multiprocessors is what the choice turns on.
-    rows = shape["rows"] if shape["rows"] <= MOST_VECTOR_ROWS else power_of_2(shape["rows"])
+    # Columns and inner stay exact: how they divide among the SMs is what the choice depends on.
+    rows = shape["rows"] if shape["rows"] <= MAX_VECTOR_ROWS else power_of_2(shape["rows"])
     return (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["outer"], shape["norm"])
 
 
-def _heuristic(device: Device, shape: Mapping[str, int]) -> Stream:
+def _heuristic(device: Device, shape: Mapping[str, int]) -> LinearConfig:
     if shape["rows"] <= VECTOR_ROWS and not shape["outer"]:
         return _vector(device, shape)
     return _tensor(device, shape)
 
 
-def _vector(device: Device, shape: Mapping[str, int]) -> Stream:
+def _vector(device: Device, shape: Mapping[str, int]) -> LinearConfig:
     vector = 16 // shape["bytes"]  # elements of one 16-byte load
-    warps, few = 4, shape["rows"] <= 2  # every row of x costs registers
-    inner = 32 * warps * vector * (2 if few else 1)
+    num_warps, few = 4, shape["rows"] <= 2  # every row of x costs registers
+    inner = 32 * num_warps * vector * (2 if few else 1)
     # Threads past the sum's end idle, which costs less than another step; 32 along it are the least that load well.
     while inner > 32 * vector and ceil_div(shape["inner"], inner) * inner > 1.35 * shape["inner"]:
         inner //= 2
-    if inner > 32 * warps * vector:  # two outputs a program keep enough in flight; more only where there are very many
-        return Stream("vector", 4 if shape["columns"] >= _VERY_MANY else 2, inner, warps, stages=1)
+    if (
+        inner > 32 * num_warps * vector
+    ):  # two outputs a program keep enough in flight; more only where there are very many
+        return LinearConfig("vector", 4 if shape["columns"] >= _VERY_MANY else 2, inner, num_warps, num_stages=1)
     loads = 8 if few else 4  # 16-byte loads in flight per thread
-    columns = max(1, loads * 32 * warps * vector // (inner * shape["streams"]))
-    apart = 32 * warps * vector // inner  # columns that different warps work on
+    columns = max(1, loads * 32 * num_warps * vector // (inner * shape["streams"]))
+    apart = 32 * num_warps * vector // inner  # columns that different warps work on
     while columns > max(2, apart) and ceil_div(shape["columns"], columns) < 3 * device.sms:
         columns //= 2
         if inner < shape["inner"] and few:
             inner *= 2  # as many bytes in flight, in fewer steps
-    return Stream("vector", columns, inner, warps, stages=1)
+    return LinearConfig("vector", columns, inner, num_warps, num_stages=1)
 
 
-def _tensor(device: Device, shape: Mapping[str, int]) -> Stream:
+def _tensor(device: Device, shape: Mapping[str, int]) -> LinearConfig:
     rows = row_tile(shape["rows"])
     if shape["bytes"] == 4:
-        columns, inner, stages = 64, 32, 3
+        columns, inner, num_stages = 64, 32, 3
     elif rows == 64:  # x is read again for every tile: wide tiles
-        columns, inner, stages = 128 // shape["streams"], 64, 4
+        columns, inner, num_stages = 128 // shape["streams"], 64, 4
     elif shape["columns"] >= _VERY_MANY:
-        columns, inner, stages = 128 // shape["streams"], 64, 5
+        columns, inner, num_stages = 128 // shape["streams"], 64, 5
     elif shape["streams"] == 2:
-        columns, inner, stages = 64, 64, 5
+        columns, inner, num_stages = 64, 64, 5
     elif shape["norm"] and rows == 16:  # few steps, since each also normalises x
-        columns, inner, stages = 32, 256, 4
+        columns, inner, num_stages = 32, 256, 4
     elif shape["norm"]:
-        columns, inner, stages = 64, 64, 6
+        columns, inner, num_stages = 64, 64, 6
     else:
         small = shape["columns"] <= 32 * device.sms and shape["inner"] <= 1024  # more programs, none of which is long
-        columns, inner, stages = 32 if small else 64, 128, 4
-    stages = stages if device.arch >= 80 else 1
+        columns, inner, num_stages = 32 if small else 64, 128, 4
+    num_stages = num_stages if device.arch >= 80 else 1
     alone = shape["norm"] and inner == 256  # narrow tiles: enough programs without sharing sums
     programs = 0 if alone else _programs(device, shape, columns, inner)
-    config = Stream("tensor", columns, inner, 4, stages, programs)
-    while _valid(config, device, shape) and config.stages > 1:
-        config = replace(config, stages=config.stages - 1)
+    config = LinearConfig("tensor", columns, inner, 4, num_stages, programs)
+    while _valid(config, device, shape) and config.num_stages > 1:
+        config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
 def _programs(device: Device, shape: Mapping[str, int], columns: int, inner: int) -> int:
-    """Equal shares of the work, where tiles alone would leave multiprocessors idle; 0: tiles alone fill them."""
+    """Equal shares of the work, where tiles alone would leave SMs idle; 0: tiles alone fill them."""
     tiles, steps = ceil_div(shape["columns"], columns), ceil_div(shape["inner"], inner)
     if tiles * steps == 0 or tiles >= 0.9 * device.sms:
         return 0
-    # Two programs a multiprocessor hide one another's ends; a short share costs more in adding up than it gains.
+    # Two programs per SM hide one another's ends; a short share costs more in adding up than it gains.
     share = ceil_div(tiles * steps, 2 * device.sms)
     if share * inner < (_LONG_SHARE // 4 if shape["norm"] else _LONG_SHARE):
         share = max(4, ceil_div(tiles * steps, device.sms))
     return ceil_div(tiles * steps, share) if 2 * share <= steps else 0
 
 
-def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Stream]:
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[LinearConfig]:
     for columns in (1, 2, 4, 8, 16):
         for inner in (256, 512, 1024, 2048):
-            for warps in (1, 2, 4, 8):
-                for stages in (1, 3):
-                    yield Stream("vector", columns, inner, warps, stages)
+            for num_warps in (1, 2, 4, 8):
+                for num_stages in (1, 3):
+                    yield LinearConfig("vector", columns, inner, num_warps, num_stages)
     for columns in (16, 32, 64, 128):  # of 16 each, even few outputs fill the GPU without sharing sums
         for inner in (64, 128, 256):
-            for stages in (3, 4, 5, 6):
+            for num_stages in (3, 4, 5, 6):
                 for programs in (0, device.sms, 2 * device.sms, 3 * device.sms):
-                    yield Stream("tensor", columns, inner, 4, stages, programs)
+                    yield LinearConfig("tensor", columns, inner, 4, num_stages, programs)
 
 
-def _valid(config: Stream, device: Device, shape: Mapping[str, int]) -> str | None:
-    loaded = config.columns * config.inner * shape["streams"]
+def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    loaded = config.block_n * config.block_k * shape["streams"]
     if config.kernel == "vector":
-        if shape["rows"] > MOST_VECTOR_ROWS:
-            return f"{shape['rows']} rows are too many for plain arithmetic; it takes up to {MOST_VECTOR_ROWS}"
+        if shape["rows"] > MAX_VECTOR_ROWS:
+            return f"{shape['rows']} rows are too many for plain arithmetic; it takes up to {MAX_VECTOR_ROWS}"
         if config.programs:
             return "the vector kernel has one program for each tile"
         if shape["outer"]:
             return "the vector kernel wants weights that are contiguous along the sum"
-        each = loaded / (32 * config.warps)
+        each = loaded / (32 * config.num_warps)
         return None if each <= 128 else f"{each:.0f} weights a thread do not fit its registers"
     if config.kernel != "tensor":
         return f"there is no kernel {config.kernel!r}; there are 'vector' and 'tensor'"
-    if config.inner < 16:
+    if config.block_k < 16:
         return "tensor cores sum at least 16 elements at a time"
-    staged = (loaded + row_tile(shape["rows"]) * config.inner) * shape["bytes"] * config.stages
+    staged = (loaded + row_tile(shape["rows"]) * config.block_k) * shape["bytes"] * config.num_stages
     if device.shared_per_block and staged > device.shared_per_block:
-        return f"{config.stages} stages take {staged} bytes of shared memory; a block has {device.shared_per_block}"
-    if config.programs and ceil_div(shape["columns"], config.columns) > MOST_COUNTERS - 2:
-        return f"no more than {MOST_COUNTERS} tiles can be shared between programs"
+        return f"{config} needs {staged} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.programs and ceil_div(shape["columns"], config.block_n) > MAX_COUNTERS - 2:
+        return f"no more than {MAX_COUNTERS} tiles can be shared between programs"
     return None
 
 
-LINEAR = Tunable("linear", Stream, _heuristic, _space, _valid, _bucket)
+LINEAR = Tunable("linear", LinearConfig, _heuristic, _space, _valid, _bucket)

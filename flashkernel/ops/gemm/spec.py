@@ -205,6 +205,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 LINEAR = Op(
     name="linear",
+    backward=None,  # the gradient is made of torch's products
     summary="linear layer of few rows with norm, bias, activation, gate and residual",
     function=f"{_ROOM}.named:linear",
     reference=f"{_ROOM}.named:reference",

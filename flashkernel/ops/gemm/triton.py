@@ -17,20 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue
-from flashkernel.blocks.epilogue_triton import finish
+from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
-from flashkernel.ops.gemm.configs import LINEAR, MOST_COUNTERS, Stream, row_tile, tile_count
+from flashkernel.ops.gemm.configs import LINEAR, MAX_COUNTERS, LinearConfig, row_tile, tile_count
 
 
 @triton.jit
-def _part(tile, weights, strides, biases, sizes, COLUMNS: tl.constexpr):
+def _weight_of_tile(tile, weights, strides, biases, sizes, BLOCK_N: tl.constexpr):
     """(weight, its stride, bias, size, first tile, first column) of the weight that a tile belongs to."""
     weight, stride, bias, size = weights[0], strides[0], biases[0], sizes[0]
     tiles, columns, first_tile, first_column = 0, 0, 0, 0
     for part in tl.static_range(1, len(sizes)):
-        tiles += tl.cdiv(sizes[part - 1], COLUMNS)
+        tiles += tl.cdiv(sizes[part - 1], BLOCK_N)
         columns += sizes[part - 1]
         here = tile >= tiles
         weight = tl.where(here, weights[part], weight)
@@ -55,112 +55,118 @@ def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
 def linear_vector(
     x, norm_weight, weights, biases, residual, y,
     x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
-    CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, FULL_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    STREAMS: tl.constexpr = 2 if GATED else 1
+    PRODUCTS: tl.constexpr = 2 if GATED else 1
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
-    weight, stride, bias, size, first_tile, first_column = _part(tile, weights, strides, biases, sizes, COLUMNS)
-    place = (tile - first_tile) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    step = tl.arange(0, INNER)  # [INNER]
-    near = tl.minimum(place, size - 1).to(tl.int64)[:, None]  # columns beyond the last repeat it, and are not stored
+    weight, stride, bias, size, first_tile, first_column = _weight_of_tile(
+        tile, weights, strides, biases, sizes, BLOCK_N
+    )
+    out_column = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    step = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    near = tl.minimum(out_column, size - 1).to(tl.int64)[
+        :, None
+    ]  # columns beyond the last repeat it, and are not stored
     if PDL:
         pdl_enter()
-    left = weight + near * stride + step[None, :]  # [COLUMNS, INNER]
+    left = weight + near * stride + step[None, :]  # [BLOCK_N, BLOCK_K]
     right = weights[LAST] + near * strides[LAST] + step[None, :]
-    sums = (tl.zeros([COLUMNS, INNER // VECTOR], tl.float32),) * (ROWS * STREAMS)
-    squares = (tl.zeros([INNER // VECTOR], tl.float32),) * (ROWS if NORM else 0)
+    sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),) * (BLOCK_M * PRODUCTS)
+    squares = (tl.zeros([BLOCK_K // VECTOR], tl.float32),) * (BLOCK_M if NORM else 0)
 
-    for first in tl.range(0, inner, INNER, num_stages=STAGES):
-        inside = (first + step < inner) | EVEN
+    for first in tl.range(0, inner, BLOCK_K, num_stages=NUM_STAGES):
+        inside = (first + step < inner) | FULL_K
         gate = tl.load(left + first, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         if GATED:
             up = tl.load(right + first, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         if NORM:
             factor = tl.load(norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + offset
         new_sums, new_squares = sums * 0, squares * 0
-        for row in tl.static_range(ROWS):
+        for row in tl.static_range(BLOCK_M):
             x_row = x + tl.full([], row, tl.int64) * x_stride
             values = tl.load(x_row + first + step, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             if NORM:
-                new_squares = new_squares + (squares[row] + _add_vectors(values * values, INNER, VECTOR),)
+                new_squares = new_squares + (squares[row] + _add_vectors(values * values, BLOCK_K, VECTOR),)
                 values *= factor
-            new_sums = new_sums + (sums[row * STREAMS] + _add_vectors(gate * values[None, :], INNER, VECTOR),)
+            new_sums = new_sums + (sums[row * PRODUCTS] + _add_vectors(gate * values[None, :], BLOCK_K, VECTOR),)
             if GATED:
-                new_sums = new_sums + (sums[row * STREAMS + 1] + _add_vectors(up * values[None, :], INNER, VECTOR),)
+                new_sums = new_sums + (sums[row * PRODUCTS + 1] + _add_vectors(up * values[None, :], BLOCK_K, VECTOR),)
         sums, squares = new_sums, new_squares
 
-    in_columns = place < size
-    for row in tl.static_range(ROWS):
-        value = tl.sum(sums[row * STREAMS], 1)[None, :]  # [1, COLUMNS]
-        partner = tl.sum(sums[row * STREAMS + STREAMS - 1], 1)[None, :]
+    in_columns = out_column < size
+    for row in tl.static_range(BLOCK_M):
+        value = tl.sum(sums[row * PRODUCTS], 1)[None, :]  # [1, BLOCK_N]
+        up_value = tl.sum(sums[row * PRODUCTS + PRODUCTS - 1], 1)[None, :]
         if NORM:
             rstd = tl.rsqrt(tl.sum(squares[row], 0) / inner + eps)
             value *= rstd
-            partner *= rstd
+            up_value *= rstd
         here = tl.full([1], row, tl.int32)
-        value = finish(
-            value, partner, here, first_column + place, place, here == row, in_columns,
-            bias, biases[LAST], bias_stride, residual, residual_stride, CHAIN,
+        value = apply_epilogue(
+            value, up_value, here, first_column + out_column, out_column, here == row, in_columns,
+            bias, biases[LAST], bias_stride, residual, residual_stride, EPILOGUE,
         )  # fmt: skip
-        tl.store(y + row * y_stride + (first_column + place)[None, :], value, mask=in_columns[None, :])
+        tl.store(y + row * y_stride + (first_column + out_column)[None, :], value, mask=in_columns[None, :])
 
 
 @triton.jit
-def _store_part(
-    workspace, slot, value, partner, squares, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _store_partial(
+    workspace, slot, value, up_value, squares, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """One program's part of a tile: the sums [ROWS, COLUMNS] of each product, then the squares [ROWS]."""
-    SIZE: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1) + ROWS
+    """One program's part of a tile: the sums [BLOCK_M, BLOCK_N] of each product, then the squares [BLOCK_M]."""
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N * (2 if GATED else 1) + BLOCK_M
     base = workspace + slot.to(tl.int64) * SIZE
-    flat = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    flat = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(base + flat, value)
     if GATED:
-        tl.store(base + ROWS * COLUMNS + flat, partner)
-    tl.store(base + SIZE - ROWS + tl.arange(0, ROWS), squares)
+        tl.store(base + BLOCK_M * BLOCK_N + flat, up_value)
+    tl.store(base + SIZE - BLOCK_M + tl.arange(0, BLOCK_M), squares)
 
 
 @triton.jit
-def _add_parts(workspace, begin, end, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_partials(workspace, begin, end, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The whole of a tile from the parts of programs begin to end, in that order."""
-    SIZE: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1) + ROWS
-    flat = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    value = tl.zeros([ROWS, COLUMNS], tl.float32)
-    partner = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N * (2 if GATED else 1) + BLOCK_M
+    flat = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
     for program in range(begin, end + 1):
-        # Past the L1 cache, which other multiprocessors do not write to.
+        # Past the L1 cache, which other SMs do not write to.
         base = workspace + (2 * program + (program == begin).to(tl.int32)).to(tl.int64) * SIZE
         value += tl.load(base + flat, cache_modifier=".cg")
         if GATED:
-            partner += tl.load(base + ROWS * COLUMNS + flat, cache_modifier=".cg")
-        squares += tl.load(base + SIZE - ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
-    return value, partner, squares
+            up_value += tl.load(base + BLOCK_M * BLOCK_N + flat, cache_modifier=".cg")
+        squares += tl.load(base + SIZE - BLOCK_M + tl.arange(0, BLOCK_M), cache_modifier=".cg")
+    return value, up_value, squares
 
 
 @triton.jit
-def _rows_of_weight(weight, stride, place, size, step, OUTER: tl.constexpr):
-    """(pointers [COLUMNS, INNER] to a weight's rows, elements from one element of the sum to the next)."""
-    if OUTER:  # stored (in, out): 16-byte loads go along the columns, so those beyond the last are masked by the caller
-        return weight + place[:, None] + step.to(tl.int64)[None, :] * stride, stride.to(tl.int64)
+def _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED: tl.constexpr):
+    """(pointers [BLOCK_N, BLOCK_K] to a weight's rows, elements from one element of the sum to the next)."""
+    if (
+        TRANSPOSED
+    ):  # stored (in, out): 16-byte loads go along the columns, so those beyond the last are masked by the caller
+        return weight + out_column[:, None] + step.to(tl.int64)[None, :] * stride, stride.to(tl.int64)
     else:  # columns beyond the last repeat it, and are not stored
-        return weight + tl.minimum(place, size - 1).to(tl.int64)[:, None] * stride + step[None, :], 1
+        return weight + tl.minimum(out_column, size - 1).to(tl.int64)[:, None] * stride + step[None, :], 1
 
 
 @triton.jit
 def linear_tensor(
     x, norm_weight, weights, biases, residual, y, workspace, counters,
     x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share, eps, offset,
-    CHAIN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, OUTER: tl.constexpr,
-    SHARED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, FULL_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+    STREAM_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
     program = tl.program_id(0)
-    steps = tl.cdiv(inner, INNER)
-    if SHARED:  # the work is tiles x steps, in that order, cut into equal shares
+    steps = tl.cdiv(inner, BLOCK_K)
+    if STREAM_K:  # the work is tiles x steps, in that order, cut into equal shares
         work_begin = program * share
         work_end = tl.minimum(work_begin + share, tiles * steps)
         first_of_mine, last_of_mine = work_begin // steps, (work_end - 1) // steps
@@ -169,25 +175,27 @@ def linear_tensor(
         first_of_mine, last_of_mine = program, program
     if PDL:
         pdl_enter()
-    row = tl.arange(0, ROWS)  # [ROWS]
-    step = tl.arange(0, INNER)  # [INNER]
-    x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [INNER, ROWS]
+    row = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    step = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [BLOCK_K, BLOCK_M]
 
     for tile in range(first_of_mine, last_of_mine + 1):
-        weight, stride, bias, size, first_tile, first_column = _part(tile, weights, strides, biases, sizes, COLUMNS)
-        place = (tile - first_tile) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-        left, advance = _rows_of_weight(weight, stride, place, size, step, OUTER)  # [COLUMNS, INNER]
-        right, right_advance = _rows_of_weight(weights[LAST], strides[LAST], place, size, step, OUTER)
-        product = tl.zeros([COLUMNS, ROWS], tl.float32)
-        other = tl.zeros([COLUMNS, ROWS], tl.float32)
-        squares = tl.zeros([INNER, ROWS], tl.float32)
+        weight, stride, bias, size, first_tile, first_column = _weight_of_tile(
+            tile, weights, strides, biases, sizes, BLOCK_N
+        )
+        out_column = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        left, advance = _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED)  # [BLOCK_N, BLOCK_K]
+        right, right_advance = _weight_pointers(weights[LAST], strides[LAST], out_column, size, step, TRANSPOSED)
+        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        other = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
         begin = tl.maximum(work_begin - tile * steps, 0)
         end = tl.minimum(work_end - tile * steps, steps)
-        for first in tl.range(begin * INNER, end * INNER, INNER, num_stages=STAGES):
-            inside = (first + step < inner) | EVEN
+        for first in tl.range(begin * BLOCK_K, end * BLOCK_K, BLOCK_K, num_stages=NUM_STAGES):
+            inside = (first + step < inner) | FULL_K
             there = inside[None, :]
-            if OUTER:
-                there &= (place < size)[:, None]
+            if TRANSPOSED:
+                there &= (out_column < size)[:, None]
             values = tl.load(x_rows + first, mask=inside[:, None], other=0.0)
             loaded = tl.load(left + first * advance, mask=there, other=0.0, eviction_policy="evict_first")
             if NORM:
@@ -200,31 +208,37 @@ def linear_tensor(
                 loaded = tl.load(right + first * right_advance, mask=there, other=0.0, eviction_policy="evict_first")
                 other = tl.dot(loaded, values, other, input_precision=PRECISION)
 
-        value, partner, square = tl.trans(product), tl.trans(other), tl.sum(squares, 0)  # [ROWS, COLUMNS], [ROWS]
+        value, up_value, square = (
+            tl.trans(product),
+            tl.trans(other),
+            tl.sum(squares, 0),
+        )  # [BLOCK_M, BLOCK_N], [BLOCK_M]
         complete = True
-        if SHARED:
+        if STREAM_K:
             complete = (begin == 0) & (end == steps)
             if not complete:
                 # A program's first tile may lack its start, its last one its end: two slots each.
-                _store_part(
-                    workspace, 2 * program + (begin == 0).to(tl.int32), value, partner, square, GATED, ROWS, COLUMNS
+                _store_partial(
+                    workspace, 2 * program + (begin == 0).to(tl.int32), value, up_value, square, GATED, BLOCK_M, BLOCK_N
                 )
                 first_program, last_program = tile * steps // share, ((tile + 1) * steps - 1) // share
                 tl.debug_barrier()  # every thread has stored before one of them says so
                 before = tl.atomic_add(counters + tile, 1, sem="acq_rel")
                 if before == last_program - first_program:
                     tl.store(counters + tile, 0)  # as the next launch wants to find it
-                    value, partner, square = _add_parts(workspace, first_program, last_program, GATED, ROWS, COLUMNS)
+                    value, up_value, square = _sum_partials(
+                        workspace, first_program, last_program, GATED, BLOCK_M, BLOCK_N
+                    )
                     complete = True
         if complete:
             if NORM:
                 rstd = tl.rsqrt(square / inner + eps)[:, None]
                 value *= rstd
-                partner *= rstd
-            in_rows, in_columns, column = row < rows, place < size, first_column + place
-            value = finish(
-                value, partner, row, column, place, in_rows, in_columns,
-                bias, biases[LAST], bias_stride, residual, residual_stride, CHAIN,
+                up_value *= rstd
+            in_rows, in_columns, column = row < rows, out_column < size, first_column + out_column
+            value = apply_epilogue(
+                value, up_value, row, column, out_column, in_rows, in_columns,
+                bias, biases[LAST], bias_stride, residual, residual_stride, EPILOGUE,
             )  # fmt: skip
             target = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
             tl.store(target, value, mask=in_rows[:, None] & in_columns[None, :])
@@ -260,35 +274,36 @@ def forward(
         "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": x.element_size(),
         "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
     }  # fmt: skip
-    facts = device.facts(x.device)
-    config = tune.pick(LINEAR, facts, shape)
+    props = device.properties(x.device)
+    config = tune.pick(LINEAR, props, shape)
     tensors = (tuple(weights), tuple(biases) if biases else (x,) * len(weights), residual, y)
     strides = (
         x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]),
         biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0), sizes, inner,
     )  # fmt: skip
     constants = {
-        "CHAIN": chain, "GATED": gated, "NORM": norm_weight is not None, "EVEN": inner % config.inner == 0,
-        "COLUMNS": config.columns, "INNER": config.inner, "STAGES": config.stages, "num_warps": config.warps,
-        **pdl_options(facts),
+        "EPILOGUE": chain, "GATED": gated, "NORM": norm_weight is not None, "FULL_K": inner % config.block_k == 0,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "NUM_STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        **pdl_options(props),
     }  # fmt: skip
     if config.kernel == "vector":
         launch(
             linear_vector, (tile_count(config, sizes),),
             x, norm_weight, *tensors, *strides, eps, offset,
-            ROWS=rows, VECTOR=16 // x.element_size(), **constants,
+            BLOCK_M=rows, VECTOR=16 // x.element_size(), **constants,
         )  # fmt: skip
         return y
-    programs, share, tiles = _shares(config, sizes, inner)
+    programs, share, tiles = _stream_k_shares(config, sizes, inner)
     shared = share > 0
-    parts = row_tile(rows) * (config.columns * (2 if gated else 1) + 1)
+    parts = row_tile(rows) * (config.block_n * (2 if gated else 1) + 1)
     workspace = torch.empty(2 * programs * parts, dtype=torch.float32, device=x.device) if shared else None
     launch(
         linear_tensor, (programs,),
         x, norm_weight, *tensors, workspace, _counters(x.device) if shared else None, *strides, rows, tiles, share,
         eps, offset,
-        OUTER=outer, SHARED=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", ROWS=row_tile(rows),
-        **constants,
+        TRANSPOSED=outer, STREAM_K=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        BLOCK_M=row_tile(rows), **constants,
     )  # fmt: skip
     return y
 
@@ -302,10 +317,10 @@ def _one_layout(weights: list[Tensor]) -> tuple[list[Tensor], bool]:
     return [weight.contiguous() for weight in weights], False
 
 
-def _shares(config: Stream, sizes: tuple[int, ...], inner: int) -> tuple[int, int, int]:
+def _stream_k_shares(config: LinearConfig, sizes: tuple[int, ...], inner: int) -> tuple[int, int, int]:
     """(programs, steps in each one's share, tiles); a share of 0 stands for one whole tile."""
     tiles = tile_count(config, sizes)
-    steps = tune.ceil_div(inner, config.inner)
+    steps = tune.ceil_div(inner, config.block_k)
     if config.programs == 0 or steps == 0:
         return tiles, 0, tiles
     share = tune.ceil_div(tiles * steps, config.programs)
@@ -318,7 +333,7 @@ _slots: dict[tuple[torch.device, int], int] = {}
 
 
 def _zeros(where: torch.device) -> Tensor:
-    table = torch.zeros((_SLOTS, MOST_COUNTERS), dtype=torch.int32, device=where)
+    table = torch.zeros((_SLOTS, MAX_COUNTERS), dtype=torch.int32, device=where)
     torch.cuda.current_stream(where).synchronize()  # once: other streams may be the next to use it
     return table
 
@@ -328,7 +343,7 @@ def _counters(where: torch.device) -> Tensor:
     table = _tables.get(where)
     if table is None:
         if where.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph's own are zeroed at every replay
-            return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=where)
+            return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=where)
         # While torch.compile warms a graph up, this thread allocates in the graph's memory, of which nothing may stay.
         with ThreadPoolExecutor(1) as another:
             table = _tables[where] = another.submit(_zeros, where).result()

@@ -1,15 +1,12 @@
-"""The public losses: argument checks, dispatch, autograd."""
+"""The public losses: argument checks and dispatch."""
 
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import autocast, autocast_dtype, check_non_negative, check_softcap
+from flashkernel.core.arguments import autocast, autocast_dtype, check_non_negative, check_softcap, needs_gradients
 from flashkernel.core.dispatch import choose
-from flashkernel.core.library import KernelOp, traced
-from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
-from flashkernel.ops.loss import spec
-from flashkernel.ops.loss.configs import Settings
+from flashkernel.ops.loss import library, spec
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -26,21 +23,42 @@ def cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross-entropy of logits (..., classes) against integer targets (...), in float32.
+    """Returns the cross-entropy of logits against class indices, computed in float32.
 
-    `z_loss` adds z_loss * logsumexp(logits)^2, `softcap` bounds the logits to softcap * tanh(logits / softcap) first.
-    "mean" is over the targets that are not ignored; where all are, the loss is 0 and so is its gradient (torch gives
-    NaN). The kernels never read beyond a row: a target out of range makes its loss and gradient NaN.
+    Where every target is ignored, "mean" gives 0 and a gradient of 0 (torch gives NaN). A target out of range gives NaN
+    in its loss and gradient: the kernels never read outside a row, and cannot raise without waiting for the device.
+
+    Args:
+        logits: (..., classes), float32, float16 or bfloat16.
+        target: (...), integers.
+        ignore_index: rows with this target have no loss and no gradient.
+        label_smoothing: share of the target's probability that is spread over all classes; 0 to 1.
+        z_loss: adds z_loss * logsumexp(logits)^2 to the loss of a row.
+        softcap: bounds the logits to softcap * tanh(logits / softcap) first; 0 means no bound.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none" for one loss per target.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
+
+    Returns:
+        A float32 scalar, or a float32 tensor with target's shape for reduction="none".
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> logits, target = torch.randn(3, 10, requires_grad=True), torch.tensor([1, 2, -100])
+        >>> loss = fk.cross_entropy(logits, target)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target))
+        True
+        >>> loss.backward()
     """
     _check("cross_entropy", logits, target, label_smoothing, z_loss, softcap, reduction)
     target = _indices(target)
-    chosen = choose(spec.CROSS_ENTROPY, backend, logits.device, logits.dtype, classes=logits.shape[-1])
+    gradients = needs_gradients(logits)
+    chosen = choose(spec.CROSS_ENTROPY, backend, logits.device, logits.dtype, gradients, classes=logits.shape[-1])
     if chosen.composite:
         return chosen.run(
             logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
-    loss, _, _ = _cross_entropy(
+    loss, _, _ = library.cross_entropy(
         _flat(logits), _row(target), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
         reduction, chosen.target,
     )  # fmt: skip
@@ -61,10 +79,33 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross-entropy of x @ weight^T + bias that never holds the logits: x is (..., hidden), weight (classes, hidden).
+    """Returns the cross-entropy of x @ weight^T + bias without holding all logits in memory.
 
-    The arguments are those of `cross_entropy`. Gradients are made in the forward pass, chunk by chunk ("none" computes
-    the logits a second time in backward instead). Under autocast x, weight and bias are cast as for a linear layer.
+    Gradients are computed in the forward pass, one chunk of rows at a time (reduction="none" recomputes the logits in
+    backward instead). Under autocast x, weight and bias are cast as for torch.nn.functional.linear.
+
+    Args:
+        x: (..., hidden), float32, float16 or bfloat16.
+        weight: (classes, hidden) in x's dtype: the language-model head.
+        target: (...), integers.
+        bias: (classes,) in x's dtype, or None.
+        ignore_index: rows with this target have no loss and no gradient.
+        label_smoothing: share of the target's probability that is spread over all classes; 0 to 1.
+        z_loss: adds z_loss * logsumexp(logits)^2 to the loss of a row.
+        softcap: bounds the logits to softcap * tanh(logits / softcap) first; 0 means no bound.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none" for one loss per target.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
+
+    Returns:
+        A float32 scalar, or a float32 tensor with target's shape for reduction="none".
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(10, 8)
+        >>> target = torch.tensor([1, 2, 3])
+        >>> loss = fk.linear_cross_entropy(x, weight, target)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.T, target), atol=1e-5)
+        True
     """
     _check_linear(x, weight, target, bias)
     _check("linear_cross_entropy", x, target, label_smoothing, z_loss, softcap, reduction)
@@ -76,14 +117,15 @@ def linear_cross_entropy(
             f"linear_cross_entropy: x is {x.dtype} but weight is {weight.dtype}; cast one, or use autocast"
         )
     target = _indices(target)
-    chosen = choose(spec.LINEAR_CROSS_ENTROPY, backend, x.device, x.dtype, classes=weight.shape[0])
+    gradients = needs_gradients(x, weight, bias)
+    chosen = choose(spec.LINEAR_CROSS_ENTROPY, backend, x.device, x.dtype, gradients, classes=weight.shape[0])
     if chosen.composite:
         return chosen.run(
             x, weight, target, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
-    loss, _, _, _, _ = _linear(
+    loss, _, _, _, _ = library.linear_cross_entropy(
         _flat(x), weight, bias, _row(target), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
         reduction, wanted, chosen.target,
     )  # fmt: skip
@@ -140,166 +182,3 @@ def _flat(values: Tensor) -> Tensor:
     """[rows, last] with unit stride along the row; a view where the layout allows one."""
     flat = values if values.ndim == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
-
-
-def _forward(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, normalisers, count of targets that are not ignored)."""
-    return resolve(kernels).forward(logits, target, Settings(ignore_index, smoothing, z_loss, softcap, reduction))
-
-
-def _fake_forward(logits, target, ignore_index, smoothing, z_loss, softcap, reduction, kernels):
-    rows = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    if reduction == "none":
-        return rows, torch.empty_like(rows), logits.new_empty(0, dtype=torch.int32)
-    return logits.new_empty((), dtype=torch.float32), rows, logits.new_empty((), dtype=torch.int32)
-
-
-def _backward(
-    upstream: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    normalisers: Tensor,
-    count: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    kernels: str,
-) -> Tensor:
-    settings = Settings(ignore_index, smoothing, z_loss, softcap, reduction)
-    return resolve(kernels).backward(upstream, logits, target, normalisers, count, settings)
-
-
-def _fake_backward(upstream, logits, *_):
-    return logits.new_empty(logits.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    logits, target, *settings = inputs
-    _, normalisers, count = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(normalisers, count)
-    ctx.save_for_backward(logits, target, normalisers, count)
-    ctx.settings = settings
-
-
-def _pull_back(ctx, upstream, *_):
-    return _cross_entropy_backward(upstream, *ctx.saved_tensors, *ctx.settings), *[None] * 7
-
-
-_cross_entropy_backward = KernelOp("cross_entropy_backward", _backward, _fake_backward)
-_cross_entropy = KernelOp("cross_entropy", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
-
-
-def _linear_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    wanted: list[bool],
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, normalisers, dx, dweight, dbias); with "none" the gradients stay empty until backward."""
-    settings = Settings(ignore_index, smoothing, z_loss, softcap, reduction)
-    now = (False, False, False) if reduction == "none" else tuple(wanted)
-    return resolve(kernels).forward(x, weight, bias, target, settings, now)
-
-
-def _fake_linear_forward(x, weight, bias, target, ignore_index, smoothing, z_loss, softcap, reduction, wanted, kernels):
-    rows = x.new_empty(x.shape[0], dtype=torch.float32)
-    loss = torch.empty_like(rows) if reduction == "none" else x.new_empty((), dtype=torch.float32)
-    now = [False, False, False] if reduction == "none" else wanted
-    return loss, rows, *_empty_gradients(x, weight, bias, now)
-
-
-def _empty_gradients(x, weight, bias, wanted):
-    dx = x.new_empty(x.shape if wanted[0] else 0)
-    dweight = weight.new_empty(weight.shape if wanted[1] else 0)
-    dbias = x.new_empty(weight.shape[0] if wanted[2] else 0, dtype=x.dtype if bias is None else bias.dtype)
-    return dx, dweight, dbias
-
-
-def _linear_backward(
-    upstream: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    normalisers: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    wanted: list[bool],
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    settings = Settings(ignore_index, smoothing, z_loss, softcap, reduction)
-    return resolve(kernels).backward(upstream, x, weight, bias, target, normalisers, settings, tuple(wanted))
-
-
-def _fake_linear_backward(upstream, x, weight, bias, target, normalisers, *settings):
-    return _empty_gradients(x, weight, bias, settings[-2])
-
-
-def _scaled(values: Tensor, factor: Tensor, kernels: str) -> Tensor:
-    """values * factor, out of place."""
-    return resolve(kernels).scaled(values, factor, False)
-
-
-def _fake_scaled(values, factor, kernels):
-    return torch.empty_like(values)
-
-
-def _setup_linear(ctx, inputs, output):
-    x, weight, bias, target, *settings = inputs
-    _, normalisers, *gradients = output
-    ctx.set_materialize_grads(False)  # else the gradients' own gradients would be made, as zeros
-    ctx.mark_non_differentiable(normalisers, *gradients)
-    ctx.settings = settings
-    if ctx.settings[4] == "none":
-        ctx.save_for_backward(x, weight, bias, target, normalisers)
-    else:
-        ctx.save_for_backward(*gradients)
-
-
-def _pull_back_linear(ctx, upstream, *_):
-    wanted, kernels = ctx.settings[-2:]
-    if ctx.settings[4] == "none":
-        gradients = _linear_backward_op(upstream, *ctx.saved_tensors, *ctx.settings)
-    else:
-        gradients = [_scaled_gradient(value, upstream, kernels) for value in ctx.saved_tensors]
-    return *[value if want else None for value, want in zip(gradients, wanted)], *[None] * 8
-
-
-def _scaled_gradient(values: Tensor, upstream: Tensor, kernels: str) -> Tensor:
-    """In place where the graph is not kept: the buffer is ours, and it may be a gigabyte."""
-    if traced(values) or torch._C._autograd._get_current_graph_task_keep_graph():
-        return _scaled_op(values, upstream, kernels)
-    return resolve(kernels).scaled(values, upstream, True)
-
-
-_linear_backward_op = KernelOp("linear_cross_entropy_backward", _linear_backward, _fake_linear_backward)
-_scaled_op = KernelOp("scaled", _scaled, _fake_scaled)
-_linear = KernelOp(
-    "linear_cross_entropy",
-    _linear_forward,
-    _fake_linear_forward,
-    setup_context=_setup_linear,
-    backward=_pull_back_linear,
-)

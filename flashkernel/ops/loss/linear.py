@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flashkernel.ops.loss import triton as kernels
-from flashkernel.ops.loss.configs import Settings, chunk_rows
+from flashkernel.ops.loss.configs import chunk_rows
+from flashkernel.ops.loss.params import LossParams
 
 
 class _Gradients:
@@ -61,37 +62,37 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    settings: Settings,
+    params: LossParams,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, normalisers, dx, dweight, dbias), the gradients for a loss gradient of one; `wanted` says which."""
+    """(loss, lse, dx, dweight, dbias), the gradients for a loss gradient of one; `wanted` says which."""
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    normalisers = torch.empty_like(loss)
+    lse = torch.empty_like(loss)
     gradients = _Gradients(x, weight, bias, wanted)
-    count = (target != settings.ignore_index).sum() if settings.reduction == "mean" else None
+    count = (target != params.ignore_index).sum() if params.reduction == "mean" else None
     for part, logits in _chunks(x, weight, bias):
-        kernels.scan_forward(logits, target[part], loss[part], normalisers[part], count, settings, any(wanted))
+        kernels.launch_forward(logits, target[part], loss[part], lse[part], count, params, any(wanted))
         if any(wanted):
             gradients.add(logits, part)
-    if settings.reduction != "none":
-        loss, _ = kernels.reduced(loss, target, settings)
-    return loss, normalisers, *gradients.result()
+    if params.reduction != "none":
+        loss, _ = kernels.reduced(loss, target, params)
+    return loss, lse, *gradients.result()
 
 
 def backward(
-    upstream: Tensor,
+    dloss: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    normalisers: Tensor,
-    settings: Settings,
+    lse: Tensor,
+    params: LossParams,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) for a loss per row, whose weights were not known in forward: the logits are made again."""
     gradients = _Gradients(x, weight, bias, wanted)
     for part, logits in _chunks(x, weight, bias):
-        kernels.scan_backward(logits, target[part], normalisers[part], upstream[part], None, logits, settings)
+        kernels.launch_backward(logits, target[part], lse[part], dloss[part], None, logits, params)
         gradients.add(logits, part)
     return gradients.result()
 

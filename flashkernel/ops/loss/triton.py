@@ -1,6 +1,6 @@
 """Cross-entropy in Triton, and the fused linear form that never holds all logits.
 
-One program scans one row: a single read gives the normaliser (running maximum and sum) and the loss. A second scan
+One program scans one row: a single read gives the LSE (running maximum and sum) and the loss. A second scan
 of the same row, which by then lies in the L2 cache, can turn the logits into their gradient in place: that is how
 the fused linear form gets all its gradients from one chunk of logits before the next chunk overwrites it.
 """
@@ -9,80 +9,85 @@ import torch
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.softmax_triton import LOG2E
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.loss.configs import BACKWARD, FORWARD, IN_PLACE, Scan, Settings
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from flashkernel.ops.loss.configs import BACKWARD, FORWARD, IN_PLACE, ScanConfig
+from flashkernel.ops.loss.params import LossParams
 
 
 @triton.jit
-def _load_logits(row, column, classes, softcap, CAP: tl.constexpr):
+def _load_logits(row, column, classes, softcap, SOFTCAP: tl.constexpr):
     """A block of a row in float32, capped; -inf beyond its end."""
     value = tl.load(row + column, mask=column < classes, other=float("-inf")).to(tl.float32)
-    if CAP:
+    if SOFTCAP:
         value = tl.where(column < classes, softcap * (2 * tl.sigmoid(2 * value / softcap) - 1), float("-inf"))
     return value
 
 
 @triton.jit
 def _write_gradient(
-    logits, gradient, classes, label, normaliser, weight, smoothing, z_loss, softcap,
-    CAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, dlogits, classes, label, row_lse, weight, label_smoothing, z_loss, softcap,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """gradient = weight * d loss / d logits for one row; `logits` and `gradient` may be the same memory."""
+    """dlogits = weight * d loss / d logits for one row; `logits` and `dlogits` may be the same memory."""
     blocks = tl.cdiv(classes, BLOCK)
     for index in range(blocks):
         column = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)  # from the end: that was read last
-        value = _load_logits(logits, column, classes, softcap, CAP)
-        slope = tl.exp2((value - normaliser) * LOG2E) * (1 + 2 * z_loss * normaliser) - smoothing / classes
-        slope = tl.where(column == label, slope - (1 - smoothing), slope)
-        if CAP:
-            slope *= 1 - (value / softcap) * (value / softcap)
-        tl.store(gradient + column, slope * weight, mask=column < classes)
+        value = _load_logits(logits, column, classes, softcap, SOFTCAP)
+        grad = tl.exp2((value - row_lse) * LOG2E) * (1 + 2 * z_loss * row_lse) - label_smoothing / classes
+        grad = tl.where(column == label, grad - (1 - label_smoothing), grad)
+        if SOFTCAP:
+            grad *= 1 - (value / softcap) * (value / softcap)
+        tl.store(dlogits + column, grad * weight, mask=column < classes)
 
 
 @triton.jit
 def cross_entropy_forward(
-    logits, target, loss, normalisers, count,
-    stride, classes, ignore_index, smoothing, z_loss, softcap,
-    IN_PLACE_GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    logits, target, loss, lse, count,
+    stride, classes, ignore_index, label_smoothing, z_loss, softcap,
+    IN_PLACE_GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     label = tl.load(target + program)
     row = logits + program * stride
-    scanned = tl.where(label == ignore_index, 0, classes)  # an ignored row is not read
-    largest = float("-inf")
-    total = 0.0  # sum of exp(logit - largest)
-    plain = 0.0  # sum of logits
-    for start in tl.range(0, scanned, BLOCK, num_stages=STAGES):
+    scan_width = tl.where(label == ignore_index, 0, classes)  # an ignored row is not read
+    row_max = float("-inf")
+    row_sum = 0.0  # of exp(logit - row_max)
+    logit_sum = 0.0
+    for start in tl.range(0, scan_width, BLOCK, num_stages=NUM_STAGES):
         column = start + tl.arange(0, BLOCK)
-        value = _load_logits(row, column, classes, softcap, CAP)
-        higher = tl.maximum(largest, tl.max(value, 0))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2((largest - anchor) * LOG2E) + tl.sum(tl.exp2((value - anchor) * LOG2E), 0)
-        largest = higher
+        value = _load_logits(row, column, classes, softcap, SOFTCAP)
+        new_max = tl.maximum(row_max, tl.max(value, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp2((row_max - safe_max) * LOG2E) + tl.sum(tl.exp2((value - safe_max) * LOG2E), 0)
+        row_max = new_max
         if SMOOTH:
-            plain += tl.sum(tl.where(column < classes, value, 0.0), 0)
-    normaliser = tl.where(largest == float("-inf"), float("-inf"), largest + tl.log2(total) / LOG2E)
+            logit_sum += tl.sum(tl.where(column < classes, value, 0.0), 0)
+    row_lse = tl.where(row_max == float("-inf"), float("-inf"), row_max + tl.log2(row_sum) / LOG2E)
     known = (label >= 0) & (label < classes)
-    chosen = tl.load(row + label, mask=known & (scanned > 0), other=0.0).to(tl.float32)
-    if CAP:
-        chosen = softcap * (2 * tl.sigmoid(2 * chosen / softcap) - 1)
-    value = normaliser - (1 - smoothing) * chosen - smoothing * plain / classes + z_loss * normaliser * normaliser
-    # A label out of range is never used as an address; its loss and gradient are NaN, so that the mistake shows.
+    target_logit = tl.load(row + label, mask=known & (scan_width > 0), other=0.0).to(tl.float32)
+    if SOFTCAP:
+        target_logit = softcap * (2 * tl.sigmoid(2 * target_logit / softcap) - 1)
+    value = (
+        row_lse
+        - (1 - label_smoothing) * target_logit
+        - label_smoothing * logit_sum / classes
+        + z_loss * row_lse * row_lse
+    )
+    # A label out of range is never used as an address; its loss and gradient are NaN.
     value = tl.where(known, value, float("nan"))
-    value = tl.where(scanned > 0, value, 0.0)
+    value = tl.where(scan_width > 0, value, 0.0)
     tl.store(loss + program, value)
-    tl.store(normalisers + program, tl.where(scanned > 0, normaliser, 0.0))
+    tl.store(lse + program, tl.where(scan_width > 0, row_lse, 0.0))
     if IN_PLACE_GRADIENT:
         weight = 1.0
         if count is not None:
             weight = 1.0 / tl.maximum(tl.load(count), 1).to(tl.float32)
-        if scanned > 0:
+        if scan_width > 0:
             weight = tl.where(known, weight, float("nan"))
-            _write_gradient(row, row, classes, label, normaliser, weight, smoothing, z_loss, softcap, CAP, BLOCK)
+            _write_gradient(row, row, classes, label, row_lse, weight, label_smoothing, z_loss, softcap, SOFTCAP, BLOCK)
         else:
             for start in range(0, classes, BLOCK):
                 column = start + tl.arange(0, BLOCK)
@@ -91,25 +96,35 @@ def cross_entropy_forward(
 
 @triton.jit
 def cross_entropy_backward(
-    logits, target, normalisers, upstream, count, gradient,
-    stride, gradient_stride, upstream_stride, classes, ignore_index, smoothing, z_loss, softcap,
-    CAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, target, lse, dloss, count, dlogits,
+    stride, dlogits_stride, dloss_stride, classes, ignore_index, label_smoothing, z_loss, softcap,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     label = tl.load(target + program)
-    weight = tl.load(upstream + program * upstream_stride).to(tl.float32)
+    weight = tl.load(dloss + program * dloss_stride).to(tl.float32)
     if count is not None:
         weight /= tl.maximum(tl.load(count), 1).to(tl.float32)
-    row = gradient + program * gradient_stride
+    row = dlogits + program * dlogits_stride
     if label == ignore_index:
         for start in range(0, classes, BLOCK):
             column = start + tl.arange(0, BLOCK)
             tl.store(row + column, tl.zeros([BLOCK], tl.float32), mask=column < classes)
     else:
         weight = tl.where((label >= 0) & (label < classes), weight, float("nan"))
-        normaliser = tl.load(normalisers + program)
+        row_lse = tl.load(lse + program)
         _write_gradient(
-            logits + program * stride, row, classes, label, normaliser, weight, smoothing, z_loss, softcap, CAP, BLOCK
+            logits + program * stride,
+            row,
+            classes,
+            label,
+            row_lse,
+            weight,
+            label_smoothing,
+            z_loss,
+            softcap,
+            SOFTCAP,
+            BLOCK,
         )
 
 
@@ -140,88 +155,88 @@ def scale(values, result, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.conste
         tl.store(result + place, scaled, mask=place < size)
 
 
-def _scan(tunable: tune.Tunable, logits: torch.Tensor) -> Scan:
+def _scan(tunable: tune.Tunable, logits: torch.Tensor) -> ScanConfig:
     shape = {"classes": logits.shape[1], "bytes": logits.element_size()}
-    return tune.pick(tunable, device.facts(logits.device), shape)
+    return tune.pick(tunable, device.properties(logits.device), shape)
 
 
-def scan_forward(
+def launch_forward(
     logits: torch.Tensor,
     target: torch.Tensor,
     loss: torch.Tensor,
-    normalisers: torch.Tensor,
+    lse: torch.Tensor,
     count: torch.Tensor | None,
-    settings: Settings,
+    params: LossParams,
     in_place_gradient: bool,
 ) -> None:
-    """Fill loss and normalisers of each row; with `in_place_gradient`, turn the logits into their gradient."""
+    """Fill loss and lse of each row; with `in_place_gradient`, turn the logits into their gradient."""
     config = _scan(IN_PLACE if in_place_gradient else FORWARD, logits)
     launch(
         cross_entropy_forward, (logits.shape[0],),
-        logits, target, loss, normalisers, count,
-        logits.stride(0), logits.shape[1], settings.ignore_index, settings.smoothing, settings.z_loss, settings.softcap,
-        IN_PLACE_GRADIENT=in_place_gradient, SMOOTH=settings.smoothing > 0, CAP=settings.softcap > 0,
-        BLOCK=config.block, STAGES=config.stages, num_warps=config.warps,
+        logits, target, loss, lse, count,
+        logits.stride(0), logits.shape[1], params.ignore_index, params.label_smoothing, params.z_loss, params.softcap,
+        IN_PLACE_GRADIENT=in_place_gradient, SMOOTH=params.label_smoothing > 0, SOFTCAP=params.softcap > 0,
+        BLOCK=config.block, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
 
-def scan_backward(
+def launch_backward(
     logits: torch.Tensor,
     target: torch.Tensor,
-    normalisers: torch.Tensor,
-    upstream: torch.Tensor,
+    lse: torch.Tensor,
+    dloss: torch.Tensor,
     count: torch.Tensor | None,
-    gradient: torch.Tensor,
-    settings: Settings,
+    dlogits: torch.Tensor,
+    params: LossParams,
 ) -> None:
-    """Fill the gradient of each row of logits; `gradient` may be the logits themselves."""
+    """Fill the gradient of each row of logits; `dlogits` may be the logits themselves."""
     config = _scan(BACKWARD, logits)
     launch(
         cross_entropy_backward, (logits.shape[0],),
-        logits, target, normalisers, upstream, count, gradient,
-        logits.stride(0), gradient.stride(0), upstream.stride(0) if upstream.ndim else 0,
-        logits.shape[1], settings.ignore_index, settings.smoothing, settings.z_loss, settings.softcap,
-        CAP=settings.softcap > 0, BLOCK=config.block, num_warps=config.warps,
+        logits, target, lse, dloss, count, dlogits,
+        logits.stride(0), dlogits.stride(0), dloss.stride(0) if dloss.ndim else 0,
+        logits.shape[1], params.ignore_index, params.label_smoothing, params.z_loss, params.softcap,
+        SOFTCAP=params.softcap > 0, BLOCK=config.block, num_warps=config.num_warps,
     )  # fmt: skip
 
 
-def reduced(loss: torch.Tensor, target: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+def reduced(loss: torch.Tensor, target: torch.Tensor, params: LossParams) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum or mean of the rows' losses, number of rows not ignored)."""
     result = torch.empty((), dtype=torch.float32, device=loss.device)
     count = torch.empty((), dtype=torch.int32, device=loss.device)
     launch(
-        reduce_losses, (1,), loss, target, result, count, loss.shape[0], settings.ignore_index,
-        MEAN=settings.reduction == "mean", BLOCK=min(4096, tune.power_of_2(max(1, loss.shape[0]))), num_warps=8,
+        reduce_losses, (1,), loss, target, result, count, loss.shape[0], params.ignore_index,
+        MEAN=params.reduction == "mean", BLOCK=min(4096, tune.power_of_2(max(1, loss.shape[0]))), num_warps=8,
     )  # fmt: skip
     return result, count
 
 
 def forward(
-    logits: torch.Tensor, target: torch.Tensor, settings: Settings
+    logits: torch.Tensor, target: torch.Tensor, params: LossParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, normalisers, count) of [rows, classes] logits; the loss has one element, or one a row with "none"."""
+    """(loss, lse, count) of [rows, classes] logits; the loss has one element, or one a row with "none"."""
     loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    normalisers = torch.empty_like(loss)
-    scan_forward(logits, target, loss, normalisers, None, settings, False)
-    if settings.reduction == "none":
-        return loss, normalisers, torch.empty(0, dtype=torch.int32, device=logits.device)
-    result, count = reduced(loss, target, settings)
-    return result, normalisers, count
+    lse = torch.empty_like(loss)
+    launch_forward(logits, target, loss, lse, None, params, False)
+    if params.reduction == "none":
+        return loss, lse, torch.empty(0, dtype=torch.int32, device=logits.device)
+    result, count = reduced(loss, target, params)
+    return result, lse, count
 
 
 def backward(
-    upstream: torch.Tensor,
+    dloss: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
-    normalisers: torch.Tensor,
+    lse: torch.Tensor,
     count: torch.Tensor,
-    settings: Settings,
+    params: LossParams,
 ) -> torch.Tensor:
     """Gradient of the logits."""
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    divisor = count if settings.reduction == "mean" else None
-    scan_backward(logits, target, normalisers, upstream, divisor, gradient, settings)
-    return gradient
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    divisor = count if params.reduction == "mean" else None
+    launch_backward(logits, target, lse, dloss, divisor, dlogits, params)
+    return dlogits
 
 
 def scaled(values: torch.Tensor, factor: torch.Tensor, in_place: bool) -> torch.Tensor:

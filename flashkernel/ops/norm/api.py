@@ -1,14 +1,11 @@
-"""The public norms: argument checks, dispatch, autograd."""
+"""The public norms: argument checks and dispatch."""
 
-import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import check_finite, check_non_negative, promoted
+from flashkernel.core.arguments import check_finite, check_non_negative, needs_gradients, promoted
 from flashkernel.core.dispatch import choose
-from flashkernel.core.library import KernelOp
-from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
-from flashkernel.ops.norm import spec
+from flashkernel.ops.norm import library, spec
 
 
 @replayed
@@ -22,19 +19,38 @@ def rms_norm(
     offset: float = 0.0,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Root-mean-square normalisation over the last dim: x / rms(x) * (weight + offset) + bias.
+    """Returns the root-mean-square normalisation of x over its last dim: x / rms(x) * (weight + offset) + bias.
 
-    With `residual`, normalises x + residual and returns (y, x + residual), both from one pass. Gemma's norms
-    take offset=1. Statistics are in float32; the output has x's dtype, whatever the weight's. Under autocast that
-    stays so, but x and a residual of another dtype are promoted to the wider one.
+    Statistics are in float32. Under autocast the output keeps x's dtype; x and a residual of another dtype are
+    promoted to the wider one. Every tensor is differentiable.
+
+    Args:
+        x: (..., width), float32, float16 or bfloat16; any strides.
+        weight: (width,), any float dtype; None means 1.
+        bias: (width,), any float dtype; None means 0.
+        residual: shape and dtype of x; x + residual is normalised, in the same pass over memory.
+        eps: added to the mean square before the root.
+        offset: added to the weight; Gemma's norms take 1.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
+
+    Returns:
+        y with x's shape and dtype, or (y, x + residual) where a residual is given.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> x, weight = torch.randn(2, 8), torch.ones(8)
+        >>> torch.allclose(fk.rms_norm(x, weight), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6), atol=1e-5)
+        True
+        >>> y, hidden = fk.rms_norm(x, weight, residual=torch.randn(2, 8))
     """
     x, residual = promoted(x, residual)
     _check("rms_norm", x, weight, bias, residual, eps)
     check_finite("rms_norm", "offset", offset)
-    chosen = choose(spec.RMS_NORM, backend, x.device, x.dtype, width=x.shape[-1])
+    gradients = needs_gradients(x, weight, bias, residual)
+    chosen = choose(spec.RMS_NORM, backend, x.device, x.dtype, gradients, width=x.shape[-1])
     if chosen.composite:
         return chosen.run(x, weight, bias, residual, eps=eps, offset=offset)
-    y, total, _, _ = _norm(x, weight, bias, residual, eps, offset, True, chosen.target)
+    y, total, _, _ = library.norm(x, weight, bias, residual, eps, offset, True, chosen.target)
     return y if residual is None else (y, total)
 
 
@@ -48,16 +64,32 @@ def layer_norm(
     eps: float = 1e-5,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Layer normalisation over the last dim: (x - mean(x)) / std(x) * weight + bias.
+    """Returns the layer normalisation of x over its last dim: (x - mean(x)) / std(x) * weight + bias.
 
-    With `residual`, normalises x + residual and returns (y, x + residual), both from one pass.
+    Args:
+        x: (..., width), float32, float16 or bfloat16; any strides.
+        weight: (width,), any float dtype; None means 1.
+        bias: (width,), any float dtype; None means 0.
+        residual: shape and dtype of x; x + residual is normalised, in the same pass over memory.
+        eps: added to the variance before the root.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
+
+    Returns:
+        y with x's shape and dtype, or (y, x + residual) where a residual is given.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> x = torch.randn(2, 8)
+        >>> torch.allclose(fk.layer_norm(x), torch.nn.functional.layer_norm(x, (8,)), atol=1e-5)
+        True
     """
     x, residual = promoted(x, residual)
     _check("layer_norm", x, weight, bias, residual, eps)
-    chosen = choose(spec.LAYER_NORM, backend, x.device, x.dtype, width=x.shape[-1])
+    gradients = needs_gradients(x, weight, bias, residual)
+    chosen = choose(spec.LAYER_NORM, backend, x.device, x.dtype, gradients, width=x.shape[-1])
     if chosen.composite:
         return chosen.run(x, weight, bias, residual, eps=eps)
-    y, total, _, _ = _norm(x, weight, bias, residual, eps, 0.0, False, chosen.target)
+    y, total, _, _ = library.norm(x, weight, bias, residual, eps, 0.0, False, chosen.target)
     return y if residual is None else (y, total)
 
 
@@ -81,91 +113,3 @@ def _check(
             f"{name}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}; "
             f"it must match x: {x.dtype} {tuple(x.shape)} on {x.device}"
         )
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[rows, width] with unit stride along the row; a view where the layout allows one."""
-    flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    offset: float,
-    rms: bool,
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd); total is empty without a residual."""
-    flat_residual = None if residual is None else _flat(residual)
-    vectors = [None if vector is None else vector.contiguous() for vector in (weight, bias)]
-    return resolve(kernels).forward(_flat(x), *vectors, flat_residual, eps, offset, rms, x.shape)
-
-
-def _fake_forward(x, weight, bias, residual, eps, offset, rms, kernels):
-    rows = x.shape[:-1].numel()
-    y = x.new_empty(x.shape)
-    total = x.new_empty(0 if residual is None else x.shape)
-    mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
-    return y, total, mean, x.new_empty(rows, dtype=torch.float32)
-
-
-def _backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    bias: Tensor | None,
-    offset: float,
-    rms: bool,
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); a gradient without its parameter is empty."""
-    flat_dtotal = None if dtotal is None else _flat(dtotal)
-    bias_dtype = None if bias is None else bias.dtype
-    weight = None if weight is None else weight.contiguous()
-    dx, dweight, dbias = resolve(kernels).backward(
-        _flat(dy), flat_dtotal, _flat(total), weight, mean, rstd, bias_dtype, offset, rms
-    )
-    return dx.view(dy.shape), dweight, dbias
-
-
-def _fake_backward(dy, dtotal, total, weight, mean, rstd, bias, offset, rms, kernels):
-    nothing = dy.new_empty(0, dtype=torch.float32)
-    dweight = nothing if weight is None else weight.new_empty(weight.shape)
-    dbias = nothing.clone() if bias is None else bias.new_empty(bias.shape)
-    return total.new_empty(dy.shape), dweight, dbias
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, residual, _, offset, rms, kernels = inputs
-    _, total, mean, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
-    ctx.settings = (offset, rms, kernels)
-    ctx.has_residual = residual is not None
-
-
-def _pull_back(ctx, dy, dtotal, _dmean, _drstd):
-    total, weight, bias, mean, rstd = ctx.saved_tensors
-    if not ctx.has_residual:
-        dtotal = None  # the empty placeholder's gradient
-    if dy is None:
-        dy = torch.zeros_like(total)
-    dx, dweight, dbias = _norm_backward(dy, dtotal, total, weight, mean, rstd, bias, *ctx.settings)
-    return (
-        dx,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
-        dx if ctx.has_residual else None,
-        None, None, None, None,
-    )  # fmt: skip
-
-
-_norm_backward = KernelOp("norm_backward", _backward, _fake_backward)
-_norm = KernelOp("norm", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)

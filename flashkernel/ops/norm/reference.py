@@ -7,14 +7,9 @@ from torch import Tensor
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, *,
+    eps: float = 1e-6, offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """y = x / sqrt(mean(x^2) + eps) * (weight + offset) + bias, of x + residual where a residual is given."""
     total = x if residual is None else x + residual
     y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
@@ -23,13 +18,9 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, *,
     eps: float = 1e-5,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of x + residual where a residual is given."""
     total = x if residual is None else x + residual
     centred = total - total.mean(-1, keepdim=True)

@@ -8,14 +8,9 @@ from torch import Tensor
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, *,
+    eps: float = 1e-6, offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     scale = None if weight is None else weight.to(wide) + offset
@@ -27,13 +22,9 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None, *,
     eps: float = 1e-5,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     scale = None if weight is None else weight.to(wide)

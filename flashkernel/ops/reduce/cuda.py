@@ -46,7 +46,7 @@ def kernel(name: str, *parameters: str | int) -> Kernel:
 
 def _early(x: torch.Tensor, moved: int = 0) -> bool:
     """Whether a kernel that moves so many bytes is launched before the one before it has ended."""
-    return pdl_options(device.facts(x.device), moved)["PDL"]
+    return pdl_options(device.properties(x.device), moved)["PDL"]
 
 
 def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,10 +76,10 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
         return _spread(x, None, *pairs, kinds.SOFTMAX, scale, queries, mask)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     sight = MASKED if mask.tensor is not None else CAUSAL if queries else ALL
-    sms = device.facts(x.device).sms
+    sms = device.properties(x.device).sms
     values = _values_in_registers(rows, width, sms, vector, sight)
     grid, block = _row_in_registers(rows, width, values)
-    arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.sizes, *mask.strides)
+    arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.layout)
     forward = kernel("row_softmax", TYPES[x.dtype], vector, values // vector, sight)
     forward.launch(grid, block, arguments, programmatic=_early(x, 2 * x.nbytes))
     return y
@@ -107,20 +107,20 @@ def weighted_backward(
     rows, width = x.shape
     vector, threads = _vector(x), 128
     blocks = -(-width // (threads * vector))
-    walkers = max(1, min(-(-rows // IN_FLIGHT), 8 * device.facts(x.device).sms // max(1, blocks)))
+    row_programs = max(1, min(-(-rows // IN_FLIGHT), 8 * device.properties(x.device).sms // max(1, blocks)))
     dx = torch.empty((rows, width) if want_x else 0, dtype=x.dtype, device=x.device)
-    share = weight.dtype if walkers == 1 else torch.float32
-    partial = torch.empty((walkers, width) if want_weight else 0, dtype=share, device=x.device)
-    walk = kernel("weighted_backward", TYPES[x.dtype], TYPES[weight.dtype], TYPES[share], vector)
+    share = weight.dtype if row_programs == 1 else torch.float32
+    partial = torch.empty((row_programs, width) if want_weight else 0, dtype=share, device=x.device)
+    backward_kernel = kernel("weighted_backward", TYPES[x.dtype], TYPES[weight.dtype], TYPES[share], vector)
     wanted = (dx if want_x else None, partial if want_weight else None)
-    walk.launch((blocks, walkers), (threads,), (dy, x, weight, *wanted, x.stride(0), rows, width))
+    backward_kernel.launch((blocks, row_programs), (threads,), (dy, x, weight, *wanted, x.stride(0), rows, width))
     if not want_weight:
         return dx, weight.new_empty(0)
-    if walkers == 1:
+    if row_programs == 1:
         return dx, partial.view(width)
     dweight = torch.empty(width, dtype=weight.dtype, device=x.device)
     add = kernel("column_sum", TYPES[weight.dtype])
-    add.launch((-(-width // WARP),), (WARP, 8), (partial, dweight, walkers, width))
+    add.launch((-(-width // WARP),), (WARP, 8), (partial, dweight, row_programs, width))
     return dx, dweight
 
 
@@ -168,7 +168,7 @@ def _reduce_pairs(
     `weight` is [width], or [rows, width] for one of its own per row; queries > 0 says causal.
     """
     rows, width = x.shape
-    sms, vector = device.facts(x.device).sms, 16 // x.element_size()
+    sms, vector = device.properties(x.device).sms, 16 // x.element_size()
     # IN_FLIGHT loads a thread; many threads only for few rows that are too short to be split.
     # Maxima and exponentials cost more to merge than to add up: on short rows half the threads, each with twice the
     # columns.
@@ -194,7 +194,7 @@ def _reduce_pairs(
     kernel("row_reduce", TYPES[x.dtype], weight_type, kind, pair is not whole, mask.tensor is not None).launch(
         (-(-rows // together), splits), (threads, together),
         (x, weight, mask.tensor, *pair, x.stride(0), weight_stride, rows, width, span, scale, queries,
-         *mask.sizes, *mask.strides), programmatic=_early(x, x.nbytes),
+         *mask.layout), programmatic=_early(x, x.nbytes),
     )  # fmt: skip
     return pair
 
@@ -219,7 +219,7 @@ def _spread(
     kernel("spread_rows", TYPES[x.dtype], vector, kind, items, mask.tensor is not None).launch(
         (blocks, min(rows, MOST_GRID_ROWS), -(-rows // MOST_GRID_ROWS)), (threads,),
         (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, rows, width,
-         first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.sizes, *mask.strides),
+         first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.layout),
         programmatic=_early(x, 2 * x.nbytes),
     )  # fmt: skip
     return result

@@ -332,8 +332,8 @@ spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* firs
 }
 
 // The way back of the weighted sum: dx[r, c] = dy[r] * weight[c], dweight[c] = sum over r of dy[r] * x[r, c]. Block
-// (i, w) owns N columns a thread and walks over its share of the rows, adding dweight in registers; partial, [walkers,
-// width], takes the sums (OUT is W where one walker's share is everything). A null dx or partial is not wanted.
+// (i, w) owns N columns a thread and loops over its part of the rows, adding dweight in registers; partial, [row_programs,
+// width], takes the sums (OUT is W where one row_program's share is everything). A null dx or partial is not wanted.
 template <typename T, typename W, typename OUT, int N>
 __global__ void __launch_bounds__(MOST_THREADS)
 weighted_backward(const T* dy, const T* x, const W* weight, T* dx, OUT* partial, Index x_stride, Index rows,

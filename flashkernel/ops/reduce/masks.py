@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
+class MaskLayout(NamedTuple):
+    """Row r of x is (outer, middle, inner) = r in mixed radix; its mask begins at the dot product with the strides."""
+
+    middle: int
+    inner: int
+    outer_stride: int
+    middle_stride: int
+    inner_stride: int
+    column_stride: int
+
+
 @dataclass(frozen=True)
 class MaskRows:
-    """Row r of x is (outer, middle, inner) = r in mixed radix; its mask begins at the dot product with `strides`."""
+    """A mask and where each row of x finds its row of it."""
 
     tensor: torch.Tensor | None  # uint8, any strides
-    sizes: tuple[int, int]  # middle, inner
-    strides: tuple[int, int, int, int]  # outer, middle, inner, column
+    layout: MaskLayout
 
 
-NO_MASK = MaskRows(None, (1, 1), (0, 0, 0, 0))
+NO_MASK = MaskRows(None, MaskLayout(1, 1, 0, 0, 0, 0))
 
 
 def mask_rows(mask: torch.Tensor | None, shape: torch.Size) -> MaskRows:
     """`mask`, broadcast to `shape`, without a copy wherever its leading dims fold into three strides."""
     if mask is None:
         return NO_MASK
-    seen = mask.expand(shape)
-    folded = _fold(seen.shape[:-1], seen.stride()[:-1])
+    visible = mask.expand(shape)
+    folded = _fold(visible.shape[:-1], visible.stride()[:-1])
     if len(folded) > 3:
-        seen = seen.contiguous()
-        folded = _fold(seen.shape[:-1], seen.stride()[:-1])
+        visible = visible.contiguous()
+        folded = _fold(visible.shape[:-1], visible.stride()[:-1])
     padded = [(1, 0)] * (3 - len(folded)) + folded
     (_, outer), (middle, middle_stride), (inner, inner_stride) = padded
-    return MaskRows(seen.view(torch.uint8), (middle, inner), (outer, middle_stride, inner_stride, seen.stride(-1)))
+    layout = MaskLayout(middle, inner, outer, middle_stride, inner_stride, visible.stride(-1))
+    return MaskRows(visible.view(torch.uint8), layout)
 
 
 def _fold(sizes: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Neighbouring dims that one stride can walk become one; those of size 1 vanish."""
+    """Neighbouring dims that one stride covers become one; those of size 1 vanish."""
     folded: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides):
         if size == 1:

@@ -180,6 +180,7 @@ def _op(
     tolerance: Tolerance = Tolerance(),
     ranges: Mapping[str, tuple[int, int, int]] | None = None,
     random_case: Callable[[Rng, Case], Case] | None = None,
+    backward: str | None = None,
 ) -> Op:
     peers = ("eager", "compiled", "liger") if name == "softmax" else ("eager", "compiled")
     return Op(
@@ -200,6 +201,7 @@ def _op(
         tolerance=tolerance,
         ranges={"rows": (0, 9, 1), "width": (1, 300, 1)} if ranges is None else ranges,
         random_case=random_case,
+        backward=backward,
         baselines=tuple(
             Baseline("compile" if peer == "compiled" else peer, f"{_ROOM}.baselines:{peer}") for peer in peers
         ),
@@ -208,7 +210,7 @@ def _op(
 
 SUM = _op("sum", "row sums", (*_CASES, _NO_COLUMNS), _large(False), _expanded_cost)
 MEAN = _op("mean", "row means", _CASES, _large(False), _expanded_cost)
-MAX = _op("max", "row maxima; ties share the gradient", _CASES, _large(True))
+MAX = _op("max", "row maxima; ties share the gradient", _CASES, _large(True), backward="reduce_backward")
 LOGSUMEXP = _op(
     "logsumexp",
     "log of the row sums of exponentials",
@@ -216,6 +218,7 @@ LOGSUMEXP = _op(
     _large(True),
     x=replace(_X, draw=normal(3.0)),
     tolerance=Tolerance(floor32=8.0),
+    backward="reduce_backward",
 )
 SOFTMAX = _op(
     "softmax",
@@ -228,6 +231,7 @@ SOFTMAX = _op(
     tolerance=Tolerance(floor=4.0, floor32=8.0),  # the way back starts from y as rounded to its dtype
     ranges={"rows": (0, 40, 1), "width": (1, 90, 1)},
     random_case=_random_softmax,
+    backward="softmax_backward",
 )
 WEIGHTED_SUM = _op(
     "weighted_sum",
@@ -237,5 +241,6 @@ WEIGHTED_SUM = _op(
     others={"weight": Input(("width",), draw=normal(0.5, 1.0))},
     supports=_weight_dtype,
     tolerance=Tolerance(floor=8.0),  # the weight's gradient adds as many terms as there are rows, and they cancel
+    backward="weighted_backward",
 )
 OPS = (SUM, MEAN, MAX, LOGSUMEXP, SOFTMAX, WEIGHTED_SUM)

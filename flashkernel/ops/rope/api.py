@@ -1,17 +1,14 @@
-"""The public rotary embedding: argument checks, dispatch, autograd."""
+"""The public rotary embedding: argument checks and dispatch."""
 
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
-from flashkernel.blocks.rope import half_width, rotary_width
+from flashkernel.blocks.rope import rotary_width
 from flashkernel.core.arguments import promoted
 from flashkernel.core.dispatch import choose
-from flashkernel.core.launch import mark_written
-from flashkernel.core.library import KernelOp
-from flashkernel.core.op import resolve
 from flashkernel.core.replay import replayed
-from flashkernel.ops.rope import spec
+from flashkernel.ops.rope import library, spec
 
 
 @replayed
@@ -28,21 +25,37 @@ def rope(
     in_place: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rotary position embedding of q, or of q and k in one launch: returns q' or (q', k').
+    """Returns q, or q and k, with rotary position embedding applied, in one launch.
 
-    q and k are (batch, seq, heads, head_dim) with any strides, k with its own number of heads. A pair of dims (a, b)
-    becomes (a cos - b sin, b cos + a sin); pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) with interleaved=True.
-    Dims after the first `rotary_dim` are kept.
+    A pair of dims (a, b) becomes (a cos - b sin, b cos + a sin). The angles come from one of:
 
-    The angles come from one of:
-    - `frequencies`, with `positions` (seq,) or (batch, seq), any integers, by default 0 to seq - 1;
-    - `cos` and `sin` tables (max_positions, rotary_dim / 2), with the same positions. One outside the table gives NaN
-      in that token's rotated dims: it cannot raise without waiting for the device;
-    - `cos` and `sin` of each token, (batch or 1, seq, rotary_dim) as Transformers makes them, each value twice, or
+    - `frequencies` and `positions`;
+    - `cos` and `sin` tables (max_positions, rotary_dim / 2), indexed by `positions`. A position outside the table gives
+      NaN in that token's rotated dims: the kernel cannot raise without waiting for the device;
+    - `cos` and `sin` of each token, (batch or 1, seq, rotary_dim) as Transformers makes them (each value twice), or
       (batch or 1, seq, rotary_dim / 2) with `rotary_dim` given.
 
-    With in_place=True, q and k are overwritten and returned; only where no gradient is recorded. Tables and positions
-    have no gradient.
+    Args:
+        q: (batch, seq, heads, head_dim), float32, float16 or bfloat16; any strides.
+        k: (batch, seq, kv_heads, head_dim) in q's dtype, or None.
+        cos: a table as above; no gradient flows to it.
+        sin: a table like `cos`.
+        positions: (seq,) or (batch, seq), int32 or int64; 0 to seq - 1 unless given.
+        frequencies: a `Frequencies`, instead of `cos` and `sin`.
+        rotary_dim: leading dims of a head that are rotated; the others are copied.
+        interleaved: pairs are (2i, 2i + 1) (GPT-J) instead of (i, i + rotary_dim / 2) (GPT-NeoX, Llama).
+        in_place: overwrites q and k and returns them; only where no gradient is recorded.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
+
+    Returns:
+        The rotated q, or (q, k) where k is given; shapes and dtypes as given.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> q, k = torch.randn(1, 5, 4, 16), torch.randn(1, 5, 2, 16)
+        >>> q, k = fk.rope(q, k, frequencies=fk.Frequencies.plain(16, theta=10000.0))
+        >>> q.shape, k.shape
+        (torch.Size([1, 5, 4, 16]), torch.Size([1, 5, 2, 16]))
     """
     if not in_place:
         q, k = promoted(q, k)
@@ -61,10 +74,12 @@ def rope(
     if frequencies is not None:
         rates, scaling = frequencies.rates(q.device), frequencies.scaling
     if in_place:
-        _rope_in_place(q, k, cos, sin, rates, positions, scaling, width, interleaved, chosen.target)
+        library.rope_in_place(q, k, cos, sin, rates, positions, scaling, width, interleaved, chosen.target)
         return q if k is None else (q, k)
-    turned_q, turned_k = _rope(q, k, cos, sin, rates, positions, scaling, width, interleaved, False, chosen.target)
-    return turned_q if k is None else (turned_q, turned_k)
+    rotated_q, rotated_k = library.rope(
+        q, k, cos, sin, rates, positions, scaling, width, interleaved, False, chosen.target
+    )
+    return rotated_q if k is None else (rotated_q, rotated_k)
 
 
 def _overwrite(q: Tensor, k: Tensor | None, result) -> Tensor | tuple[Tensor, Tensor]:
@@ -143,82 +158,3 @@ def _check_in_place(q: Tensor, k: Tensor | None) -> None:
                 f"rope: in_place needs heads with unit stride and no element seen twice; {name} has shape "
                 f"{tuple(x.shape)} and strides {x.stride()}; use in_place=False"
             )
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rates: Tensor | None,
-    positions: Tensor | None,
-    scaling: float,
-    rotary: int,
-    interleaved: bool,
-    inverse: bool,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
-    """(q', k'); k' is empty without a k."""
-    cos, sin = _halves(cos, sin, rotary, interleaved)
-    return resolve(kernels).forward(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, inverse)
-
-
-def _fake_forward(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, inverse, kernels):
-    return q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
-
-
-def _forward_in_place(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rates: Tensor | None,
-    positions: Tensor | None,
-    scaling: float,
-    rotary: int,
-    interleaved: bool,
-    kernels: str,
-) -> None:
-    cos, sin = _halves(cos, sin, rotary, interleaved)
-    resolve(kernels).forward_in_place(q, k, cos, sin, rates, positions, scaling, rotary, interleaved)
-    for x in (q, k):
-        if x is not None:
-            mark_written(x)
-
-
-def _halves(
-    cos: Tensor | None, sin: Tensor | None, rotary: int, interleaved: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Tables with one column for each pair."""
-    if cos is None or sin is None:
-        return cos, sin
-    return half_width(cos, rotary, interleaved), half_width(sin, rotary, interleaved)
-
-
-def _fake_forward_in_place(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, kernels):
-    return None
-
-
-def _setup_context(ctx, inputs, output):
-    _, _, *tables, scaling, rotary, interleaved, inverse, kernels = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tables)
-    ctx.settings = (scaling, rotary, interleaved, not inverse, kernels)
-    ctx.has_k = inputs[1] is not None
-
-
-def _pull_back(ctx, dq, dk):
-    gradients = [gradient for gradient in (dq, dk if ctx.has_k else None) if gradient is not None]
-    turned = [None, None]
-    if gradients:
-        pair = (gradients[0], gradients[1] if len(gradients) == 2 else None)
-        turned = list(_rope(*pair, *ctx.saved_tensors, *ctx.settings))
-    if dq is None:
-        turned = [None, turned[0]]
-    elif len(gradients) < 2:
-        turned = [turned[0], None]
-    return (*turned, *(None,) * 9)
-
-
-_rope = KernelOp("rope", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
-_rope_in_place = KernelOp("rope_in_place", _forward_in_place, _fake_forward_in_place, mutates=("q", "k"))

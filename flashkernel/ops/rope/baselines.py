@@ -46,8 +46,8 @@ def liger(op: Op, case: Case) -> Callable[..., Any]:
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         cos, sin = _of_tokens(cos, q, positions, interleaved=False), _of_tokens(sin, q, positions, interleaved=False)
         # Its layout is (batch, heads, seq, head_dim), and it overwrites contiguous inputs.
-        turned_q, turned_k = liger_functional.liger_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
+        rotated_q, rotated_k = liger_functional.liger_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
 
     return rope
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashkernel.blocks.heads import tile, tunable
+from flashkernel.core.head_configs import head_tunable, heads_per_program
 from flashkernel.core.tune import power_of_2
 
 
 def _elements(shape: Mapping[str, int], splits: int) -> int:
-    heads = tile(shape["q_heads"], splits) + tile(shape["k_heads"], splits)
+    heads = heads_per_program(shape["q_heads"], splits) + heads_per_program(shape["k_heads"], splits)
     return heads * power_of_2(shape["dim"])
 
 
@@ -18,4 +18,4 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (tokens, shape["q_heads"], shape["k_heads"], shape["dim"], shape["bytes"])
 
 
-ROTATE = tunable("rope", _elements, lambda shape: shape["q_heads"], _bucket)
+ROTATE = head_tunable("rope", _elements, lambda shape: shape["q_heads"], _bucket)

@@ -146,6 +146,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 ROPE = Op(
     name="rope",
     summary="rotary position embedding of q and k",
+    backward=None,  # the gradient of a rotation is the inverse rotation
     function=f"{_ROOM}.api:rope",
     reference=f"{_ROOM}.reference:rope",
     inputs=_INPUTS,

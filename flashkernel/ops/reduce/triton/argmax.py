@@ -53,7 +53,7 @@ def argmax(x: torch.Tensor, invalid: int | None = None) -> torch.Tensor:
     values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
     places = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     result = torch.empty(rows, dtype=torch.int64, device=x.device)
-    early = pdl_options(device.facts(x.device))
+    early = pdl_options(device.properties(x.device))
     launch(best_of_parts, (parts, rows), x, values, places, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
     launch(
         best_of_rows, (rows,), values, places, result, parts, -1 if invalid is None else invalid,

@@ -1,9 +1,9 @@
 """Rows to numbers and back: `reduce_rows` makes one or two numbers of each row, `spread_rows` makes rows of those.
 
-What is known of the columns seen so far is a pair (a, b) per lane:
+The running state of the columns read so far is a pair (a, b) per lane:
 
     sum, mean, weighted sum   a = sum of the values
-    max                       a = largest value, b = how often it was seen
+    max                       a = largest value, b = how often it was visible
     logsumexp, softmax        a = largest value, b = sum of exp(value - a)
 
 Pairs merge in any order, so the same code serves the values of one load, the lanes of a tile, the tiles of a long row
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from flashkernel.blocks.pdl_triton import pdl_enter
+from flashkernel.blocks.softmax_triton import LOG2E
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.reduce import kinds
@@ -26,16 +27,15 @@ WEIGHTED = tl.constexpr(kinds.WEIGHTED)
 MAX = tl.constexpr(kinds.MAX)
 LOGSUMEXP = tl.constexpr(kinds.LOGSUMEXP)
 SOFTMAX = tl.constexpr(kinds.SOFTMAX)
-LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x log2 e): one multiply-add and one instruction
 
 
 @triton.jit
-def finite(top, KIND: tl.constexpr):
-    """`top`, or 0 where subtracting it would give inf - inf: of nothing but -inf, and of +inf for logsumexp."""
+def finite(largest, KIND: tl.constexpr):
+    """`largest`, or 0 where subtracting it would give inf - inf: of nothing but -inf, and of +inf for logsumexp."""
     if KIND == LOGSUMEXP:
-        return tl.where(tl.abs(top) == float("inf"), 0.0, top)
+        return tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     else:
-        return tl.where(top == float("-inf"), 0.0, top)
+        return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
@@ -45,64 +45,66 @@ def inverse(total):
 
 
 @triton.jit
-def visible_columns(row, width, queries, CAUSAL: tl.constexpr):
+def visible_columns(row, width, seqlen_q, CAUSAL: tl.constexpr):
     """How many columns each row sees: query q of Q sees the first q + 1 + (width - Q)."""
     if CAUSAL:
-        return tl.minimum(width, row % queries + 1 + width - queries)  # [ROWS], below 1 for a row that sees nothing
+        return tl.minimum(width, row % seqlen_q + 1 + width - seqlen_q)  # [ROWS], below 1 for a row that sees nothing
     else:
         return tl.zeros_like(row) + width
 
 
 @triton.jit
-def loadable(seen, column, width, CAUSAL: tl.constexpr):
-    """Which columns to load to have the first `seen`: if causal up to 15 more, so that loads stay 16 bytes wide."""
+def loadable(visible, column, width, CAUSAL: tl.constexpr):
+    """Which columns to load to have the first `visible`: if causal up to 15 more, so that loads stay 16 bytes wide."""
     if CAUSAL:
-        return (column < (seen + 15) // 16 * 16) & (column < width)
+        return (column < (visible + 15) // 16 * 16) & (column < width)
     else:
         return column < width
 
 
 @triton.jit
-def mask_offsets(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """Where each row's mask begins: a row number is (outer, middle, inner) in mixed radix."""
-    return row // (middle * inner) * outer_stride + row // inner % middle * middle_stride + row % inner * inner_stride
+def mask_offsets(row, layout):
+    """Where each row's mask begins (`MaskLayout`)."""
+    outer = row // (layout.middle * layout.inner) * layout.outer_stride
+    middle = row // layout.inner % layout.middle * layout.middle_stride
+    return outer + middle + row % layout.inner * layout.inner_stride
 
 
 @triton.jit
-def _absorb(a, b, value, KIND: tl.constexpr, AXIS: tl.constexpr):
+def _accumulate(a, b, value, KIND: tl.constexpr, AXIS: tl.constexpr):
     """Merge a tile, [ROWS, LANES, GROUP] with AXIS 2 or [ROWS, GROUP, LANES] with AXIS 1, into pairs [ROWS, LANES]."""
     if KIND == MAX:
-        top = tl.maximum(a, tl.max(value, AXIS), propagate_nan=tl.PropagateNan.ALL)
-        ties = tl.sum(tl.where(value == tl.expand_dims(top, AXIS), 1.0, 0.0), AXIS)
-        b = tl.where(a == top, b, 0.0) + ties
-        a = top + tl.sum(tl.where(value != value, value, 0.0), AXIS)  # tl.max passes over NaN; this does not
+        largest = tl.maximum(a, tl.max(value, AXIS), propagate_nan=tl.PropagateNan.ALL)
+        ties = tl.sum(tl.where(value == tl.expand_dims(largest, AXIS), 1.0, 0.0), AXIS)
+        b = tl.where(a == largest, b, 0.0) + ties
+        a = largest + tl.sum(tl.where(value != value, value, 0.0), AXIS)  # tl.max passes over NaN; this does not
     elif KIND > MAX:
-        top = tl.maximum(a, tl.max(value, AXIS))
-        base = finite(top, KIND)
+        largest = tl.maximum(a, tl.max(value, AXIS))
+        base = finite(largest, KIND)
         if KIND == LOGSUMEXP:
             # One multiply-add: what rounding `low` costs is less than the result's own.
             low = base * LOG2E
             b = b * tl.exp2(a * LOG2E - low) + tl.sum(tl.exp2(value * LOG2E - tl.expand_dims(low, AXIS)), AXIS)
         else:
-            power = tl.exp2((value - tl.expand_dims(base, AXIS)) * LOG2E)
-            b = b * tl.exp2((a - base) * LOG2E) + tl.sum(power, AXIS)
-        a = top
+            exponentials = tl.exp2((value - tl.expand_dims(base, AXIS)) * LOG2E)
+            b = b * tl.exp2((a - base) * LOG2E) + tl.sum(exponentials, AXIS)
+        a = largest
     else:
         a += tl.sum(value, AXIS)
     return a, b
 
 
 @triton.jit
-def _across(a, b, KIND: tl.constexpr):
+def _reduce_lanes(a, b, KIND: tl.constexpr):
     """Merge the lanes' pairs [ROWS, LANES] into one pair per row [ROWS]."""
     if KIND == MAX:
-        top = tl.max(a, 1) + tl.sum(tl.where(a != a, a, 0.0), 1)
-        b = tl.sum(tl.where(a == top[:, None], b, 0.0), 1)
-        a = top
+        largest = tl.max(a, 1) + tl.sum(tl.where(a != a, a, 0.0), 1)
+        b = tl.sum(tl.where(a == largest[:, None], b, 0.0), 1)
+        a = largest
     elif KIND > MAX:
-        top = tl.max(a, 1)
-        b = tl.sum(b * tl.exp2((a - finite(top, KIND)[:, None]) * LOG2E), 1)
-        a = top
+        largest = tl.max(a, 1)
+        b = tl.sum(b * tl.exp2((a - finite(largest, KIND)[:, None]) * LOG2E), 1)
+        a = largest
     else:
         a = tl.sum(a, 1)
         b = a
@@ -110,7 +112,7 @@ def _across(a, b, KIND: tl.constexpr):
 
 
 @triton.jit
-def _finish(first, second, row, rows, a, b, width, KIND: tl.constexpr):
+def _store_results(first, second, row, rows, a, b, width, KIND: tl.constexpr):
     """Store the results of whole rows: `first` always, `second` where the backward pass needs it."""
     there = row < rows
     if KIND == MAX:
@@ -129,33 +131,32 @@ def _finish(first, second, row, rows, a, b, width, KIND: tl.constexpr):
 @triton.jit
 def reduce_rows(
     x, weight, mask, first, second,
-    x_stride, weight_stride, rows, width, span, scale, queries,
-    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
-    KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, RISING: tl.constexpr, ALIGNED: tl.constexpr,
-    RAW: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    x_stride, weight_stride, rows, width, columns_per_program, scale, seqlen_q, mask_layout,
+    KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, POSITIVE_SCALE: tl.constexpr, ALIGNED: tl.constexpr,
+    RAW: tl.constexpr, NUM_STAGES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, s) reduces columns [s * span, (s + 1) * span) of the rows of tile t; BLOCK divides span.
+    """Program (t, s) reduces the s-th `columns_per_program` columns of the rows of tile t; BLOCK divides that number.
 
-    With RAW it leaves the pairs, first = a and second = b, both [rows, splits]. RISING says that scale > 0: then -inf,
-    which stands for columns beyond the row, survives the scaling.
+    With RAW it stores the state: first = a and second = b, both [rows, splits]. With POSITIVE_SCALE, -inf, which stands
+    for columns beyond the row, survives the scaling.
     """
     if PDL:
         pdl_enter()
     BLOCK: tl.constexpr = LANES * GROUP
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    start = tl.program_id(1).to(tl.int64) * span
+    start = tl.program_id(1).to(tl.int64) * columns_per_program
     here = (row < rows)[:, None]  # [ROWS, 1]
-    seen = visible_columns(row, width, queries, CAUSAL)[:, None]  # [ROWS, 1]
+    visible = visible_columns(row, width, seqlen_q, CAUSAL)[:, None]  # [ROWS, 1]
     source = x + row[:, None] * x_stride + column  # [ROWS, BLOCK]
     nothing = float("-inf") if KIND >= MAX else 0.0
     a = tl.full([ROWS, LANES], nothing, tl.float32)
     b = tl.zeros([ROWS, LANES], tl.float32)
     if MASKED:
-        offset = mask_offsets(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)[:, None]
-    for begin in tl.range(start, tl.minimum(start + span, width), BLOCK, num_stages=STAGES):
-        inside = here & loadable(seen - begin, column, width - begin, CAUSAL)  # [ROWS, BLOCK]
+        offset = mask_offsets(row, mask_layout)[:, None]
+    for begin in tl.range(start, tl.minimum(start + columns_per_program, width), BLOCK, num_stages=NUM_STAGES):
+        inside = here & loadable(visible - begin, column, width - begin, CAUSAL)  # [ROWS, BLOCK]
         value = tl.load(source + begin, mask=inside, other=nothing).to(tl.float32)
         if KIND == WEIGHTED:
             factor = tl.load(weight + row[:, None] * weight_stride + begin + column, mask=inside, other=0.0)
@@ -163,23 +164,24 @@ def reduce_rows(
         if KIND == SOFTMAX:
             value *= scale
             if MASKED:
-                shown = tl.load(mask + offset + (begin + column) * column_stride, mask=inside, other=0) != 0
-                value = tl.where(shown, value, float("-inf"))
-            if CAUSAL or not RISING:
-                value = tl.where(column < seen - begin, value, float("-inf"))
+                mask_at = offset + (begin + column) * mask_layout.column_stride
+                unmasked = tl.load(mask + mask_at, mask=inside, other=0) != 0
+                value = tl.where(unmasked, value, float("-inf"))
+            if CAUSAL or not POSITIVE_SCALE:
+                value = tl.where(column < visible - begin, value, float("-inf"))
         # A thread holds GROUP neighbours of a row it could load 16 bytes at a time, else columns LANES apart: either
         # way its group is merged without a word to other threads.
         if ALIGNED:
-            a, b = _absorb(a, b, tl.reshape(value, [ROWS, LANES, GROUP]), KIND, 2)
+            a, b = _accumulate(a, b, tl.reshape(value, [ROWS, LANES, GROUP]), KIND, 2)
         else:
-            a, b = _absorb(a, b, tl.reshape(value, [ROWS, GROUP, LANES]), KIND, 1)
-    a, b = _across(a, b, KIND)  # [ROWS]
+            a, b = _accumulate(a, b, tl.reshape(value, [ROWS, GROUP, LANES]), KIND, 1)
+    a, b = _reduce_lanes(a, b, KIND)  # [ROWS]
     if RAW:
         place = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(first + place, a, mask=row < rows)
         tl.store(second + place, b, mask=row < rows)
     else:
-        _finish(first, second, row, rows, a, b, width, KIND)
+        _store_results(first, second, row, rows, a, b, width, KIND)
 
 
 @triton.jit
@@ -197,15 +199,14 @@ def finish_rows(
     nothing = float("-inf") if KIND >= MAX else 0.0
     a = tl.load(partial_a + place, mask=inside, other=nothing)
     b = tl.load(partial_b + place, mask=inside, other=0.0)
-    a, b = _across(a, b, KIND)
-    _finish(first, second, row, rows, a, b, width, KIND)
+    a, b = _reduce_lanes(a, b, KIND)
+    _store_results(first, second, row, rows, a, b, width, KIND)
 
 
 @triton.jit
 def spread_rows(
     x, dy, mask, first, second, result,
-    x_stride, dy_stride, rows, width, blocks, splits, scale, queries,
-    mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
+    x_stride, dy_stride, rows, width, blocks, splits, scale, seqlen_q, mask_layout,
     KIND: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -223,14 +224,14 @@ def spread_rows(
     begin = (program % blocks).to(tl.int64) * BLOCK
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     here = row < rows
-    seen = visible_columns(row, width, queries, CAUSAL)[:, None] - begin  # [ROWS, 1]
+    visible = visible_columns(row, width, seqlen_q, CAUSAL)[:, None] - begin  # [ROWS, 1]
     inside = here[:, None] & (column < width - begin)  # [ROWS, BLOCK]
-    there = here[:, None] & loadable(seen, column, width - begin, CAUSAL)
+    there = here[:, None] & loadable(visible, column, width - begin, CAUSAL)
     value = tl.load(x + begin + row[:, None] * x_stride + column, mask=there, other=0.0).to(tl.float32)
     if KIND == MAX:
         share = tl.load(dy + row, mask=here, other=0.0).to(tl.float32) / tl.load(second + row, mask=here, other=1.0)
-        top = tl.load(first + row, mask=here, other=0.0).to(tl.float32)
-        answer = tl.where(value == top[:, None], 1.0, 0.0) * share[:, None]
+        largest = tl.load(first + row, mask=here, other=0.0).to(tl.float32)
+        answer = tl.where(value == largest[:, None], 1.0, 0.0) * share[:, None]
     elif KIND == LOGSUMEXP:
         total = finite(tl.load(second + row, mask=here, other=0.0), SOFTMAX)
         gradient = tl.load(dy + row, mask=here, other=0.0).to(tl.float32)
@@ -242,18 +243,19 @@ def spread_rows(
         if KIND == SOFTMAX:
             a = tl.load(first + place, mask=given, other=float("-inf"))
             b = tl.load(second + place, mask=given, other=0.0)
-            a, b = _across(a, b, SOFTMAX)  # [ROWS]
-            shown = inside & (column < seen)
+            a, b = _reduce_lanes(a, b, SOFTMAX)  # [ROWS]
+            unmasked = inside & (column < visible)
             if MASKED:
-                offset = mask_offsets(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
-                bits = tl.load(mask + offset[:, None] + (begin + column) * column_stride, mask=inside, other=0)
-                shown &= bits != 0
-            power = tl.exp2((value * scale - finite(a, SOFTMAX)[:, None]) * LOG2E)
-            answer = tl.where(shown, power * inverse(b)[:, None], 0.0)
+                offset = mask_offsets(row, mask_layout)
+                mask_at = offset[:, None] + (begin + column) * mask_layout.column_stride
+                bits = tl.load(mask + mask_at, mask=inside, other=0)
+                unmasked &= bits != 0
+            exponentials = tl.exp2((value * scale - finite(a, SOFTMAX)[:, None]) * LOG2E)
+            answer = tl.where(unmasked, exponentials * inverse(b)[:, None], 0.0)
         else:
             gradient = tl.load(dy + begin + row[:, None] * dy_stride + column, mask=there, other=0.0).to(tl.float32)
-            along = tl.sum(tl.load(first + place, mask=given, other=0.0), 1)
-            answer = value * (gradient - along[:, None]) * scale
+            dot = tl.sum(tl.load(first + place, mask=given, other=0.0), 1)
+            answer = value * (gradient - dot[:, None]) * scale
     tl.store(result + begin + row[:, None] * width + column, answer, mask=inside)
 
 
@@ -273,37 +275,37 @@ def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[tor
     rows, width = x.shape
     y = torch.empty(rows, dtype=x.dtype, device=x.device)
     saved = torch.empty(rows if kind in (kinds.MAX, kinds.LOGSUMEXP) else 0, dtype=torch.float32, device=x.device)
-    a, b = reduce_pairs(x, weight, kind, whole=(y, saved))
+    a, b = reduce_partials(x, weight, kind, whole=(y, saved))
     if a is not y:
         splits = a.shape[1]
         launch(
             finish_rows, (rows,), a, b, y, saved, rows, width, splits,
-            KIND=kind, BLOCK=tune.power_of_2(splits), num_warps=1, **pdl_options(device.facts(x.device)),
+            KIND=kind, BLOCK=tune.power_of_2(splits), num_warps=1, **pdl_options(device.properties(x.device)),
         )  # fmt: skip
     return y, saved
 
 
-def reduce_pairs(
+def reduce_partials(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     kind: int,
     scale: float = 1.0,
-    queries: int = 0,
+    seqlen_q: int = 0,
     mask: MaskRows = NO_MASK,
     whole: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs (a, b), each [rows, splits], of x [rows, width]; or `whole`, filled, where one program a row will do.
 
-    `weight` is [width], or [rows, width] for one of its own per row; queries > 0 says causal.
+    `weight` is [width], or [rows, width] for one of its own per row; seqlen_q > 0 says causal.
     """
     rows, width = x.shape
-    facts = device.facts(x.device)
+    props = device.properties(x.device)
     group = 16 // x.element_size()  # columns in a 16-byte load
     shape = {**shape_of(x, reads=1 if weight is None else 2), "powers": int(kind > kinds.MAX)}
-    config = tune.pick(REDUCE, facts, shape)
+    config = tune.pick(REDUCE, props, shape)
     block = max(group, config.block)
     tiles = tune.ceil_div(rows, config.rows)
-    span, splits = splits_of(config, facts, tiles, width, block)
+    columns_per_program, splits = splits_of(config, props, tiles, width, block)
     pair = whole
     if pair is None or splits > 1:
         a, b = torch.empty((2, rows, splits), dtype=torch.float32, device=x.device).unbind(0)
@@ -312,10 +314,10 @@ def reduce_pairs(
     launch(
         reduce_rows, (tiles, splits),
         x, weight, mask.tensor, *pair,
-        x.stride(0), weight_stride, rows, width, span, scale, queries, *mask.sizes, *mask.strides,
-        KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0, RISING=scale > 0,
-        ALIGNED=aligned(x), RAW=pair is not whole, STAGES=config.stages if span > block else 1,
-        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.warps, **pdl_options(facts, x.nbytes),
+        x.stride(0), weight_stride, rows, width, columns_per_program, scale, seqlen_q, mask.layout,
+        KIND=kind, MASKED=mask.tensor is not None, CAUSAL=seqlen_q > 0, POSITIVE_SCALE=scale > 0,
+        ALIGNED=aligned(x), RAW=pair is not whole, NUM_STAGES=config.num_stages if columns_per_program > block else 1,
+        ROWS=config.rows, LANES=block // group, GROUP=group, num_warps=config.num_warps, **pdl_options(props, x.nbytes),
     )  # fmt: skip
     return pair
 
@@ -332,23 +334,23 @@ def spread(
     second: torch.Tensor,
     kind: int,
     scale: float = 1.0,
-    queries: int = 0,
+    seqlen_q: int = 0,
     mask: MaskRows = NO_MASK,
 ) -> torch.Tensor:
     """A tensor like x [rows, width]; dy is [rows] or [rows, width], first and second are [rows] or [rows, splits]."""
     rows, width = x.shape
     result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    facts = device.facts(x.device)
-    config = tune.pick(SPREAD, facts, shape_of(x))
+    props = device.properties(x.device)
+    config = tune.pick(SPREAD, props, shape_of(x))
     blocks = tune.ceil_div(width, config.block)
     splits = first.shape[1] if first.ndim == 2 else 1
     dy_stride = dy.stride(0) if dy is not None and dy.ndim == 2 else 0
     launch(
         spread_rows, (tune.ceil_div(rows, config.rows) * blocks,),
         x, dy, mask.tensor, first, second, result,
-        x.stride(0), dy_stride, rows, width, blocks, splits, scale, queries, *mask.sizes, *mask.strides,
-        KIND=kind, MASKED=mask.tensor is not None, CAUSAL=queries > 0,
+        x.stride(0), dy_stride, rows, width, blocks, splits, scale, seqlen_q, mask.layout,
+        KIND=kind, MASKED=mask.tensor is not None, CAUSAL=seqlen_q > 0,
         ROWS=config.rows, BLOCK=config.block, SPLITS=tune.power_of_2(splits),
-        num_warps=config.warps, **pdl_options(facts, 2 * x.nbytes),
+        num_warps=config.num_warps, **pdl_options(props, 2 * x.nbytes),
     )  # fmt: skip
     return result

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands
+from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
 from flashkernel.core.arguments import without_autocast
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-from flashkernel.ops.gemm.packing import packed_of, pair_of
 
 MOST_WEIGHTS = 3
 
 
-def run(
+def linear(
     kernels: str,
     x: Tensor,
     weights: list[Tensor],
@@ -49,7 +49,7 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 def _streams(tensors: list[Tensor], gated: bool, packed: str) -> list[Tensor]:
     """A gated chain's packed weight or bias as gate and up; anything else as it is."""
-    return list(pair_of(tensors[0], packed, 0)) if gated and len(tensors) == 1 else tensors
+    return list(split_gate_up(tensors[0], packed, 0)) if gated and len(tensors) == 1 else tensors
 
 
 def _forward(
@@ -148,13 +148,13 @@ def _through_chain(
             found.append(chain.pull_back((product,), Operands(tuple(biases[index : index + 1]), nothing), part))
         return [one[0][0] for one in found], [one[1][0] for one in found], found[0][2]
     alone = len(weights) == 1
-    pair = tuple(pair_of(products[0], packed, -1)) if alone else tuple(products)
-    vectors = tuple(pair_of(biases[0], packed, 0)) if alone and biases else tuple(biases)
+    pair = tuple(split_gate_up(products[0], packed, -1)) if alone else tuple(products)
+    vectors = tuple(split_gate_up(biases[0], packed, 0)) if alone and biases else tuple(biases)
     gradients, at_bias, at_residual = chain.pull_back(pair, Operands(vectors, nothing), dy)
     if not alone:
         return list(gradients), list(at_bias), at_residual
-    together = packed_of(gradients[0], gradients[1], packed)
-    return [together], [packed_of(at_bias[0], at_bias[-1], packed)] if biases else [], at_residual
+    together = join_gate_up(gradients[0], gradients[1], packed)
+    return [together], [join_gate_up(at_bias[0], at_bias[-1], packed)] if biases else [], at_residual
 
 
 def _normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:

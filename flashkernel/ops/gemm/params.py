@@ -1,0 +1,23 @@
+"""The options of a linear layer, as every backend sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashkernel.blocks.epilogue import Activation, Gate
+
+
+@dataclass(frozen=True)
+class LinearParams:
+    """`linear` documents the fields."""
+
+    activation: str | Activation | Gate | None = None
+    packed: str = "halves"
+    splits: Sequence[int] | None = None
+    scale: float = 1.0
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    out_dtype: torch.dtype | None = None

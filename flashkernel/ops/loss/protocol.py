@@ -1,0 +1,46 @@
+"""What kernel modules of the losses offer: `CrossEntropyKernels` and `LinearCrossEntropyKernels`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from flashkernel.ops.loss.params import LossParams
+
+
+class CrossEntropyKernels(Protocol):
+    """A module such as `triton`. Without `backward`, calls that need gradients go to another backend."""
+
+    def forward(self, logits: Tensor, target: Tensor, params: LossParams) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (loss, lse, count) of logits (rows, classes): the lse are float32 (rows,), count the
+        targets that are not ignored."""
+
+    def backward(
+        self, dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor,
+        params: LossParams,
+    ) -> Tensor:  # fmt: skip
+        """Returns dlogits."""
+
+
+class LinearCrossEntropyKernels(Protocol):
+    """A module such as `linear`. Without `backward`, calls that need gradients go to another backend."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, params: LossParams,
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns (loss, lse, dx, dweight, dbias), the gradients for a loss gradient of one; those that are not
+        wanted are empty."""
+
+    def backward(
+        self, dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor,
+        params: LossParams, wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns (dx, dweight, dbias) for a loss per row."""
+
+    def scaled(self, values: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+        """Returns values * factor, where factor has one element."""
+
+
+PROTOCOLS = {"cross_entropy": CrossEntropyKernels, "linear_cross_entropy": LinearCrossEntropyKernels}
