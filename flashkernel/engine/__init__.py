@@ -1,26 +1,30 @@
-"""Generation: a model from disk, requests in, text out. `LLM` is the way in; `Engine` is what a server drives."""
+"""Text generation: `LLM` loads a model and generates; `LLMEngine` is what a server steps.
+
+Names are vLLM's: `SamplingParams`, `RequestOutput`, `max_num_seqs`, `max_model_len`, ...
+"""
 
 from flashkernel.engine.config import ModelConfig, ModelError
-from flashkernel.engine.core import Engine, RequestError, Stats
-from flashkernel.engine.llm import LLM, EngineOptions, build_engine
-from flashkernel.engine.sampling import SamplingParams
-from flashkernel.engine.sequence import Completion, Event, Logprob, Timing
+from flashkernel.engine.llm import LLM, EngineArgs, build_engine
+from flashkernel.engine.llm_engine import EngineStats, LLMEngine, RequestError
+from flashkernel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput, TokenLogprob
+from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.tokenizer import Tokenizer
 from flashkernel.engine.transformer import Transformer
 
 __all__ = [
     "LLM",
-    "Completion",
-    "Engine",
-    "EngineOptions",
-    "Event",
-    "Logprob",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineStats",
+    "LLMEngine",
     "ModelConfig",
     "ModelError",
     "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
     "SamplingParams",
-    "Stats",
-    "Timing",
+    "StepOutput",
+    "TokenLogprob",
     "Tokenizer",
     "Transformer",
     "build_engine",

@@ -1,6 +1,6 @@
-"""Models on disk: a folder that Transformers saved (config.json and safetensors), or a GGUF file.
+"""Checkpoints: a folder that Transformers saved (config.json and safetensors), or a GGUF file.
 
-A checkpoint gives a configuration in Transformers' terms, tensors by Transformers' names, and a tokenizer.
+A checkpoint has a configuration and tensors under Transformers' names, and a tokenizer.
 """
 
 from __future__ import annotations
@@ -13,44 +13,48 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flashkernel.engine.config import ModelError, Settings
+from flashkernel.engine.config import HFConfig, ModelError
 from flashkernel.engine.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
-# The nearest e2m1 numbers of MXFP4, by their four bits.
+# e2m1 values of MXFP4, by their four bits
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Checkpoint(Protocol):
-    """A model as it is stored."""
+    """A stored model."""
 
     @property
-    def settings(self) -> Settings: ...
+    def config(self) -> HFConfig:
+        """The configuration, as Transformers writes it."""
+        ...
 
     @property
     def names(self) -> Set[str]:
-        """The tensors there are."""
+        """Names of the stored tensors."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU; it may be a view of the file."""
+        """A tensor on the CPU; it may be a view of the file."""
         ...
 
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if there is none."""
+        ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The model at a path; ModelError where there is none or it cannot be read."""
+    """Opens the model at a path; ModelError if there is none or it cannot be read."""
     if path.is_dir():
-        return Folder(path)
+        return SafetensorsCheckpoint(path)
     if not path.exists():
         raise ModelError(f"{path}: there is no such file or folder")
-    from flashkernel.engine.gguf import GGUFFile
+    from flashkernel.engine.gguf import GGUFCheckpoint
 
-    return GGUFFile(path)
+    return GGUFCheckpoint(path)
 
 
-class Folder:
+class SafetensorsCheckpoint:
     """config.json, one or several safetensors files, tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
@@ -60,8 +64,8 @@ class Folder:
         if generation.exists():
             stop = read_json(generation, "").get("eos_token_id")
             values = {**values, "eos_token_id": values.get("eos_token_id") if stop is None else stop}
-        self.settings = Settings(values, str(path))
-        self._files = _tensor_files(path)
+        self.config = HFConfig(values, str(path))
+        self._files = tensor_files(path)
         self._open: dict[str, Any] = {}
         if any(name.startswith(("transformer.", "model.")) for name in self._files):
             self._stripped = ""
@@ -95,8 +99,8 @@ class Folder:
             raise _damaged(self.path / file, error) from error
 
 
-def _tensor_files(path: Path) -> dict[str, str]:
-    """In which file each tensor is."""
+def tensor_files(path: Path) -> dict[str, str]:
+    """File name of each tensor in a folder; ModelError if files are missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     index = path / _INDEX
@@ -124,7 +128,7 @@ def _damaged(path: Path, error: Exception) -> ModelError:
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """The object in a JSON file; ModelError where it cannot be had."""
+    """The object in a JSON file; ModelError if it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -137,13 +141,13 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Experts stored in four bits, as gpt-oss is: [experts, out, groups, 16 bytes] -> bfloat16 [experts, in, out].
+    """Dequantises experts in MXFP4 (gpt-oss): blocks [experts, out, groups, 16 bytes] -> bfloat16 [experts, in, out].
 
-    A byte holds two numbers, the first in its low bits; each group of 32 has a power of two, biased by 127.
+    A byte holds two values, the first in its low bits; each group of 32 has an exponent, biased by 127.
     """
     table = torch.tensor(_FP4, dtype=torch.bfloat16)
     parts = []
     for block, scale in zip(blocks, scales):  # expert by expert: the indices take four times the memory
-        pairs = torch.stack((block & 15, block >> 4), -1).flatten(-2).to(torch.int32)  # [out, groups, 32]
-        parts.append(torch.ldexp(table[pairs], scale.to(torch.int32)[..., None] - 127).to(torch.bfloat16).flatten(1))
+        codes = torch.stack((block & 15, block >> 4), -1).flatten(-2).to(torch.int32)  # [out, groups, 32]
+        parts.append(torch.ldexp(table[codes], scale.to(torch.int32)[..., None] - 127).to(torch.bfloat16).flatten(1))
     return torch.stack(parts).transpose(1, 2)

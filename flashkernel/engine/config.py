@@ -1,4 +1,4 @@
-"""What a transformer is made of, in numbers: the same facts whatever file they come from."""
+"""Configuration of a model: the same facts whatever file they come from."""
 
 from __future__ import annotations
 
@@ -10,35 +10,72 @@ from flashkernel import Frequencies
 
 
 class ModelError(ValueError):
-    """A model that cannot be found, read or run; the message says what to do."""
+    """A model that cannot be found, read or run; the message says what to do.
+
+    Example:
+        >>> from flashkernel.engine import LLM, ModelError
+        >>> try:
+        ...     LLM("no/such/folder")
+        ... except ModelError as error:
+        ...     print("not found")
+        not found
+    """
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer. What an architecture does not have is None, zero or empty."""
+    """Configuration of a decoder-only transformer.
+
+    Args:
+        architecture: Transformers' `model_type`, such as "llama".
+        vocab_size: Number of tokens.
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        heads: Query heads.
+        kv_heads: Key/value heads; divides `heads`.
+        head_dim: Width of a head.
+        max_position_embeddings: Longest sequence that the model was made for.
+        norm: "rms" (RMSNorm) or "layer" (LayerNorm).
+        eps: Epsilon of the norms.
+        activation: Activation of the MLP, as `flashkernel.linear` names it.
+        packed: How gate and up lie in one weight: "halves" or "interleaved".
+        frequencies: Of the rotary embedding; None: learned positions.
+        sliding_windows: For each layer, how many tokens a token sees; None: all.
+        tie_word_embeddings: The LM head is the embedding.
+        num_experts: Experts of a layer; 0: a dense MLP.
+        num_experts_per_token: Experts that the router chooses for a token.
+        eos_token_ids: Tokens that end a text.
+        dtype: Dtype of the stored weights.
+
+    Example:
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> config = tiny_transformer().config
+        >>> config.hidden_size, config.num_layers, config.heads, config.kv_heads
+        (32, 2, 4, 2)
+    """
 
     architecture: str
-    vocab: int
-    hidden: int
-    layers: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    context: int  # the most positions it was made for
-    norm: str  # "rms" or "layer"
+    max_position_embeddings: int
+    norm: str
     eps: float
-    activation: str  # as `flashkernel.linear` names it
-    packed: str  # how gate and up lie in one weight: "halves" or "interleaved"
-    frequencies: Frequencies | None  # None: learned positions
-    windows: tuple[int | None, ...]  # for each layer, how many tokens a token sees; None: all
-    tied: bool  # the output layer is the embedding
-    experts: int = 0
-    experts_per_token: int = 0
-    stop_tokens: tuple[int, ...] = ()
-    dtype: str = "float32"  # what the weights are stored in
+    activation: str
+    packed: str
+    frequencies: Frequencies | None
+    sliding_windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "context")
+        sizes = ("vocab_size", "hidden_size", "num_layers", "heads", "kv_heads", "head_dim", "max_position_embeddings")
         wrong = {name: getattr(self, name) for name in sizes if getattr(self, name) < 1}
         if wrong:
             raise ModelError(f"{self.architecture}: sizes must be at least 1, and the configuration has {wrong}")
@@ -49,39 +86,42 @@ class ModelConfig:
             )
 
 
-class Settings:
-    """A configuration as Transformers writes it (config.json), read with errors that name what is missing."""
+class HFConfig:
+    """A config.json of Transformers, read with errors that name what is missing."""
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        self.values, self.place = values, place
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values, self.source = values, source
 
     def need(self, name: str) -> Any:
+        """The value of a field; ModelError if it is missing."""
         value = self.values.get(name)
         if value is None:
-            raise ModelError(f"{self.place}: the configuration has no {name!r}, which this architecture needs")
+            raise ModelError(f"{self.source}: the configuration has no {name!r}, which this architecture needs")
         return value
 
     def size(self, name: str) -> int:
+        """A field that must be a whole number."""
         value = self.need(name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelError(f"{self.place}: {name} is {value!r}; it must be a whole number")
+            raise ModelError(f"{self.source}: {name} is {value!r}; it must be a whole number")
         return value
 
     def get(self, name: str, default: Any) -> Any:
+        """The value of a field; `default` if it is missing or null."""
         value = self.values.get(name)
         return default if value is None else value
 
-    def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a text, however many the configuration names."""
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text; the configuration names none, one or several."""
         value = self.values.get("eos_token_id")
         return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
-    def windows(self, layers: int) -> tuple[int | None, ...]:
-        """What each layer sees. `layer_types` decides where there are any, else a window holds for all layers."""
+    def sliding_windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """The window of each layer: `layer_types` decides if there are any, else a window holds for all layers."""
         window = self.values.get("sliding_window")
         if window is None or self.values.get("use_sliding_window") is False:
-            return (None,) * layers
-        kinds = self.get("layer_types", ["sliding_attention"] * layers)
-        if len(kinds) != layers:
-            raise ModelError(f"{self.place}: layer_types names {len(kinds)} layers, and the model has {layers}")
+            return (None,) * num_layers
+        kinds = self.get("layer_types", ["sliding_attention"] * num_layers)
+        if len(kinds) != num_layers:
+            raise ModelError(f"{self.source}: layer_types names {len(kinds)} layers, and the model has {num_layers}")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)

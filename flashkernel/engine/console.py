@@ -1,5 +1,4 @@
-"""Text on a terminal: `flashkernel generate` and `flashkernel chat`. Text goes to standard output, remarks to
-standard error."""
+"""Text on a terminal: `flashkernel generate` and `flashkernel chat`. Text goes to stdout, remarks to stderr."""
 
 from __future__ import annotations
 
@@ -7,52 +6,52 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from flashkernel.engine.core import RequestError
 from flashkernel.engine.llm import LLM
-from flashkernel.engine.sampling import SamplingParams
-from flashkernel.engine.sequence import Completion, Event
+from flashkernel.engine.llm_engine import RequestError
+from flashkernel.engine.outputs import RequestOutput, StepOutput
+from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.tokenizer import Message
 
 HELP = "Type a message. /new starts over, /exit or Ctrl-D ends, Ctrl-C stops a reply."
 
 
-def generate(llm: LLM, prompt: str, params: SamplingParams, *, plain: bool) -> Completion:
-    """Print a completion while it comes. A model with a chat template is asked the prompt, unless `plain`."""
-    if plain or llm.tokenizer is None or llm.tokenizer.template is None:
+def generate(llm: LLM, prompt: str, params: SamplingParams, *, plain: bool) -> RequestOutput:
+    """Prints the text as it is generated. A model with a chat template answers the prompt; with `plain` it goes on."""
+    if plain or llm.tokenizer is None or llm.tokenizer.chat_template is None:
         return show(llm.stream(prompt, params))
     return show(llm.stream_chat([{"role": "user", "content": prompt}], params))
 
 
 def check_prompt(prompt: str) -> str:
-    """The prompt, where it says anything; asked before a model is loaded for nothing."""
+    """Returns the prompt; ValueError if it is empty. Called before a model is loaded in vain."""
     if not prompt.strip():
         raise ValueError("the prompt is empty; say what the text begins with, or what is asked")
     return prompt
 
 
-def show(events: Iterator[Event]) -> Completion:
-    """Print the text of events as they come."""
-    last: Completion | None = None
-    for event in events:
-        sys.stdout.write(event.text)
+def show(steps: Iterator[StepOutput]) -> RequestOutput:
+    """Prints text as it is generated; returns the finished request."""
+    last: RequestOutput | None = None
+    for step in steps:
+        sys.stdout.write(step.text)
         sys.stdout.flush()
-        last = event.completion
+        last = step.request_output
     sys.stdout.write("\n")
-    assert last is not None, "a request ends with its completion"
+    assert last is not None, "the last step has the request's output"
     return last
 
 
-def summary(done: Completion) -> str:
+def summary(output: RequestOutput) -> str:
     """One line on how fast it was."""
-    timing, count = done.timing, len(done.tokens)
-    first = timing.to_first_token or 0.0
-    took = timing.finished - timing.arrived - first
-    speed = f", then {(count - 1) / took:.1f} tokens/s" if count > 1 and took > 0 else ""
-    return f"{len(done.prompt_tokens)} tokens in, {count} out; the first after {first * 1e3:.0f} ms{speed}"
+    metrics, count = output.metrics, len(output.outputs[0].token_ids)
+    first = metrics.time_to_first_token or 0.0
+    decode = metrics.finished_time - metrics.arrival_time - first
+    speed = f", then {(count - 1) / decode:.1f} tokens/s" if count > 1 and decode > 0 else ""
+    return f"{len(output.prompt_token_ids)} tokens in, {count} out; the first after {first * 1e3:.0f} ms{speed}"
 
 
 def chat(llm: LLM, params: SamplingParams, system: str | None, tell: Callable[[str], None]) -> None:
-    """A conversation until the user ends it; where it outgrows the context, its oldest messages are dropped."""
+    """Chats until the user ends it. If the conversation outgrows max_model_len, its oldest messages are dropped."""
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
     tell(HELP)
@@ -81,10 +80,10 @@ def _ask() -> str | None:
 def _reply(
     llm: LLM, messages: list[Message], kept: int, params: SamplingParams, tell: Callable[[str], None]
 ) -> str | None:
-    """The model's answer, printed as it comes; None where there can be none."""
+    """Prints and returns the model's answer; None if there can be none."""
     while True:
         try:
-            events = llm.stream_chat(messages, params)
+            steps = llm.stream_chat(messages, params)
             break
         except RequestError as error:
             if len(messages) <= kept + 1:
@@ -95,9 +94,9 @@ def _reply(
     parts: list[str] = []
     began = time.monotonic()
     try:
-        for event in events:
-            parts.append(event.text)
-            sys.stdout.write(event.text)
+        for step in steps:
+            parts.append(step.text)
+            sys.stdout.write(step.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
         tell(f"stopped after {time.monotonic() - began:.1f} s")

@@ -1,4 +1,4 @@
-"""GGUF files: their tensors, dequantised, under Transformers' names; their settings; their vocabulary."""
+"""GGUF files as checkpoints: dequantised tensors under Transformers' names, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from flashkernel.engine.config import ModelError, Settings
+from flashkernel.engine.config import HFConfig, ModelError
 from flashkernel.engine.gguf_reader import read_gguf
 from flashkernel.engine.tokenizer import Tokenizer
 
-_OUTER = {
+_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -37,7 +37,7 @@ _LAYER = {
     "ffn_gate_inp": "block_sparse_moe.gate",
 }
 _EXPERTS = {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}
-_GPT2_OUTER = {
+_GPT2_MODEL = {
     "token_embd.weight": "transformer.wte.weight",
     "position_embd.weight": "transformer.wpe.weight",
     "output_norm.weight": "transformer.ln_f.weight",
@@ -54,12 +54,12 @@ _GPT2_LAYER = {
 }
 _ROPE_DIVISORS = "rope_freqs.weight"
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
-# How texts are cut before byte pairs are merged, by the name that files give it.
+# Pre-tokenizers (how text is split before BPE merges), by the name that files give them.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CUTS = {
+_PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -68,10 +68,10 @@ _CUTS = {
     "default": "",
     "gpt-2": "",
 }
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+_CONTROL, _USER_DEFINED = 3, 4  # values of token_type
 
 
-class GGUFFile:
+class GGUFCheckpoint:
     """A model in one GGUF file."""
 
     def __init__(self, path: Path) -> None:
@@ -83,9 +83,9 @@ class GGUFFile:
                 f"{path}: GGUF files of architecture {kind!r} are not known; there are {', '.join(_KNOWN)}"
             )
         self._kind: str = kind
-        self._experts = int(self._setting("expert_count", 0))
+        self._experts = int(self._field("expert_count", 0))
         self._sources = dict(self._name_all())
-        self.settings = Settings(self._translated(), str(path))
+        self.config = HFConfig(self._translated(), str(path))
 
     @property
     def names(self) -> Set[str]:
@@ -95,8 +95,8 @@ class GGUFFile:
         source, expert = self._sources[name]
         values = self._dequantised(source, expert)
         if self._kind == "llama" and source.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = self.settings.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
-            return halves_from_pairs(values, heads)
+            heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
+            return halves_from_interleaved(values, heads)
         if self._kind == "gpt2" and values.ndim == 2 and source.startswith("blk."):
             return values.T  # Transformers keeps GPT-2's weights (in, out)
         return values
@@ -119,18 +119,18 @@ class GGUFFile:
             values = np.array(values)
         return torch.from_numpy(values)
 
-    def _setting(self, name: str, default: Any = None) -> Any:
+    def _field(self, name: str, default: Any = None) -> Any:
         return self._fields.get(f"{self._kind}.{name}", default)
 
     def _name_all(self) -> dict[str, tuple[str, int | None]]:
-        """Transformers' name of each tensor -> (its name here, which expert of it)."""
-        outer, layer = (_GPT2_OUTER, _GPT2_LAYER) if self._kind == "gpt2" else (_OUTER, _LAYER)
+        """Transformers' name of each tensor -> (its name in the file, index of the expert)."""
+        model, layer = (_GPT2_MODEL, _GPT2_LAYER) if self._kind == "gpt2" else (_MODEL, _LAYER)
         prefix = "transformer.h" if self._kind == "gpt2" else "model.layers"
         found: dict[str, tuple[str, int | None]] = {}
         for name in self._tensors:
             parts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-            if name in outer:
-                found[outer[name]] = (name, None)
+            if name in model:
+                found[model[name]] = (name, None)
             elif parts and parts[2] in layer:
                 found[f"{prefix}.{parts[1]}.{layer[parts[2]]}.{parts[3]}"] = (name, None)
             elif parts and parts[2] in _EXPERTS:
@@ -138,12 +138,12 @@ class GGUFFile:
                     which = f"block_sparse_moe.experts.{expert}.{_EXPERTS[parts[2]]}.weight"
                     found[f"{prefix}.{parts[1]}.{which}"] = (name, expert)
             elif name != _ROPE_DIVISORS:
-                found[name] = (name, None)  # loading will say that it has no place
+                found[name] = (name, None)  # loading reports it as unknown
         return found
 
     def _translated(self) -> dict[str, Any]:
-        """The settings as config.json would have them."""
-        heads, hidden = self._setting("attention.head_count"), self._setting("embedding_length")
+        """The configuration as config.json would have it."""
+        heads, hidden = self._field("attention.head_count"), self._field("embedding_length")
         stops = [self._fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         common = {
             "model_type": "mixtral" if self._kind == "llama" and self._experts else self._kind,
@@ -153,9 +153,9 @@ class GGUFFile:
             "dtype": "bfloat16",
         }
         if self._kind == "gpt2":
-            own = {"n_head": heads, "n_embd": hidden, "n_layer": self._setting("block_count")}
-            own |= {"n_positions": self._setting("context_length")}
-            own |= {"layer_norm_epsilon": self._setting("attention.layer_norm_epsilon")}
+            own = {"n_head": heads, "n_embd": hidden, "n_layer": self._field("block_count")}
+            own |= {"n_positions": self._field("context_length")}
+            own |= {"layer_norm_epsilon": self._field("attention.layer_norm_epsilon")}
             return common | own
         divisors = None
         if _ROPE_DIVISORS in self._tensors:
@@ -163,14 +163,14 @@ class GGUFFile:
         return common | {
             "num_attention_heads": heads,
             "hidden_size": hidden,
-            "num_hidden_layers": self._setting("block_count"),
-            "num_key_value_heads": self._setting("attention.head_count_kv", heads),
-            "head_dim": self._setting("attention.key_length"),
-            "max_position_embeddings": self._setting("context_length"),
-            "rms_norm_eps": self._setting("attention.layer_norm_rms_epsilon"),
-            "sliding_window": self._setting("attention.sliding_window"),
+            "num_hidden_layers": self._field("block_count"),
+            "num_key_value_heads": self._field("attention.head_count_kv", heads),
+            "head_dim": self._field("attention.key_length"),
+            "max_position_embeddings": self._field("context_length"),
+            "rms_norm_eps": self._field("attention.layer_norm_rms_epsilon"),
+            "sliding_window": self._field("attention.sliding_window"),
             "num_local_experts": self._experts or None,
-            "num_experts_per_tok": self._setting("expert_used_count"),
+            "num_experts_per_tok": self._field("expert_used_count"),
             "rope_parameters": self._rope(),
             "rope_divisors": divisors,
         }
@@ -180,32 +180,32 @@ class GGUFFile:
         return None if embedding is None else embedding.shape[0]
 
     def _rope(self) -> dict[str, Any]:
-        rule: dict[str, Any] = {"rope_theta": self._setting("rope.freq_base", 10000.0), "rope_type": "default"}
-        kind = self._setting("rope.scaling.type", "none")
+        rule: dict[str, Any] = {"rope_theta": self._field("rope.freq_base", 10000.0), "rope_type": "default"}
+        kind = self._field("rope.scaling.type", "none")
         if kind != "none":
-            rule |= {"rope_type": kind, "factor": self._setting("rope.scaling.factor")}
-            rule |= {"original_max_position_embeddings": self._setting("rope.scaling.original_context_length")}
+            rule |= {"rope_type": kind, "factor": self._field("rope.scaling.factor")}
+            rule |= {"original_max_position_embeddings": self._field("rope.scaling.original_context_length")}
         return rule
 
 
-def halves_from_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a q or k weight, from the order in which a head's rotated pairs are neighbours to that of two halves."""
+def halves_from_interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Reorders the rows of a q or k weight from interleaved rotary pairs (llama.cpp) to two halves (Transformers)."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
-def _tokenizer(fields: Mapping[str, Any], place: str) -> Tokenizer:
-    """A tokenizer of the vocabulary in a file: byte pairs."""
+def _tokenizer(fields: Mapping[str, Any], source: str) -> Tokenizer:
+    """The BPE tokenizer that a file describes."""
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(
-            f"{place}: its vocabulary is of kind {kind!r}, and byte pairs ('gpt2') alone are read; use the model's "
+            f"{source}: its vocabulary is of kind {kind!r}, and byte pairs ('gpt2') alone are read; use the model's "
             "safetensors folder, or give prompts as tokens"
         )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ", 1)) for pair in fields.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges="llama" in _cut_name(fields)))
-    backend.pre_tokenizer = _cut(_cut_name(fields), place)
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges="llama" in _pre_tokenizer_name(fields)))
+    backend.pre_tokenizer = _pre_tokenizer(_pre_tokenizer_name(fields), source)
     backend.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
     control = [token for token, kind in zip(tokens, kinds) if kind == _CONTROL]
@@ -215,17 +215,19 @@ def _tokenizer(fields: Mapping[str, Any], place: str) -> Tokenizer:
     names = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     first = names["bos"] if fields.get("tokenizer.ggml.add_bos_token") else None
     special = {f"{name}_token": tokens[number] for name, number in names.items() if number is not None}
-    return Tokenizer(backend, template=fields.get("tokenizer.chat_template"), special=special, first=first)
+    return Tokenizer(
+        backend, chat_template=fields.get("tokenizer.chat_template"), special_tokens=special, bos_token_id=first
+    )
 
 
-def _cut_name(fields: Mapping[str, Any]) -> str:
+def _pre_tokenizer_name(fields: Mapping[str, Any]) -> str:
     return fields.get("tokenizer.ggml.pre", "default")
 
 
-def _cut(name: str, place: str) -> Any:
-    if name not in _CUTS:
-        raise ModelError(f"{place}: its tokenizer cuts texts the way of {name!r}; known are {', '.join(_CUTS)}")
-    pattern = _CUTS[name]
+def _pre_tokenizer(name: str, source: str) -> Any:
+    if name not in _PRE_TOKENIZERS:
+        raise ModelError(f"{source}: its pre-tokenizer is {name!r}; known are {', '.join(_PRE_TOKENIZERS)}")
+    pattern = _PRE_TOKENIZERS[name]
     if not pattern:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pattern == "digits":

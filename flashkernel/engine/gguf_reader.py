@@ -1,7 +1,7 @@
 """The GGUF container: fields and tensors of a file.
 
-The `gguf` package reads it too, but takes seconds over a vocabulary: it makes an array of every string. Here a string
-is a slice. What is stored in which blocks, and how blocks become numbers, is left to the package.
+The `gguf` package reads it too, but takes seconds for a vocabulary: it makes an array of every string. Here a string
+is a slice. The package still knows the quantisation formats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashkernel.engine.config import ModelError
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Cursor:
     """Reads forward through a file's bytes; struct.error or IndexError where they end too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.place = data, 0
+        self.data, self.offset = data, 0
 
     def scalar(self, form: str) -> Any:
-        (value,) = struct.unpack_from("<" + form, self.data, self.place)
-        self.place += struct.calcsize("<" + form)
+        (value,) = struct.unpack_from("<" + form, self.data, self.offset)
+        self.offset += struct.calcsize("<" + form)
         return value
 
     def text(self) -> str:
         size = self.scalar("Q")
-        start, self.place = self.place, self.place + size
-        if self.place > len(self.data):
+        start, self.offset = self.offset, self.offset + size
+        if self.offset > len(self.data):
             raise IndexError(f"a string of {size} bytes goes beyond the end")
-        return self.data[start : self.place].decode("utf-8", errors="replace")
+        return self.data[start : self.offset].decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -61,8 +61,8 @@ class Cursor:
         if inner in (_STRING, _ARRAY):
             return [self.value(inner) for _ in range(count)]
         form = f"<{count}{_SCALARS[inner]}"
-        values = list(struct.unpack_from(form, self.data, self.place))
-        self.place += struct.calcsize(form)
+        values = list(struct.unpack_from(form, self.data, self.offset))
+        self.offset += struct.calcsize(form)
         return values
 
 
@@ -85,7 +85,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 def _read(cursor: Cursor, path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    cursor.place = len(_MAGIC)
+    cursor.offset = len(_MAGIC)
     version = cursor.scalar("I")
     if version not in _VERSIONS:
         raise ModelError(f"{path}: GGUF version {version} is not known; there are {', '.join(map(str, _VERSIONS))}")
@@ -97,20 +97,20 @@ def _read(cursor: Cursor, path: Path) -> tuple[dict[str, Any], dict[str, StoredT
     described = []
     for _ in range(count):
         name, dims = cursor.text(), cursor.scalar("I")
-        if dims > _MOST_DIMS:
+        if dims > _MAX_DIMS:
             raise ValueError(f"{name} has {dims} dims")
         shape = tuple(cursor.scalar("Q") for _ in range(dims))[::-1]
         described.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
     step = fields.get("general.alignment", 32)
-    start = -(-cursor.place // step) * step
+    start = -(-cursor.offset // step) * step
     return fields, {name: _tensor(cursor.data, start + at, shape, kind) for name, shape, kind, at in described}
 
 
-def _tensor(data: mmap.mmap, place: int, shape: tuple[int, ...], number: int) -> StoredTensor:
+def _tensor(data: mmap.mmap, offset: int, shape: tuple[int, ...], number: int) -> StoredTensor:
     import gguf
 
     kind = gguf.GGMLQuantizationType(number)
     plain = {gguf.GGMLQuantizationType.F32: "f4", gguf.GGMLQuantizationType.F16: "f2"}
     stored = shape if kind in plain else gguf.quant_shape_to_byte_shape(shape, kind)
-    values = np.frombuffer(data, "<" + plain.get(kind, "u1"), math.prod(stored), place)
+    values = np.frombuffer(data, "<" + plain.get(kind, "u1"), math.prod(stored), offset)
     return StoredTensor(values.reshape(stored), kind, shape)

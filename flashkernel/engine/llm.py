@@ -1,4 +1,4 @@
-"""`LLM`: a model ready to make text."""
+"""`LLM`: a model that is ready to generate."""
 
 from __future__ import annotations
 
@@ -10,237 +10,388 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from flashkernel.engine import fetch
+from flashkernel.engine import hub
 from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
-from flashkernel.engine.core import Engine
-from flashkernel.engine.runner import Runner
-from flashkernel.engine.sampling import SamplingParams
+from flashkernel.engine.llm_engine import LLMEngine
+from flashkernel.engine.model_loader import load_model
+from flashkernel.engine.model_runner import ModelRunner
+from flashkernel.engine.outputs import RequestOutput, StepOutput
+from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.scheduler import Scheduler
-from flashkernel.engine.sequence import Completion, Event
 from flashkernel.engine.tokenizer import Message, Tokenizer
-from flashkernel.engine.transformer import Transformer, load
+from flashkernel.engine.transformer import Transformer
 from flashkernel.kvcache import KVCache, PageStorage
 from flashkernel.kvcache.storage import bytes_per_page
 
-Prompt = str | Sequence[int]  # a text, or tokens
+Prompt = str | Sequence[int]  # a text, or token ids
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
-CPU_CACHE_BYTES, LARGEST_CPU_SHARE = 2**31, 0.25
-DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
-DEFAULT_STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
-DEFAULT_PAGE_SIZE = {"cpu": 64, "cuda": 16}
+KV_CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE = 2**31, 0.25
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
+DEFAULT_BLOCK_SIZE = {"cpu": 64, "cuda": 16}
+ACCEPTED_PROMPTS = "a str, a list of str, a list of token ids, or a list of lists of token ids"
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """How a model is run. None takes what suits the device."""
+class EngineArgs:
+    """How a model is run; vLLM's names. None takes what suits the device.
 
-    device: str | None = None  # "cpu", "cuda", "cuda:1"; the GPU where there is one
-    dtype: str | None = None  # of weights and activations; float32 on a CPU, on a GPU as the model is stored
-    context: int | None = None  # most tokens of a sequence; the model's own where the cache holds it
-    most_sequences: int | None = None  # that run at the same time; further requests wait
-    step_tokens: int | None = None  # most tokens computed in one step; longer prompts go in chunks
-    page_size: int | None = None  # tokens of a page: 16 on a GPU, 64 on a CPU, which likes long runs of memory
-    cache_tokens: int | None = None  # room for keys and values; on a GPU the memory that is left
-    cache_dtype: str | None = None  # "float8_e4m3fn" or "int8" store keys and values in a byte each
-    memory: float = 0.9  # share of a GPU's memory to use
-    graphs: bool = True  # CUDA graphs for decoding
-    prefix_caching: bool = True
+    Args:
+        device: "cpu", "cuda" or "cuda:1"; the GPU if there is one.
+        dtype: Of weights and activations: "float32", "float16" or "bfloat16". By default float32 on a CPU, on a GPU
+            the dtype that the model is stored in.
+        max_model_len: Most tokens of a sequence, prompt and output together; by default the model's own limit, if the
+            KV cache holds it.
+        max_num_seqs: Most sequences that run at the same time; further requests wait. 256 on a GPU, 64 on a CPU.
+        max_num_batched_tokens: Most tokens of one step; longer prompts are computed in chunks. 8192 or 1024.
+        block_size: Tokens of a KV cache block (page): a power of two from 16 to 256. 16 on a GPU, 64 on a CPU.
+        kv_cache_tokens: Size of the KV cache in tokens; by default what fits.
+        kv_cache_dtype: "float8_e4m3fn" or "int8" store keys and values in one byte; by default `dtype`.
+        gpu_memory_utilization: Share of a GPU's memory to use, weights included.
+        enforce_eager: No CUDA graphs.
+        enable_prefix_caching: Sequences that begin alike share blocks.
+
+    Raises:
+        ValueError: A value is out of its range.
+
+    Example:
+        >>> from flashkernel.engine import EngineArgs
+        >>> EngineArgs(max_num_seqs=8, max_model_len=2048).block_size is None
+        True
+        >>> EngineArgs(block_size=24)
+        Traceback (most recent call last):
+        ValueError: engine: block_size is 24; it must be a power of two from 16 to 256
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_dtype: str | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("context", "most_sequences", "step_tokens", "cache_tokens"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"engine: {name} is {value!r}; it must be a whole number above 0")
-        for name, known in (("dtype", DTYPES), ("cache_dtype", CACHE_DTYPES)):
+        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(f"engine: {name} is {value!r}; it must be one of {', '.join(known)}")
-        if not 0 < self.memory <= 1:
-            raise ValueError(f"engine: memory is {self.memory}; it must be a share above 0, at most 1")
-        if self.page_size not in (None, 16, 32, 64, 128, 256):
-            raise ValueError(f"engine: page_size is {self.page_size}; it must be a power of two from 16 to 256")
+        share = self.gpu_memory_utilization
+        if not 0 < share <= 1:
+            raise ValueError(f"engine: gpu_memory_utilization is {share}; it must be a share above 0, at most 1")
+        if self.block_size not in (None, 16, 32, 64, 128, 256):
+            raise ValueError(f"engine: block_size is {self.block_size}; it must be a power of two from 16 to 256")
 
 
 class LLM:
-    """A model, and an engine that serves it.
+    """A model and the engine that serves it.
 
-    `model` is a folder as Transformers saves it, a GGUF file, "smollm2" (fetched on first use), or a Transformer.
-    Options are those of `EngineOptions`. `progress(done, total)` is told how far loading is.
+    Args:
+        model: A folder as Transformers saves it, a GGUF file, a Hugging Face repository ("owner/name") that is in the
+            local cache, "smollm2" (downloaded on first use), or a `Transformer`.
+        tokenizer: Replaces the model's own.
+        download: Downloads a Hugging Face repository that is not in the local cache.
+        progress: Called as `progress(layers loaded, layers)` while the weights are loaded.
+        **engine_args: The fields of `EngineArgs`.
+
+    Raises:
+        ModelError: The model cannot be found, read or run; the message says what to do.
+
+    Example:
+        >>> from flashkernel.engine import LLM, SamplingParams
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> llm = LLM(tiny_transformer(), kv_cache_tokens=256)
+        >>> outputs = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8))
+        >>> [len(output.outputs[0].token_ids) for output in outputs]
+        [8, 8]
     """
 
     def __init__(
         self,
-        model: str | Path | Transformer = fetch.DEFAULT_MODEL,
+        model: str | Path | Transformer = hub.DEFAULT_MODEL,
         tokenizer: Tokenizer | None = None,
         *,
+        download: bool = False,
         progress: Callable[[int, int], None] | None = None,
-        **options: Any,
+        **engine_args: Any,
     ) -> None:
-        self.options = EngineOptions(**options)
+        self.engine_args = EngineArgs(**engine_args)
         if isinstance(model, Transformer):
             self.model, self.tokenizer, self.name = model, tokenizer, model.config.architecture
         else:
             self.name = str(model)
-            self.model, found = _load(fetch.resolve(model), self.options, progress)
+            self.model, found = _load(hub.resolve(model, download), self.engine_args, progress)
             self.tokenizer = found if tokenizer is None else tokenizer
-        self.engine = build_engine(self.model, self.tokenizer, self.options)
-        self._turn = threading.Lock()
-        self._inboxes: dict[str, deque[Event]] = {}
+        self.engine = build_engine(self.model, self.tokenizer, self.engine_args)
+        self._step_lock = threading.Lock()
+        self._queues: dict[str, deque[StepOutput]] = {}  # outputs of each request that nobody has read yet
 
     @property
     def config(self) -> ModelConfig:
+        """The model's configuration."""
         return self.model.config
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Complete texts, all at once; the completions come in the order of the prompts.
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts together.
 
-        A request that fails alone (its logits are NaN) has the reason "error" and says why in `error`; the others are
-        not touched. RuntimeError where a step failed, or every request.
+        A request that fails alone (its logits are NaN) has the finish_reason "error" and says why in `error`; the
+        others are not affected.
+
+        Args:
+            prompts: A str, a list of str, a list of token ids, or a list of lists of token ids.
+            sampling_params: One for all prompts, or one for each; None takes the defaults.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            TypeError: `prompts` is something else.
+            RequestError: A prompt can never be served; none is started.
+            RuntimeError: A step failed, or every request.
+
+        Example:
+            >>> from flashkernel.engine import LLM, SamplingParams
+            >>> from flashkernel.engine.dummy_weights import tiny_transformer
+            >>> llm = LLM(tiny_transformer(), kv_cache_tokens=64)
+            >>> llm.generate([1, 2, 3], SamplingParams(max_tokens=5))[0].outputs[0].finish_reason
+            'length'
+            >>> llm.generate(b"abc")
+            Traceback (most recent call last):
+            TypeError: generate: prompts is bytes; it must be a str, a list of str, a list of token ids, or a list of \
+lists of token ids
         """
-        many = _several(prompts)
-        wanted = _each(params, len(many))
-        names = self._add(many, wanted, streaming=False)
-        found = {event.request_id: event.completion for event in self._events(names) if event.completion is not None}
-        done = [found[name] for name in names]
-        if done and all(one.reason == "error" for one in done):
-            raise RuntimeError(done[0].error)
-        return done
+        several = _as_list("generate", prompts)
+        request_ids = self._add(several, _for_each(sampling_params, len(several)), streaming=False)
+        found = {
+            step.request_id: step.request_output for step in self._steps(request_ids) if step.request_output is not None
+        }
+        outputs = [found[request_id] for request_id in request_ids]
+        if outputs and all(output.outputs[0].finish_reason == "error" for output in outputs):
+            raise RuntimeError(outputs[0].error)
+        return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
-        """Complete one text, token by token. Leaving the iteration ends the request."""
-        names = self._add([prompt], [params or SamplingParams()], streaming=True)
-        return self._raising(self._events(names))
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StepOutput]:
+        """Generates for one prompt, token by token. Leaving the iteration aborts the request.
 
-    def stream_many(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[tuple[int, Event]]:
-        """Complete several texts at once: (number of the prompt, event) as they come."""
-        many = _several(prompts)
-        names = self._add(many, _each(params, len(many)), streaming=True)
-        numbers = {name: number for number, name in enumerate(names)}
-        return ((numbers[event.request_id], event) for event in self._events(names))
+        Args:
+            prompt: A str, or token ids.
+            sampling_params: None takes the defaults.
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """The model's next message in a conversation."""
-        return self.generate([self._conversation(messages)], params)[0]
+        Returns:
+            An iterator over a `StepOutput` for each token; the last one has the `request_output`.
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Event]:
-        return self.stream(self._conversation(messages), params)
+        Example:
+            >>> from flashkernel.engine import LLM, SamplingParams
+            >>> from flashkernel.engine.dummy_weights import tiny_transformer
+            >>> llm = LLM(tiny_transformer(), kv_cache_tokens=64)
+            >>> len([step.token_id for step in llm.stream([1, 2, 3], SamplingParams(max_tokens=5))])
+            5
+        """
+        request_ids = self._add([prompt], [sampling_params or SamplingParams()], streaming=True)
+        return self._raising(self._steps(request_ids))
+
+    def stream_batch(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, StepOutput]]:
+        """Generates for several prompts together, token by token.
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: One for all prompts, or one for each; None takes the defaults.
+
+        Returns:
+            An iterator over (index of the prompt, `StepOutput`).
+
+        Example:
+            >>> from flashkernel.engine import LLM, SamplingParams
+            >>> from flashkernel.engine.dummy_weights import tiny_transformer
+            >>> llm = LLM(tiny_transformer(), kv_cache_tokens=256)
+            >>> [index for index, _ in llm.stream_batch([[1, 2], [3]], SamplingParams(max_tokens=2))]
+            [0, 1, 0, 1]
+        """
+        several = _as_list("stream_batch", prompts)
+        request_ids = self._add(several, _for_each(sampling_params, len(several)), streaming=True)
+        indices = {request_id: index for index, request_id in enumerate(request_ids)}
+        return ((indices[step.request_id], step) for step in self._steps(request_ids))
+
+    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Generates the next message of a conversation.
+
+        Args:
+            messages: Such as `[{"role": "user", "content": "Hello"}]`; the model's chat template renders them.
+            sampling_params: None takes the defaults.
+
+        Returns:
+            The output; `outputs[0].text` is the message.
+
+        Raises:
+            ValueError: The model has no tokenizer or chat template, or these are no messages.
+
+        Example:
+            >>> import tokenizers
+            >>> from flashkernel.engine import LLM, SamplingParams, Tokenizer
+            >>> from flashkernel.engine.dummy_weights import tiny_transformer
+            >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "sea": 1}, "[UNK]"))
+            >>> template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+            >>> llm = LLM(tiny_transformer(), Tokenizer(words, chat_template=template), kv_cache_tokens=64)
+            >>> llm.chat([{"role": "user", "content": "sea"}], SamplingParams(max_tokens=2)).prompt_token_ids
+            (1,)
+        """
+        return self.generate([self._conversation(messages)], sampling_params)[0]
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[StepOutput]:
+        """Generates the next message, token by token; `messages` and `sampling_params` as for `chat`."""
+        return self.stream(self._conversation(messages), sampling_params)
 
     def _conversation(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("chat: the model came without a tokenizer")
-        return self.tokenizer.chat(messages)
+        return self.tokenizer.apply_chat_template(messages)
 
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], streaming: bool) -> list[str]:
-        """Queue all requests, or none where one is refused."""
-        names: list[str] = []
+        """Queues all requests, or none if one is refused."""
+        request_ids: list[str] = []
         try:
-            for prompt, wanted in zip(prompts, params):
-                names.append(self.engine.add_request(prompt, wanted, streaming=streaming))
-                self._inboxes[names[-1]] = deque()
+            for prompt, one in zip(prompts, params):
+                request_ids.append(self.engine.add_request(prompt, one, streaming=streaming))
+                self._queues[request_ids[-1]] = deque()
         except BaseException:
-            for name in names:
-                self._leave(name)
+            for request_id in request_ids:
+                self._abort(request_id)
             raise
-        return names
+        return request_ids
 
-    def _leave(self, name: str) -> None:
-        self.engine.abort(name)
-        self._inboxes.pop(name, None)
+    def _abort(self, request_id: str) -> None:
+        self.engine.abort_request(request_id)
+        self._queues.pop(request_id, None)
 
-    def _events(self, names: Sequence[str]) -> Iterator[Event]:
-        """Events of these requests; whoever iterates takes the steps, for others that wait as well."""
-        left, before = dict.fromkeys(names), self.engine.failure
+    def _steps(self, request_ids: Sequence[str]) -> Iterator[StepOutput]:
+        """Outputs of these requests. Whoever iterates steps the engine, also for other threads that wait."""
+        left, before = dict.fromkeys(request_ids), self.engine.failure
         try:
             while left:
-                with self._turn:
-                    waiting = [name for name in left if self._inboxes[name]]
-                    if not waiting:
+                with self._step_lock:
+                    ready = [request_id for request_id in left if self._queues[request_id]]
+                    if not ready:
                         self._step()
-                for name in waiting:
-                    while self._inboxes[name]:
-                        event = self._inboxes[name].popleft()
-                        if event.completion is not None:
-                            del left[name]
-                            if event.completion.reason == "error" and self.engine.failure is not before:
-                                raise RuntimeError(event.completion.error) from self.engine.failure
-                        yield event
+                for request_id in ready:
+                    while self._queues[request_id]:
+                        step = self._queues[request_id].popleft()
+                        if step.request_output is not None:
+                            del left[request_id]
+                            failed = step.request_output.error is not None
+                            if failed and self.engine.failure is not before:
+                                raise RuntimeError(step.request_output.error) from self.engine.failure
+                        yield step
         finally:
-            for name in left:
-                self._leave(name)
-            for name in names:
-                self._inboxes.pop(name, None)
+            for request_id in left:
+                self._abort(request_id)
+            for request_id in request_ids:
+                self._queues.pop(request_id, None)
 
     @staticmethod
-    def _raising(events: Iterator[Event]) -> Iterator[Event]:
-        """The events of one request; RuntimeError in place of one that says that it failed."""
-        with contextlib.closing(events):  # type: ignore[type-var]
-            for event in events:
-                if event.completion is not None and event.completion.reason == "error":
-                    raise RuntimeError(event.completion.error)
-                yield event
+    def _raising(steps: Iterator[StepOutput]) -> Iterator[StepOutput]:
+        """The outputs of one request; RuntimeError if it fails."""
+        with contextlib.closing(steps):  # type: ignore[type-var]
+            for step in steps:
+                if step.request_output is not None and step.request_output.error is not None:
+                    raise RuntimeError(step.request_output.error)
+                yield step
 
     def _step(self) -> None:
-        for event in self.engine.step():
-            inbox = self._inboxes.get(event.request_id)
-            if inbox is not None:
-                inbox.append(event)
+        for step in self.engine.step():
+            queue = self._queues.get(step.request_id)
+            if queue is not None:
+                queue.append(step)
 
 
-def build_engine(model: Transformer, tokenizer: Tokenizer | None, options: EngineOptions) -> Engine:
-    """An engine with its cache, as large as the options and the device allow."""
+def build_engine(model: Transformer, tokenizer: Tokenizer | None, engine_args: EngineArgs) -> LLMEngine:
+    """Builds an engine with a KV cache as large as the arguments and the device allow.
+
+    Args:
+        model: The model; its device is the engine's.
+        tokenizer: None takes prompts as token ids only.
+        engine_args: How the model is run; `device` and `dtype` are the model's.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ModelError: No memory is left for the KV cache.
+
+    Example:
+        >>> from flashkernel.engine import EngineArgs, build_engine
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> build_engine(tiny_transformer(), None, EngineArgs(max_model_len=128, kv_cache_tokens=512)).max_model_len
+        128
+    """
     config, device = model.config, model.device
-    sequences = options.most_sequences or DEFAULT_SEQUENCES[device.type]
-    wanted = min(options.context or config.context, config.context)
-    tokens = options.step_tokens or DEFAULT_STEP_TOKENS[device.type]
-    tokens = max(tokens, sequences)  # every sequence that runs gets its token
-    dtype = model.dtype if options.cache_dtype is None else CACHE_DTYPES[options.cache_dtype]
-    page = options.page_size or DEFAULT_PAGE_SIZE[device.type]
-    size = bytes_per_page(config.layers, page, config.kv_heads, config.head_dim, dtype)
-    pages = _page_count(model, options, page, size, sequences, tokens, wanted) + 1  # page 0 stays empty
-    context = min(wanted, (pages - 1) * page)
-    storage = PageStorage(config.layers, pages, page, config.kv_heads, config.head_dim, dtype=dtype, device=device)
+    max_num_seqs = engine_args.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
+    longest = config.max_position_embeddings
+    wanted = min(engine_args.max_model_len or longest, longest)
+    tokens = engine_args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
+    tokens = max(tokens, max_num_seqs)  # every running sequence gets its token
+    dtype = model.dtype if engine_args.kv_cache_dtype is None else KV_CACHE_DTYPES[engine_args.kv_cache_dtype]
+    block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, dtype)
+    blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
+    blocks += 1  # block 0 stays empty
+    max_model_len = min(wanted, (blocks - 1) * block_size)
+    storage = PageStorage(
+        config.num_layers, blocks, block_size, config.kv_heads, config.head_dim, dtype=dtype, device=device
+    )
     cache = KVCache(
-        pages, page, most_sequences=sequences, most_tokens=context,
-        prefix_caching=options.prefix_caching, storage=storage,
+        blocks, block_size, most_sequences=max_num_seqs, most_tokens=max_model_len,
+        prefix_caching=engine_args.enable_prefix_caching, storage=storage,
     )  # fmt: skip
-    runner = Runner(model, storage, cache, sequences, tokens, options.graphs)
-    return Engine(runner, Scheduler(cache, sequences, tokens), tokenizer, context, ahead=device.type == "cuda")
+    runner = ModelRunner(model, storage, cache, max_num_seqs, tokens, engine_args.enforce_eager)
+    scheduler = Scheduler(cache, max_num_seqs, tokens)
+    return LLMEngine(runner, scheduler, tokenizer, max_model_len, async_scheduling=device.type == "cuda")
 
 
-def _page_count(
-    model: Transformer, options: EngineOptions, page: int, size: int, sequences: int, tokens: int, context: int
+def _num_blocks(
+    model: Transformer, args: EngineArgs, block_size: int, block_bytes: int, max_num_seqs: int, tokens: int, length: int
 ) -> int:
-    """Pages for keys and values: as asked, or what fits."""
-    if options.cache_tokens is not None:
-        return -(-options.cache_tokens // page)
-    most = sequences * -(-context // page)  # more could never be used
+    """Number of KV cache blocks: as asked for, or what fits."""
+    if args.kv_cache_tokens is not None:
+        return -(-args.kv_cache_tokens // block_size)
+    usable = max_num_seqs * -(-length // block_size)  # more could never be used
     config = model.config
     if model.device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(model.device)
+        free, total = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-        widest = max(layer.up.shape[-2] for layer in model.layers)
-        activations = tokens * (8 * config.hidden + 3 * widest) * model.dtype.itemsize
-        logits = 4 * sequences * config.vocab * 4
-        room = free - int((1 - options.memory) * whole) - activations - logits
+        widest = max(layer.gate_up_proj.shape[-2] for layer in model.layers)
+        activations = tokens * (8 * config.hidden_size + 3 * widest) * model.dtype.itemsize
+        logits = 4 * max_num_seqs * config.vocab_size * 4
+        available = free - int((1 - args.gpu_memory_utilization) * total) - activations - logits
     else:
-        room = int(min(CPU_CACHE_BYTES, LARGEST_CPU_SHARE * _main_memory()))
-    pages = min(most, room // size)
-    if pages < 1:
+        available = int(min(CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE * _main_memory()))
+    blocks = min(usable, available // block_bytes)
+    if blocks < 1:
         raise ModelError(
             f"engine: no memory is left for keys and values beside the weights ({model.nbytes / 2**30:.1f} GiB); "
-            "choose a smaller model or dtype, fewer step_tokens, or another device"
+            "choose a smaller model or dtype, a smaller max_num_batched_tokens, or another device"
         )
-    return pages
+    return blocks
 
 
 def _main_memory() -> int:
@@ -250,17 +401,17 @@ def _main_memory() -> int:
 
 
 def _load(
-    path: Path, options: EngineOptions, progress: Callable[[int, int], None] | None
+    path: Path, args: EngineArgs, progress: Callable[[int, int], None] | None
 ) -> tuple[Transformer, Tokenizer | None]:
     checkpoint = open_checkpoint(path)
-    device = _device(options.device)
-    stored = checkpoint.settings.get("dtype", checkpoint.settings.get("torch_dtype", "float32"))
-    name = options.dtype or ("float32" if device.type == "cpu" else stored if stored in DTYPES else "bfloat16")
-    return load(checkpoint, device, DTYPES[name], progress), checkpoint.tokenizer()
+    device = _device(args.device)
+    stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
+    name = args.dtype or ("float32" if device.type == "cpu" else stored if stored in DTYPES else "bfloat16")
+    return load_model(checkpoint, device, DTYPES[name], progress), checkpoint.tokenizer()
 
 
 def _device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU where there is one."""
+    """The device that was asked for; by default the GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -269,23 +420,44 @@ def _device(name: str | None) -> torch.device:
         raise ValueError(f"engine: {name!r} is no device; it must be cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"engine: {name!r} was asked for, and there is no CUDA GPU here; use device='cpu'")
-    if device.type not in DEFAULT_SEQUENCES:
+    if device.type not in DEFAULT_MAX_NUM_SEQS:
         raise ValueError(f"engine: models run on 'cpu' and 'cuda', not on {name!r}")
     return device
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(caller: str, prompts: Any) -> list[Prompt]:
+    """The prompts as a list; TypeError if they are none. The engine checks the token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    many = list(prompts)
-    if many and all(isinstance(one, int) for one in many):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+    if not _is_sequence(prompts):
+        raise TypeError(f"{caller}: prompts is {type(prompts).__name__}; it must be {ACCEPTED_PROMPTS}")
+    several = list(prompts)
+    if several and all(_is_token_id(one) for one in several):
+        return [several]
+    for one in several:
+        if not isinstance(one, str) and not _is_sequence(one):
+            raise TypeError(f"{caller}: prompts has a {type(one).__name__} in it; it must be {ACCEPTED_PROMPTS}")
+    return several
 
 
-def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _is_sequence(value: Any) -> bool:
+    """Whether this can be a list of prompts or of token ids. Bytes are neither text nor token ids."""
+    return isinstance(value, (Sequence, np.ndarray, torch.Tensor)) and not isinstance(
+        value, (str, bytes, bytearray, memoryview)
+    )
+
+
+def _is_token_id(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_floating_point()
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise ValueError(f"generate: {len(params)} settings were given for {count} prompts; give one, or one for each")
+        raise ValueError(
+            f"generate: {len(params)} sampling_params were given for {count} prompts; give one, or one for each"
+        )
     return list(params)

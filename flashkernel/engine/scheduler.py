@@ -1,8 +1,8 @@
-"""Which tokens of which sequences the next step computes.
+"""The scheduler: which tokens of which sequences the next step computes.
 
-Every decoding sequence gets its next token; what is left of the step's budget goes to prompts, oldest first, in chunks.
-Where pages run out, the youngest sequence gives its pages back and waits at the head of the queue; its tokens are kept,
-and their keys and values are computed again, or found in the cache, when it returns.
+Every decoding sequence gets its next token. The rest of `max_num_batched_tokens` goes to prompts, oldest first, in
+chunks (chunked prefill). If blocks run out, the youngest sequence is preempted: it returns its blocks and waits at the
+head of the queue. Its tokens are kept; their keys and values are found in the prefix cache or recomputed.
 """
 
 from __future__ import annotations
@@ -17,56 +17,59 @@ from flashkernel.kvcache import KVCache, OutOfPages
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """New tokens of one sequence: `count` of them, from its `start`-th on."""
+class PrefillChunk:
+    """Tokens `start` to `start + count - 1` of a sequence, to be computed in one step."""
 
     sequence: Sequence
     start: int
     count: int
 
     @property
-    def last(self) -> bool:
-        """Whether a token can be drawn after it: the sequence has no further tokens to compute."""
-        return self.start + self.count == self.sequence.total
+    def is_last(self) -> bool:
+        """Whether the sequence has no further tokens to compute, so that a token is sampled after this chunk."""
+        return self.start + self.count == self.sequence.num_tokens
 
 
 @dataclass
-class Batch:
-    """One step: decoding sequences, whose one token lies on the device, and chunks of prompts."""
+class SchedulerOutput:
+    """One step: decoding sequences with one token each, whose ids are on the device, and prefill chunks."""
 
-    decoding: list[Sequence] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # that were given a row in this step
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)  # sequences that were given a row in this step
 
     @property
     def sequences(self) -> list[Sequence]:
-        return self.decoding + [chunk.sequence for chunk in self.chunks]
+        """All sequences of the step, in the order of their tokens."""
+        return self.decodes + [chunk.sequence for chunk in self.prefills]
 
     @property
-    def drawing(self) -> list[Sequence]:
-        """The sequences that get a token."""
-        return self.decoding + [chunk.sequence for chunk in self.chunks if chunk.last]
+    def sampled(self) -> list[Sequence]:
+        """The sequences that a token is sampled for."""
+        return self.decodes + [chunk.sequence for chunk in self.prefills if chunk.is_last]
 
     @property
-    def tokens(self) -> int:
-        return len(self.decoding) + sum(chunk.count for chunk in self.chunks)
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.decodes) + sum(chunk.count for chunk in self.prefills)
 
 
 class Scheduler:
-    """Queues of sequences over a cache; it decides, and moves pages, but computes nothing."""
+    """Queues of sequences over a KV cache. It decides and moves blocks; it computes nothing."""
 
-    def __init__(self, cache: KVCache, most_sequences: int, most_tokens: int) -> None:
-        self.cache, self.most_sequences, self.most_tokens = cache, most_sequences, most_tokens
+    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.cache, self.max_num_seqs, self.max_num_batched_tokens = cache, max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
-        self.preemptions = 0
-        self._refused: tuple[Sequence, int] | None = None  # who was not admitted last, and with how many pages
+        self.num_preemptions = 0
+        self._refused: tuple[Sequence, int] | None = None  # last sequence not admitted, and the free blocks then
 
     def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out; what it computed stays findable."""
+        """Removes a sequence. The prefix cache keeps what it computed."""
         if sequence.row is not None:
             self._commit([sequence])
             self._release(sequence)
@@ -74,26 +77,26 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def forget(self) -> None:
-        """Let nothing be found in the cache any more; no sequence may run."""
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache; no sequence may run."""
         pool = self.cache.pool
         pool.release(pool.allocate(pool.available))
 
-    def next(self) -> Batch:
-        """The next step, possibly empty. Its tokens have their pages when this returns."""
-        batch, before = Batch(), self.preemptions
-        self._decode(batch)
-        budget = self.most_tokens - len(batch.decoding)
+    def schedule(self) -> SchedulerOutput:
+        """The next step; it may be empty. Blocks for its tokens are allocated."""
+        output, before = SchedulerOutput(), self.num_preemptions
+        self._schedule_decodes(output)
+        budget = self.max_num_batched_tokens - len(output.decodes)
         for sequence in list(self.running):
-            if budget and not sequence.drawn and sequence.row is not None:
-                budget -= self._continue(sequence, budget, batch)
-        if self.preemptions == before:
-            self._admit(batch, budget)
-        self._commit(batch.decoding)  # not before it is sure that they are computed
-        return batch
+            if budget and not sequence.has_sampled and sequence.row is not None:
+                budget -= self._schedule_prefill(sequence, budget, output)
+        if self.num_preemptions == before:
+            self._admit(output, budget)
+        self._commit(output.decodes)  # only now is it certain that they are computed
+        return output
 
-    def _decode(self, batch: Batch) -> None:
-        ready = [one for one in self.running if one.drawn and one.total < one.limit]
+    def _schedule_decodes(self, output: SchedulerOutput) -> None:
+        ready = [one for one in self.running if one.has_sampled and one.num_tokens < one.max_tokens]
         while ready:
             try:
                 self.cache.grow(np.array([one.row for one in ready]))
@@ -101,74 +104,74 @@ class Scheduler:
             except OutOfPages:
                 self._preempt(self.running[-1])
                 ready = [one for one in ready if one.row is not None]
-        batch.decoding = ready
+        output.decodes = ready
 
-    def _continue(self, sequence: Sequence, budget: int, batch: Batch) -> int:
-        """The next chunk of a running sequence's prompt; younger ones make room for it."""
+    def _schedule_prefill(self, sequence: Sequence, budget: int, output: SchedulerOutput) -> int:
+        """Schedules the next chunk of a running sequence; preempts younger ones if it needs their blocks."""
         cache, row = self.cache, sequence.row
         assert row is not None
         start = int(cache.lengths[row])
-        count = min(sequence.total - start, budget)
+        count = min(sequence.num_tokens - start, budget)
         while True:
             free = cache.pool.available * cache.page_size + (-start) % cache.page_size
             youngest = self.running[-1]
             if count <= free or youngest is sequence:
                 break
             self._preempt(youngest)
-            batch.chunks = [chunk for chunk in batch.chunks if chunk.sequence is not youngest]
-            if youngest in batch.decoding:
-                batch.decoding.remove(youngest)
+            output.prefills = [chunk for chunk in output.prefills if chunk.sequence is not youngest]
+            if youngest in output.decodes:
+                output.decodes.remove(youngest)
         count = min(count, free)
         if count:
             cache.grow(row, count)
-            cache.commit(row, sequence.tokens[start : start + count])
-            sequence.committed = start + count
-            batch.chunks.append(Chunk(sequence, start, count))
+            cache.commit(row, sequence.token_ids[start : start + count])
+            sequence.num_committed = start + count
+            output.prefills.append(PrefillChunk(sequence, start, count))
         return count
 
-    def _admit(self, batch: Batch, budget: int) -> None:
-        """Sequences that wait, in order, as long as there are rows and pages for all they have so far."""
+    def _admit(self, output: SchedulerOutput, budget: int) -> None:
+        """Admits waiting sequences in order, while there are rows, and blocks for all their tokens so far."""
         cache = self.cache
-        while self.waiting and budget and len(self.running) < self.most_sequences:
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             available = cache.pool.available
-            if sequence.in_flight or (self.running and self._refused == (sequence, available)):
+            if sequence.num_in_flight or (self.running and self._refused == (sequence, available)):
                 return
-            row = cache.add(sequence.tokens)
-            found = int(cache.lengths[row])
-            needed = -(-(sequence.total + 1) // cache.page_size) - found // cache.page_size
-            spare = len(self.running)  # a page for each that runs, so that the new one is not sent back at once
-            if self.running and needed + spare > cache.pool.available:
+            row = cache.add(sequence.token_ids)
+            num_cached = int(cache.lengths[row])
+            needed = -(-(sequence.num_tokens + 1) // cache.page_size) - num_cached // cache.page_size
+            reserve = len(self.running)  # a block for each running sequence, or the new one is preempted at once
+            if self.running and needed + reserve > cache.pool.available:
                 cache.free(row)
                 self._refused = (sequence, available)
                 return
             self.waiting.popleft()
-            sequence.row, sequence.committed = row, found
-            if not sequence.preemptions:
-                sequence.cached_tokens = found
+            sequence.row, sequence.num_committed = row, num_cached
+            if not sequence.num_preemptions:
+                sequence.num_cached_tokens = num_cached
             self.running.append(sequence)
-            batch.admitted.append(sequence)
-            budget -= self._continue(sequence, budget, batch)
+            output.admitted.append(sequence)
+            budget -= self._schedule_prefill(sequence, budget, output)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
-        sequence.preemptions += 1
-        self.preemptions += 1
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.free(sequence.row if sequence.row is not None else [])
-        sequence.row, sequence.drawn = None, False
+        sequence.row, sequence.has_sampled = None, False
         self._refused = None
 
     def _commit(self, sequences: list[Sequence]) -> None:
-        """Tell the cache the tokens that were read back since: at most one for each."""
-        rows, tokens = [], []
+        """Gives the prefix cache the tokens that the host has read since the last step: at most one for each."""
+        rows, token_ids = [], []
         for one in sequences:
-            if one.committed < min(len(one.tokens), int(self.cache.lengths[one.row])):
+            if one.num_committed < min(len(one.token_ids), int(self.cache.lengths[one.row])):
                 rows.append(one.row)
-                tokens.append(one.tokens[one.committed])
-                one.committed += 1
+                token_ids.append(one.token_ids[one.num_committed])
+                one.num_committed += 1
         if rows:
-            self.cache.commit(np.array(rows), tokens)
+            self.cache.commit(np.array(rows), token_ids)

@@ -1,4 +1,4 @@
-"""A request on its way: its tokens, where it stands, and what came out of it."""
+"""A request inside the engine: its tokens and how far they are computed."""
 
 from __future__ import annotations
 
@@ -6,104 +6,60 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from flashkernel.engine.sampling import SamplingParams
-from flashkernel.engine.tokenizer import TextStream
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """The log of a token's probability, and the likeliest tokens' at its place."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds on the clock of time.monotonic."""
-
-    arrived: float
-    first_token: float | None
-    finished: float
-
-    @property
-    def to_first_token(self) -> float | None:
-        return None if self.first_token is None else self.first_token - self.arrived
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request. `reason` is "stop", "length", "abort" or "error"; `error` then says what went wrong."""
-
-    request_id: str
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    text: str
-    reason: str
-    timing: Timing
-    cached_tokens: int  # of the prompt, found in the cache
-    preemptions: int
-    logprobs: tuple[Logprob, ...] | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Event:
-    """News of a request: a token, the text that can be shown since the last event, and at the end the completion."""
-
-    request_id: str
-    token: int | None = None
-    text: str = ""
-    logprob: Logprob | None = None
-    completion: Completion | None = None
+from flashkernel.engine.detokenizer import IncrementalDetokenizer
+from flashkernel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
+from flashkernel.engine.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request as the scheduler and the engine see it."""
+    """State of one request, from `add_request` until it is finished. The scheduler and the engine change it."""
 
     request_id: str
-    number: int  # in order of arrival
-    tokens: list[int]  # the prompt, then what has been read back
+    prompt: str | None  # None: the prompt was given as token ids
+    token_ids: list[int]  # the prompt, then the generated tokens that the host has read
     params: SamplingParams
-    limit: int  # the most tokens it may have
+    max_tokens: int  # prompt and generated tokens together
     streaming: bool
-    stream: TextStream | None
-    prompt_length: int = 0
+    detokenizer: IncrementalDetokenizer | None
+    num_prompt_tokens: int = 0
     seed: int = 0
-    row: int | None = None  # in the cache, while it runs
-    committed: int = 0  # tokens that its pages can be found by
-    in_flight: int = 0  # tokens that were drawn on the device and are not read back yet
-    drawn: bool = False  # its last token lies on the device
-    reason: str | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-    logprobs: list[Logprob] = field(default_factory=list)
-    arrived: float = field(default_factory=time.monotonic)
-    first_token: float | None = None
+    row: int | None = None  # of the page table; None unless it runs
+    num_committed: int = 0  # tokens that the prefix cache knows
+    num_in_flight: int = 0  # tokens sampled on the device that the host has not read yet
+    has_sampled: bool = False  # the prompt is computed and the last token is on the device: it decodes
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
 
     def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
-        given = self.params.seed
-        self.seed = secrets.randbits(64) if given is None else given
+        self.num_prompt_tokens = len(self.token_ids)
+        self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
 
     @property
-    def total(self) -> int:
-        """Tokens it has, those in flight included."""
-        return len(self.tokens) + self.in_flight
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
 
-    def complete(self, error: str | None = None) -> Completion:
-        assert self.reason is not None
-        return Completion(
-            request_id=self.request_id,
-            prompt_tokens=tuple(self.tokens[: self.prompt_length]),
-            tokens=tuple(self.tokens[self.prompt_length :]),
-            text="" if self.stream is None else self.stream.text,
-            reason=self.reason,
-            timing=Timing(self.arrived, self.first_token, time.monotonic()),
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
+    def output(self, error: str | None = None) -> RequestOutput:
+        """The result of the finished request."""
+        assert self.finish_reason is not None
+        completion = CompletionOutput(
+            text="" if self.detokenizer is None else self.detokenizer.text,
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            finish_reason=self.finish_reason,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            outputs=(completion,),
+            metrics=RequestMetrics(self.arrival_time, self.first_token_time, time.monotonic()),
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
             error=error,
         )

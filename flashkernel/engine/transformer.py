@@ -1,42 +1,38 @@
-"""The transformer: one forward pass for every architecture, over keys and values in pages.
+"""The transformer: weights and one forward pass for every architecture, over a paged KV cache.
 
-Tokens of all sequences lie one behind the other, [tokens, hidden]: first one of each decoding sequence, then the
-chunks of prompts. Norms, biases, activations and residuals ride on the matrix products where tokens are few.
+Tokens of all sequences are concatenated, [tokens, hidden]: first one token of each decoding sequence, then the prefill
+chunks. For few tokens, norms, biases, activations and residuals are fused into the matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashkernel.engine import operators
-from flashkernel.engine.architectures import Piece, architecture_of
-from flashkernel.engine.checkpoint import Checkpoint
-from flashkernel.engine.config import ModelConfig, ModelError
+from flashkernel.engine import forward_pass
+from flashkernel.engine.config import ModelConfig
 from flashkernel.kvcache import LayerPages, Step
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The tensors of one layer; weights are (out, in), those of experts [experts, out, in]."""
+class LayerWeights:
+    """Weights of one decoder layer. Projections are (out, in), those of experts [experts, out, in]."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    out: Tensor
+    qkv_proj: Tensor
+    o_proj: Tensor
     mlp_norm: Tensor
-    up: Tensor  # gate and up in one, where there is a gate
-    down: Tensor
+    gate_up_proj: Tensor  # gate and up in one; up alone if the activation has no gate
+    down_proj: Tensor
     attention_norm_bias: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    out_bias: Tensor | None = None
+    qkv_proj_bias: Tensor | None = None
+    o_proj_bias: Tensor | None = None
     mlp_norm_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    gate_up_proj_bias: Tensor | None = None
+    down_proj_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     sinks: Tensor | None = None
@@ -45,159 +41,90 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Outer:
-    """The tensors around the layers."""
+class ModelWeights:
+    """Weights of the model beside those of its decoder layers."""
 
-    embedding: Tensor
+    embedding: Tensor  # [vocab, hidden]
     final_norm: Tensor
-    head: Tensor
+    lm_head: Tensor  # [vocab, hidden]; the embedding itself if tied
     final_norm_bias: Tensor | None = None
-    positions: Tensor | None = None
+    position_embedding: Tensor | None = None  # [positions, hidden]; None: rotary
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What one forward pass computes: `step` says where; the first `decoding` sequences have one token each."""
+class ModelInput:
+    """Input of a forward pass: the first `num_decodes` sequences have one token each, the others prefill chunks."""
 
-    ids: Tensor  # int64 [tokens]
-    step: Step
-    decoding: int
-    wanted: Tensor | None  # int64: tokens whose logits are wanted; None: all
+    input_ids: Tensor  # int64 [tokens]
+    step: Step  # positions, slots, page table and lengths
+    num_decodes: int
+    logits_indices: Tensor | None  # int64: tokens whose logits are wanted; None: all
 
 
 class Transformer:
-    """Weights on a device, and the forward pass."""
+    """A decoder-only transformer: its weights on a device, and the forward pass.
 
-    def __init__(self, config: ModelConfig, outer: Outer, layers: list[Layer]) -> None:
-        self.config, self.outer, self.layers = config, outer, layers
+    Args:
+        config: What the weights are.
+        weights: Embedding, final norm and LM head.
+        layers: Weights of each decoder layer.
+
+    Example:
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> model = tiny_transformer()
+        >>> model.device.type, len(model.layers), model.nbytes
+        ('cpu', 2, 74880)
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, layers: list[LayerWeights]) -> None:
+        self.config, self.weights, self.layers = config, weights, layers
 
     @property
     def device(self) -> torch.device:
-        return self.outer.embedding.device
+        """Where the weights are."""
+        return self.weights.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.outer.embedding.dtype
+        """Dtype of weights and activations."""
+        return self.weights.embedding.dtype
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weights; a tied output layer counts once."""
-        held = {
-            x.data_ptr(): x.nbytes for part in (self.outer, *self.layers) for x in vars(part).values() if x is not None
+        """Bytes of the weights; a tied LM head counts once."""
+        found = {
+            x.data_ptr(): x.nbytes
+            for part in (self.weights, *self.layers)
+            for x in vars(part).values()
+            if x is not None
         }
-        return sum(held.values())
+        return sum(found.values())
 
-    def forward(self, tokens: Tokens, pages: list[LayerPages]) -> Tensor:
-        """Logits in float32, [wanted, vocab]; writes the tokens' keys and values into pages."""
-        outer, config = self.outer, self.config
-        x = F.embedding(tokens.ids, outer.embedding)
-        if outer.positions is not None:
-            x = x + F.embedding(tokens.step.positions, outer.positions)
-        run = operators.begin(self, tokens, pages)
-        for layer, window, stored in zip(self.layers, config.windows, pages):
-            packed = run.normed_linear(x, layer.attention_norm, layer.attention_norm_bias, layer.qkv, layer.qkv_bias)
-            q = run.remember(packed.view(x.shape[0], -1, config.head_dim), layer, stored)
-            seen = run.attend(q, stored, window, layer.sinks)
-            x = run.linear(seen, layer.out, layer.out_bias, x)
+    def forward(self, model_input: ModelInput, pages: list[LayerPages]) -> Tensor:
+        """Computes logits; writes the keys and values of the tokens into `pages`.
+
+        Args:
+            model_input: Tokens and where they belong.
+            pages: KV pages of each layer.
+
+        Returns:
+            Logits in float32, [logits_indices, vocab].
+        """
+        weights, config = self.weights, self.config
+        x = F.embedding(model_input.input_ids, weights.embedding)
+        if weights.position_embedding is not None:
+            x = x + F.embedding(model_input.step.positions, weights.position_embedding)
+        run = forward_pass.select(self, model_input, pages)
+        for layer, window, layer_pages in zip(self.layers, config.sliding_windows, pages):
+            qkv = run.norm_linear(
+                x, layer.attention_norm, layer.attention_norm_bias, layer.qkv_proj, layer.qkv_proj_bias
+            )
+            q = run.write_kv(qkv.view(x.shape[0], -1, config.head_dim), layer, layer_pages)
+            o = run.attention(q, layer_pages, window, layer.sinks)
+            x = run.linear_residual(o, layer.o_proj, layer.o_proj_bias, x)
             x = run.mlp(x, layer)
-        if tokens.wanted is not None:
-            x = x[tokens.wanted]
-        return run.normed_linear(x, outer.final_norm, outer.final_norm_bias, outer.head, None, out_dtype=torch.float32)
-
-
-def load(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Callable[[int, int], None] | None = None,
-) -> Transformer:
-    """Read a model's weights onto a device; `progress(layers read, layers)` is told after each."""
-    architecture = architecture_of(checkpoint.settings)
-    config = architecture.configure(checkpoint.settings)
-    reader = _Reader(checkpoint, config, device, dtype)
-    found = reader.pieces(architecture.outer, "")
-    if config.tied:
-        found["head"] = found["embedding"] = _laid_out(found["embedding"])
-    elif found.get("head") is None:
-        raise ModelError(f"{checkpoint.settings.place}: the output layer's weight is missing, and it is not tied")
-    else:
-        found["head"] = _laid_out(found["head"])
-    outer = Outer(**found)
-    layers = []
-    for index in range(config.layers):
-        pieces = reader.pieces(architecture.layer, architecture.layer_prefix.format(index))
-        products = {name: _laid_out(pieces[name]) for name in ("qkv", "out", "up", "down")}
-        layers.append(Layer(**pieces | products))
-        if progress is not None:
-            progress(index + 1, config.layers)
-    reader.check_leftovers(architecture.ignored)
-    _check_shapes(config, outer, layers, checkpoint.settings.place)
-    return Transformer(config, outer, layers)
-
-
-def _laid_out(weight: Tensor) -> Tensor:
-    """A weight as its device reads it fastest. CPU libraries take one with more outputs than inputs by columns: 1.1 to
-    1.25 times as fast with one row, and more with several."""
-    turned = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.ndim == 2
-    return weight.T.contiguous().T if turned and weight.shape[0] > weight.shape[1] else weight
-
-
-class _Reader:
-    """Makes pieces of stored tensors, and remembers which were used."""
-
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.checkpoint, self.config, self.device, self.dtype = checkpoint, config, device, dtype
-        self.names = set(checkpoint.names)
-        self.unused = set(self.names)
-
-    def pieces(self, table: Mapping[str, Piece], prefix: str) -> dict[str, Any]:
-        return {name: self._piece(piece, prefix) for name, piece in table.items()}
-
-    def _piece(self, piece: Piece, prefix: str) -> Tensor | None:
-        names = [prefix + name for name in piece.stored]
-        if piece.optional and not any(name in self.names for name in names):
-            return None
-        if any("{expert}" in name for name in names):
-            experts = range(self.config.experts)
-            found = torch.stack([self._joined([name.format(expert=e) for name in names]) for e in experts])
-        else:
-            found = self._joined(names)
-        if piece.turned:
-            found = found.transpose(-1, -2)
-        return found.to(self.device, self.dtype).contiguous()
-
-    def _joined(self, names: list[str]) -> Tensor:
-        missing = [name for name in names if name not in self.names]
-        if missing:
-            place = self.checkpoint.settings.place
-            raise ModelError(f"{place}: {', '.join(missing)} are missing; the model is incomplete, get it again")
-        self.unused.difference_update(names)
-        parts = [self.checkpoint.read(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def check_leftovers(self, ignored: tuple[str, ...]) -> None:
-        """A tensor that nobody asked for is a part of the model that would be left out without a word."""
-        left = sorted(name for name in self.unused if not name.endswith(ignored))
-        if left:
-            shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-            raise ModelError(
-                f"{self.checkpoint.settings.place}: {shown} have no place in a {self.config.architecture} model"
-            )
-
-
-def _check_shapes(config: ModelConfig, outer: Outer, layers: list[Layer], place: str) -> None:
-    """The weights must be as the configuration says; what follows from these shapes is checked by the operators."""
-    rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-    expected = {"qkv": (rows, config.hidden), "out": (config.hidden, config.heads * config.head_dim)}
-    for index, layer in enumerate(layers):
-        for name, shape in expected.items():
-            found = tuple(getattr(layer, name).shape)
-            if found != shape:
-                raise ModelError(f"{place}: {name} of layer {index} has shape {found}; the configuration says {shape}")
-    for field in fields(Outer):
-        x = getattr(outer, field.name)
-        if field.name in ("embedding", "head") and tuple(x.shape) != (config.vocab, config.hidden):
-            raise ModelError(
-                f"{place}: the {field.name} has shape {tuple(x.shape)}; the configuration says "
-                f"{(config.vocab, config.hidden)}"
-            )
+        if model_input.logits_indices is not None:
+            x = x[model_input.logits_indices]
+        return run.norm_linear(
+            x, weights.final_norm, weights.final_norm_bias, weights.lm_head, None, out_dtype=torch.float32
+        )

@@ -5,12 +5,12 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fkernel")  # the attention alone
 
-Packed documents are kept apart by cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening gives them with
-return_flash_attn_kwargs=True), and by position_ids that start again where the model hands these to Transformers' masks,
-which gpt_oss does not (Transformers 5.17): there give the lengths. Padding goes into attention_mask as ever; a padded
-query sees nothing and gives zeros, where eager attention gives a mean of all values.
+Packed documents do not see each other if `cu_seq_lens_q` and `cu_seq_lens_k` are given (DataCollatorWithFlattening
+gives them with return_flash_attn_kwargs=True), or if position_ids restart and the model passes them to Transformers'
+masks. gpt_oss does not (Transformers 5.17): give it the lengths. Padding goes into attention_mask as usual. A padded
+query sees nothing and gives zeros; eager attention gives a mean of all values.
 
-Importing this module registers the attention and its masks; `register()` does it again after someone removed them.
+Importing this module registers the attention and its masks; `register()` does it again if they were removed.
 """
 
 try:
@@ -19,7 +19,7 @@ except ImportError as error:
     raise ImportError("flashkernel.hf needs Transformers 5; pip install flashkernel[hf]") from error
 
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, layer_mask, register
-from flashkernel.hf.patch import patch, patched, unpatch
+from flashkernel.hf.patching import patch, patched, unpatch
 from flashkernel.hf.report import Entry, Report
 
 register()

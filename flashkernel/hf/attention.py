@@ -1,8 +1,9 @@
-"""Transformers' attention interface and mask interface, served by `flashkernel.attention`.
+"""Transformers' attention and mask interfaces, computed by `flashkernel.attention`.
 
-Transformers describes a mask as a function of (batch, head, query, key) indices. It is called here once with indices
-that record what is done to them, which gives a Mask: causal, sliding, chunked, padded and packed masks, caches and
-their offsets, and most functions a model adds. What cannot be recorded becomes a table of every pair, with a warning.
+Transformers describes a mask as a function of (batch, head, query, key) indices. It is called here once, with indices
+that record the operations on them (symbolic tracing), which gives a Mask: causal, sliding, chunked, padded and packed
+masks, caches and their offsets, and most functions that a model adds. A function that cannot be traced becomes a dense
+boolean mask, with a warning.
 """
 
 from __future__ import annotations
@@ -31,16 +32,33 @@ NAME = "fkernel"  # Transformers rewrites names that contain "flash" for some mo
 
 
 def register() -> None:
-    """Make attn_implementation="fkernel" known to Transformers; calling it again changes nothing."""
+    """Registers attn_implementation="fkernel" with Transformers. Importing `flashkernel.hf` does it too.
+
+    Example:
+        >>> import flashkernel.hf
+        >>> from transformers import AttentionInterface
+        >>> flashkernel.hf.register()
+        >>> flashkernel.hf.NAME in AttentionInterface().valid_keys()
+        True
+    """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, layer_mask)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
-    """A Mask on its way through a model, which looks at ndim and shape only; shape is (batch, 1, queries, keys).
+    """A Mask in the form that Transformers passes to the layers: an object with the shape of a mask tensor.
 
-    `shared` holds what the layers of one pass work out once for all of them.
+    Args:
+        mask: The mask.
+        shape: (batch, 1, seqlen_q, seqlen_k).
+        shared: Values that the layers of one pass compute once, such as rotary tables.
+
+    Example:
+        >>> from flashkernel.hf import layer_mask
+        >>> mask = layer_mask(batch_size=1, q_length=4, kv_length=4)
+        >>> mask.shape, mask.ndim
+        ((1, 1, 4, 4), 4)
     """
 
     mask: Mask
@@ -49,10 +67,11 @@ class LayerMask:
     ndim = 4
 
     def dim(self) -> int:
+        """Number of dims, as of a tensor."""
         return self.ndim
 
     def to(self, device: Any, **_: Any) -> LayerMask:
-        """The mask with its tables on another device, for models whose layers are spread over several."""
+        """The mask with its tables on another device, for models on several devices."""
         tables = ex.tables(self.mask.expression)
         moved = ex.bind(self.mask.expression, tables, [table.to(device) for table in tables])
         return LayerMask(Mask(moved, self.mask.name, self.mask.requires), self.shape)
@@ -76,10 +95,44 @@ def attention_forward(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for one layer: query, key and value are (batch, heads, seq, dim), the result (batch, seq, heads, dim).
+    """Attention of one layer, as Transformers' AttentionInterface calls it.
 
-    A mask that is given is the whole truth, as for eager attention: is_causal and sliding_window count only without.
-    Sequences packed by cu_seq_lens are kept apart in any case. An additive mask (float, 4 dims) is taken as a bias.
+    A given mask is complete, as for eager attention: `is_causal` and `sliding_window` apply only without one. Sequences
+    packed by `cu_seq_lens_q` never see each other.
+
+    Args:
+        module: The attention layer.
+        query: (batch, heads, seqlen_q, head_dim).
+        key: (batch, kv_heads, seqlen_k, head_dim).
+        value: (batch, kv_heads, seqlen_k, value_dim).
+        attention_mask: A `LayerMask`, a bool tensor (True is visible), or a float tensor that is added to the scores;
+            tensors are (batch, heads or 1, seqlen_q, seqlen_k).
+        dropout: Probability.
+        scaling: Softmax scale; None: 1 / sqrt(head_dim).
+        sliding_window: Tokens that a token sees, itself included.
+        softcap: Scores become softcap * tanh(scores / softcap).
+        s_aux: Learned sinks, one logit for each head.
+        position_bias: Added to the scores, (batch or 1, heads or 1, seqlen_q, seqlen_k).
+        is_causal: None: as the module says.
+        cu_seq_lens_q: int32, where packed sequences begin, and the end of the last.
+        cu_seq_lens_k: The same for keys; None: as for queries.
+        deterministic: The backward pass is deterministic.
+        **kwargs: Others that Transformers passes; ignored.
+
+    Returns:
+        (batch, seqlen_q, heads, value_dim), and None in place of the probabilities.
+
+    Raises:
+        NotImplementedError: The layer asks for something that changes the result and is not supported.
+        ValueError: Mask and layer do not fit.
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.hf import attention_forward
+        >>> q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+        >>> out, probabilities = attention_forward(torch.nn.Module(), q, k, v, None, is_causal=True)
+        >>> out.shape, probabilities
+        (torch.Size([1, 4, 2, 8]), None)
     """
     _refuse(module, kwargs)
     sizes = (query.shape[0], query.shape[2], key.shape[2])
@@ -105,7 +158,7 @@ def attention_forward(
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Options that change the result and that this attention does not know; the others describe what it has already."""
+    """Raises for arguments that change the result and are not supported; the others carry no further information."""
     advice = {
         "cache": "continuous batching keeps its keys in pages; use attn_implementation='paged|sdpa'",
         "block_indices": "sparse attention by block indices needs the model's own kernels; use another implementation",
@@ -138,12 +191,12 @@ def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: 
 
 
 def sees_all(mask: Any, keys: int) -> bool:
-    """Whether this is the causal mask of one query that stands on the last key: a decoding step without padding."""
+    """Whether this is the causal mask of one query at the last key: a decoding step without padding."""
     return isinstance(mask, LayerMask) and mask.shape[2:] == (1, keys) and is_causal(mask)
 
 
 def is_causal(mask: LayerMask) -> bool:
-    """Whether every query sees all keys up to its own and the last query stands on the last key."""
+    """Whether the mask is causal, with the last query at the last key."""
     return mask.mask is _CAUSAL or mask.mask.text == _CAUSAL.text
 
 
@@ -157,7 +210,7 @@ def _checked_pairs(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor:
 
 
 def _implied_mask(causal: bool, sliding_window: int | None, sizes: tuple[int, int, int]) -> Mask | None:
-    """What a layer means that gives no mask."""
+    """The mask of a layer that gives none."""
     if not causal:
         if sliding_window is not None:
             raise NotImplementedError(
@@ -174,7 +227,7 @@ def _implied_mask(causal: bool, sliding_window: int | None, sizes: tuple[int, in
 
 
 def _packed(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, sizes: tuple[int, int, int], masked: bool) -> Mask:
-    """Sequences of one batch kept apart; a mask beside it counts on queries and keys that are cut alike."""
+    """The mask of packed sequences; with another mask, queries and keys must be packed alike."""
     if sizes[0] != 1:
         raise ValueError(f"{NAME}: cu_seq_lens_q is given with a batch of {sizes[0]}; packed sequences are one batch")
     if masked and sizes[1] != sizes[2]:
@@ -201,17 +254,39 @@ def layer_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> LayerMask | None:
-    """The mask of a layer; `attention_mask` is the padding (batch, keys), True where a key is real.
+    """The mask of a layer, as Transformers' AttentionMaskInterface calls it.
 
-    None where a layer sees everything (allow_is_bidirectional_skip); a causal mask is never left out.
+    Args:
+        batch_size: Batch.
+        q_length: Queries.
+        kv_length: Keys.
+        q_offset: Position of the first query.
+        kv_offset: Position of the first key.
+        mask_function: Transformers' mask function of (batch, head, query, key).
+        attention_mask: Padding (batch, keys): True for real tokens.
+        local_size: Size of a local window or chunk; only its presence matters.
+        allow_is_bidirectional_skip: Returns None if a layer sees everything.
+        use_vmap: For mask functions that cannot be traced.
+        device: Of the mask's tables.
+        **kwargs: Others that Transformers passes; ignored.
+
+    Returns:
+        A `LayerMask`; None if the layer sees everything and `allow_is_bidirectional_skip` is set. A causal mask is
+        never None.
+
+    Example:
+        >>> import torch
+        >>> from flashkernel.hf import layer_mask
+        >>> layer_mask(batch_size=2, q_length=1, kv_length=8, q_offset=7).shape
+        (2, 1, 1, 8)
     """
     if isinstance(attention_mask, LayerMask):  # made ahead by generate() for a static cache
         return attention_mask
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)  # type: ignore[arg-type]
-    # Steps of a static cache, which counts in a tensor, share a compiled graph: the one that fills it is no exception.
+    # Steps of a static cache, whose offset is a tensor, share a compiled graph, the step that fills it included.
     counted = isinstance(q_offset, Tensor)
     if padding is not None and not counted and not is_tracing(padding) and bool(padding.all()):
-        padding = None  # as Transformers' own masks, one look at the padding saves a load for every pair
+        padding = None  # as Transformers' masks do: one look at the padding saves a load for every score
     if allow_is_bidirectional_skip and padding is None and local_size is None:
         return None
     shape = (batch_size, 1, q_length, kv_length)
@@ -219,13 +294,13 @@ def layer_mask(
         return LayerMask(_CAUSAL, shape)
     indices = _indices(batch_size, (q_length, kv_length), (q_offset, kv_offset), device)
     try:
-        seen = _record(mask_function, indices)
+        seen = _trace(mask_function, indices)
         if padding is not None:
             seen = seen & (Table(padding.to(torch.int8))[indices[0].expression, indices[3].expression] == 1)
         mask = Mask(seen, "transformers")
-    except Unrecordable as reason:
+    except Untraceable as reason:
         warnings.warn(
-            f"{NAME}: a mask function cannot be recorded ({reason}); {q_length} x {kv_length} pairs are kept in memory "
+            f"{NAME}: a mask function cannot be traced ({reason}); {q_length} x {kv_length} pairs are kept in memory "
             f"for each batch instead",
             stacklevel=2,
         )
@@ -243,7 +318,7 @@ def _plainly_causal(
     lengths: tuple[int, int],
     offsets: tuple[int | Tensor, int | Tensor],
 ) -> bool:
-    """Whether the mask is the one known beforehand, as for most passes; a graph records its own."""
+    """Whether the mask is plain causal, as in most passes; a compiled graph traces its own."""
     q_offset, kv_offset = offsets
     return (
         mask_function is causal_mask_function
@@ -256,16 +331,16 @@ def _plainly_causal(
     )
 
 
-class Unrecordable(Exception):
-    """A mask function does what a Mask cannot express."""
+class Untraceable(Exception):
+    """A mask function that cannot be traced into a Mask."""
 
 
 def _indices(
     batch: int, lengths: tuple[int, int], offsets: tuple[int | Tensor, int | Tensor], device: torch.device | str
-) -> tuple[Recorded, Recorded, Recorded, Recorded]:
+) -> tuple[TracedIndex, TracedIndex, TracedIndex, TracedIndex]:
     """(batch, head, query, key) as Transformers counts them: from the first token of the sequence.
 
-    Offsets are tables, so that a decoding step differs from the one before in numbers and not in the kernel's text.
+    Offsets are tables, so that the next decoding step needs no new kernel, only other numbers.
     """
     b, h, q, k, sq, sk = (Variable(name) for name in ("b", "h", "q", "k", "sq", "sk"))
 
@@ -273,7 +348,9 @@ def _indices(
         if isinstance(offset, int) and offset == 0:
             return index
         if isinstance(offset, Tensor):
-            return index + Table(offset.to(device, torch.int32).reshape(1).repeat(batch))[b]  # a copy: caches count on
+            return (
+                index + Table(offset.to(device, torch.int32).reshape(1).repeat(batch))[b]
+            )  # a copy: the cache changes its own
         return index + Table(torch.full((batch,), offset, dtype=torch.int32, device=device))[b]
 
     numbers = not any(isinstance(offset, Tensor) for offset in offsets)
@@ -281,33 +358,33 @@ def _indices(
         query = shifted(q + (sk - sq), offsets[1])
     else:
         query = shifted(q, offsets[0])
-    return tuple(Recorded(index, batch) for index in (b, h, query, shifted(k, offsets[1])))  # type: ignore[return-value]
+    return tuple(TracedIndex(index, batch) for index in (b, h, query, shifted(k, offsets[1])))  # type: ignore[return-value]
 
 
-def _record(mask_function: Callable[..., Any], indices: tuple[Recorded, ...]) -> Expression:
-    with _RecordIndexing():
+def _trace(mask_function: Callable[..., Any], indices: tuple[TracedIndex, ...]) -> Expression:
+    with _TraceIndexing():
         found = mask_function(*indices)
-    if not isinstance(found, Recorded):
-        raise Unrecordable(f"it returned {type(found).__name__} whatever the indices")
+    if not isinstance(found, TracedIndex):
+        raise Untraceable(f"it returned {type(found).__name__} whatever the indices")
     if found.expression.kind != ex.BOOLEAN:
-        raise Unrecordable("it returned numbers, not booleans")
+        raise Untraceable("it returned numbers, not booleans")
     return found.expression
 
 
-class _RecordIndexing(TorchFunctionMode):
-    """tensor[index] with a recorded index reads a Table."""
+class _TraceIndexing(TorchFunctionMode):
+    """Makes tensor[index] with a traced index read a Table."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             given = args[1] if isinstance(args[1], tuple) else (args[1],)
-            first = next((index for index in given if isinstance(index, Recorded)), None)
+            first = next((index for index in given if isinstance(index, TracedIndex)), None)
             if first is not None:
                 return first.read(args[0], given)
         return func(*args, **(kwargs or {}))
 
 
 def _condition(value: Any) -> Expression:
-    """What torch's logical functions see in a value."""
+    """A value as torch's logical functions take it: nonzero is True."""
     lifted = ex.lift(value)
     return lifted if lifted.kind == ex.BOOLEAN else lifted != 0
 
@@ -343,78 +420,78 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
 }
 
 
-class Recorded:
-    """An index, or what a mask function made of it; to the function it looks like an integer tensor."""
+class TracedIndex:
+    """A traced index, or an expression of it; to a mask function it looks like an integer tensor."""
 
     def __init__(self, expression: Expression, batch: int) -> None:
         self.expression = expression
         self.batch = batch
         self.device = None
 
-    def apply(self, name: str, *args: Any) -> Recorded:
+    def apply(self, name: str, *args: Any) -> TracedIndex:
         if name not in _OPERATIONS:
-            raise Unrecordable(f"it uses {name}")
+            raise Untraceable(f"it uses {name}")
         try:
-            return Recorded(_OPERATIONS[name](*(self.lift(arg) for arg in args)), self.batch)
+            return TracedIndex(_OPERATIONS[name](*(self.lift(arg) for arg in args)), self.batch)
         except TypeError as error:
-            raise Unrecordable(str(error)) from error
+            raise Untraceable(str(error)) from error
 
     def lift(self, value: Any) -> Any:
-        if isinstance(value, Recorded):
+        if isinstance(value, TracedIndex):
             return value.expression
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_floating_point():
-                raise Unrecordable(f"it computes with a tensor of shape {tuple(value.shape)} as a whole")
-            return self.read(value.reshape(1).repeat(self.batch), (Recorded(Variable("b"), self.batch),)).expression
+                raise Untraceable(f"it computes with a tensor of shape {tuple(value.shape)} as a whole")
+            return self.read(value.reshape(1).repeat(self.batch), (TracedIndex(Variable("b"), self.batch),)).expression
         return value
 
-    def read(self, table: Tensor, indices: tuple[Any, ...]) -> Recorded:
-        if len(indices) != table.ndim or not all(isinstance(index, (Recorded, int, Tensor)) for index in indices):
-            raise Unrecordable(f"it reads a tensor of {table.ndim} dims by {len(indices)} indices")
+    def read(self, table: Tensor, indices: tuple[Any, ...]) -> TracedIndex:
+        if len(indices) != table.ndim or not all(isinstance(index, (TracedIndex, int, Tensor)) for index in indices):
+            raise Untraceable(f"it reads a tensor of {table.ndim} dims by {len(indices)} indices")
         found = Table(table.to(torch.int8) if table.dtype == torch.bool else table)[tuple(map(self.lift, indices))]
-        return Recorded(found == 1 if table.dtype == torch.bool else found, self.batch)
+        return TracedIndex(found == 1 if table.dtype == torch.bool else found, self.batch)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Recorded:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> TracedIndex:
         if kwargs:
-            raise Unrecordable(f"it calls {func.__name__} with {', '.join(kwargs)}")
-        first = next(arg for arg in args if isinstance(arg, Recorded))
+            raise Untraceable(f"it calls {func.__name__} with {', '.join(kwargs)}")
+        first = next(arg for arg in args if isinstance(arg, TracedIndex))
         return first.apply(func.__name__.strip("_"), *args)
 
-    def to(self, *_: Any, **__: Any) -> Recorded:
+    def to(self, *_: Any, **__: Any) -> TracedIndex:
         return self
 
-    def new_ones(self, shape: Any, dtype: torch.dtype | None = None) -> Recorded:
+    def new_ones(self, shape: Any, dtype: torch.dtype | None = None) -> TracedIndex:
         return self._constant(shape, dtype, 1)
 
-    def new_zeros(self, shape: Any, dtype: torch.dtype | None = None) -> Recorded:
+    def new_zeros(self, shape: Any, dtype: torch.dtype | None = None) -> TracedIndex:
         return self._constant(shape, dtype, 0)
 
-    def _constant(self, shape: Any, dtype: torch.dtype | None, value: int) -> Recorded:
+    def _constant(self, shape: Any, dtype: torch.dtype | None, value: int) -> TracedIndex:
         if tuple(shape):
-            raise Unrecordable(f"it makes a tensor of shape {tuple(shape)}")
-        return Recorded(Constant(bool(value) if dtype == torch.bool else value), self.batch)
+            raise Untraceable(f"it makes a tensor of shape {tuple(shape)}")
+        return TracedIndex(Constant(bool(value) if dtype == torch.bool else value), self.batch)
 
     def __bool__(self) -> bool:
-        raise Unrecordable("it branches on an index")
+        raise Untraceable("it branches on an index")
 
     def __getattr__(self, name: str) -> Any:
-        raise Unrecordable(f"it uses .{name} of an index")
+        raise Untraceable(f"it uses .{name} of an index")
 
     __hash__ = object.__hash__
 
 
-def _method(name: str, swap: bool = False) -> Callable[..., Recorded]:
-    def call(self: Recorded, *others: Any) -> Recorded:
+def _method(name: str, swap: bool = False) -> Callable[..., TracedIndex]:
+    def call(self: TracedIndex, *others: Any) -> TracedIndex:
         return self.apply(name, *((*others, self) if swap else (self, *others)))
 
     return call
 
 
 for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or"):
-    setattr(Recorded, f"__{_name}__", _method(_name))
-    setattr(Recorded, f"__r{_name}__", _method(_name, swap=True))
+    setattr(TracedIndex, f"__{_name}__", _method(_name))
+    setattr(TracedIndex, f"__r{_name}__", _method(_name, swap=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "invert", "neg", "abs"):
-    setattr(Recorded, f"__{_name}__", _method(_name))
+    setattr(TracedIndex, f"__{_name}__", _method(_name))
 
-_CAUSAL = Mask(_record(causal_mask_function, _indices(1, (1, 2), (1, 0), "cpu")), "transformers")
+_CAUSAL = Mask(_trace(causal_mask_function, _indices(1, (1, 2), (1, 0), "cpu")), "transformers")

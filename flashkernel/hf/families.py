@@ -1,7 +1,7 @@
-"""Which modules of which Transformers models are known, and what each is made of.
+"""Tables of the modules that `patch` knows, and what each is made of.
 
 A key is "<family>.<class>" of a module in transformers.models, or "torch.<class>" of one in torch.nn. Only the class
-itself counts: a subclass, or a class of the same name from elsewhere, may compute something else.
+itself matches: a subclass, or a class of the same name from elsewhere, may compute something else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Norm:
     eps: str
     offset: float = 0.0
     rms: bool = True
-    promotes: bool = True  # the output takes the weight's dtype where that is wider, instead of the input's
+    promotes: bool = True  # the output has the wider dtype of input and weight; else the input's
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ ATTENTIONS: dict[str, Attention] = {
     "gpt_oss.GptOssAttention": Attention({**_WINDOW, "s_aux": "sinks"}),
 }
 
-# Attention that goes through the interface and has no rotary embedding: nothing else is left to replace.
-UNROTATED = {"gpt2.GPT2Attention"}
+# Attention without rotary embedding: the interface computes it, and only a decoding step has a forward of its own.
+GPT2_ATTENTIONS = {"gpt2.GPT2Attention"}
 
 # down_proj(act_fn(gate_proj(x)) * up_proj(x))
 GATED_MLPS = {
@@ -75,13 +75,13 @@ GATED_MLPS = {
     if family not in ("mixtral", "gpt_oss")  # those have experts
 }
 
-# MLPs whose activation is all that can be replaced, and the attribute that holds it.
+# MLPs of which only the activation is replaced, and the attribute that holds it.
 PLAIN_MLPS = {"gpt2.GPT2MLP": "act"}
 
-# Decoder layers x + self_attn(input_layernorm(x)), and that plus mlp(post_attention_layernorm(it)), of modules above.
+# Decoder layers: h = x + self_attn(input_layernorm(x)), then h + mlp(post_attention_layernorm(h)), of modules above.
 LAYERS = {f"{family}.{name}DecoderLayer" for family, name in _LLAMAS.items() if family not in ("mixtral", "gpt_oss")}
 
-# Experts whose gate is a method, `_apply_gate`, and what it computes; None: what their act_fn says.
+# Experts whose gated activation is a method, `_apply_gate`, and what it computes; None: what their act_fn says.
 EXPERTS: dict[str, str | None] = {"gpt_oss.GptOssExperts": "gpt_oss_glu", "mixtral.MixtralExperts": None}
 
 HEADS: dict[str, Head] = {
@@ -94,10 +94,10 @@ HEADS: dict[str, Head] = {
     "gpt2.GPT2LMHeadModel": Head("CausalLMOutputWithCrossAttentions"),
 }
 
-# Modules that only hold others which are looked at themselves.
+# Modules that only contain modules of these tables.
 CONTAINERS = {"gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock"}
 
-# Activation modules: what they are called here, alone and as the gate of a pair.
+# Activation modules: the operator, alone and as a gated activation.
 _ACTIVATIONS = {
     "SiLUActivation": ("silu", "swiglu"), "SiLU": ("silu", "swiglu"), "ReLU": ("relu", "reglu"),
     "GELUTanh": ("gelu_tanh", "geglu"), "NewGELUActivation": ("gelu_tanh", "geglu"),
@@ -106,7 +106,7 @@ _ACTIVATIONS = {
 
 
 def key_of(module: nn.Module) -> str:
-    """The module's name in these tables; its whole path where it is from neither Transformers nor torch."""
+    """The module's key in these tables; its whole path if it is from neither Transformers nor torch."""
     kind = type(module)
     path = kind.__module__.split(".")
     if path[:2] == ["transformers", "models"] and len(path) == 4 and path[3] == f"modeling_{path[2]}":
@@ -117,7 +117,7 @@ def key_of(module: nn.Module) -> str:
 
 
 def activation_of(module: object, gated: bool) -> str | None:
-    """What an activation module computes, alone or gating; None where no kernel does."""
+    """The operator that computes an activation module, alone or gated; None if there is none."""
     kind = type(module)
     if not kind.__module__.startswith(("transformers.activations", "torch.nn")):
         return None

@@ -1,7 +1,7 @@
-"""The forwards that `patch` puts in the place of a module's own.
+"""The forwards that `patch` puts on modules.
 
 Each takes its module first and reads everything from it at the call, so that a module that was moved, copied, loaded
-or wrapped by PEFT since is served as it is now. What a forward cannot serve goes to the module's own.
+or wrapped by PEFT since then is computed as it is now. What a forward cannot compute goes to the module's own forward.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.rope import rope
 
-FEW = 64  # tokens of a decoding step, at most
-SHORT = 1024  # tokens up to which the GPU waits for the host and not the host for it
-LONG = 8192  # keys from which one query's attention is worth splitting over the GPU
-_ALONE: dict[str, Callable[..., Tensor]] = {
+MAX_DECODE_TOKENS = 64  # largest batch of a decoding step
+MAX_HOST_BOUND_TOKENS = 1024  # up to so many tokens an eager pass is bound by the host, not by the GPU
+MIN_SPLIT_KEYS = 8192  # from so many keys on, the attention of one query is worth splitting over the GPU (split-K)
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": silu, "relu": relu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"),
 }  # fmt: skip
-_GATES: dict[str, Callable[..., Tensor]] = {
+_GLUS: dict[str, Callable[..., Tensor]] = {
     "swiglu": swiglu, "reglu": reglu, "geglu": geglu, "geglu_exact": partial(geglu, approximate="none"),
 }  # fmt: skip
 
 
 def norm(module: Any, kind: Norm, x: Tensor) -> Tensor:
+    """RMSNorm or LayerNorm over the last dim of x."""
     weight, eps = module.weight, getattr(module, kind.eps)
-    lean = _lean(x) and not _decoding(x)
-    if _own(x) or (lean and not kind.rms):
+    host_bound = _host_bound(x) and not _is_decode_step(x)
+    if _keeps_own_code(x) or (host_bound and not kind.rms):
         return type(module).forward(module, x)
     if not kind.rms:
         return layer_norm(x, weight, module.bias, eps=eps)  # type: ignore[return-value]
-    if lean and kind.offset == 0 and weight.dtype == x.dtype:
+    if host_bound and kind.offset == 0 and weight.dtype == x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     if kind.promotes and weight.dtype != x.dtype:
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -61,7 +62,7 @@ def attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """One attention layer with the rotary embedding of q and k in one launch; [batch, tokens, hidden] as it came."""
+    """An attention layer, [batch, tokens, hidden], with the rotary embedding of q and k in one launch."""
     if module.config._attn_implementation != NAME or position_embeddings is None:
         return type(module).forward(
             module, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
@@ -73,10 +74,10 @@ def attention(
     if kind.head_norms:
         q, k = module.q_norm(q), module.k_norm(k)
     cos, sin = position_embeddings
-    lean = _lean(hidden_states)
-    if lean and not _decoding(hidden_states) and type(attention_mask) is LayerMask and cos.dtype == q.dtype:
-        q, k = turned(q, k, *shared_angles(attention_mask, position_embeddings, module.head_dim))
-    elif _own(q):
+    host_bound = _host_bound(hidden_states)
+    if host_bound and not _is_decode_step(hidden_states) and type(attention_mask) is LayerMask and cos.dtype == q.dtype:
+        q, k = apply_rotary(q, k, *rotary_tables(attention_mask, position_embeddings, module.head_dim))
+    elif _keeps_own_code(q):
         q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     else:
         q, k = rope(q, k, cos, sin, rotary_dim=module.head_dim)
@@ -85,8 +86,8 @@ def attention(
         k, v = past_key_values.update(k, v, module.layer_idx)
     options = {name: _attribute(module, path) for name, path in kind.options.items()}
     unpacked = kwargs.get("cu_seq_lens_q") is None
-    if lean and unpacked and not module.training and sees_all(attention_mask, k.shape[2]):
-        out, weights = _step(q, k, v, module.scaling, options.get("s_aux"), options.get("softcap")), None
+    if host_bound and unpacked and not module.training and sees_all(attention_mask, k.shape[2]):
+        out, weights = _decode_attention(q, k, v, module.scaling, options.get("s_aux"), options.get("softcap")), None
     else:
         dropout = module.attention_dropout if module.training else 0.0
         out, weights = attention_forward(
@@ -95,15 +96,15 @@ def attention(
     return _projections(out.reshape(*tokens, -1), module.o_proj)[0], weights
 
 
-def unrotated_attention(
+def gpt2_attention(
     module: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """GPT-2's attention: its own, but for a lean decoding step."""
-    free = isinstance(attention_mask, LayerMask) and sees_all(attention_mask, attention_mask.shape[3])
+    """GPT-2's attention: its own forward, except for a host-bound decoding step."""
+    sees_all_keys = isinstance(attention_mask, LayerMask) and sees_all(attention_mask, attention_mask.shape[3])
     plain = kwargs.get("encoder_hidden_states") is None and kwargs.get("cu_seq_lens_q") is None
     cached = past_key_values is None or not isinstance(past_key_values, EncoderDecoderCache)
     ours = module.config._attn_implementation == NAME and not module.training
-    if not (_lean(hidden_states) and free and plain and cached and ours):
+    if not (_host_bound(hidden_states) and sees_all_keys and plain and cached and ours):
         return type(module).forward(
             module, hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
         )
@@ -112,37 +113,41 @@ def unrotated_attention(
     q, k, v = [x.view(heads).transpose(1, 2) for x in module.c_attn(hidden_states).split(module.split_size, 2)]
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, module.layer_idx)
-    out = _step(q, k, v, module.scaling, None, None)
+    out = _decode_attention(q, k, v, module.scaling, None, None)
     return module.resid_dropout(module.c_proj(out.reshape(*tokens, -1))), None
 
 
-def shared_angles(mask: LayerMask, angles: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos, and sin with the sign that each half of a head gets, both [batch or 1, tokens, 1, head_dim].
+def rotary_tables(mask: LayerMask, position_embeddings: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos, and sin with the sign of each half of a head, both [batch or 1, tokens, 1, head_dim].
 
-    They are kept with the mask, which the layers of a pass share.
+    They are computed once a pass and kept with the mask, which all layers share.
     """
-    kept = mask.shared.get("angles")
-    if kept is None or kept[0] is not angles[0]:
-        cos, sin = angles  # [batch or 1, tokens, head_dim], the same twice, or half as wide
+    kept = mask.shared.get("rotary_tables")
+    if kept is None or kept[0] is not position_embeddings[0]:
+        cos, sin = position_embeddings  # [batch or 1, tokens, head_dim], the same twice, or half as wide
         half = head_dim // 2
         signed = torch.cat((-sin[..., :half], sin[..., -half:]), -1)
         whole = cos if cos.shape[-1] == head_dim else torch.cat((cos, cos), -1)
-        kept = mask.shared["angles"] = (cos, whole.unsqueeze(2), signed.unsqueeze(2))
+        kept = mask.shared["rotary_tables"] = (cos, whole.unsqueeze(2), signed.unsqueeze(2))
     return kept[1], kept[2]
 
 
-def turned(q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotary embedding of q and k [batch, tokens, heads, head_dim] as one, in four short operators."""
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotary embedding of q and k [batch, tokens, heads, head_dim], together and in four operators.
+
+    `blocks.rope.rotate` computes the same in ten, which a pass that waits for the host cannot afford.
+    """
     x = torch.cat((q, k), 2)
     x = (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), signed_sin)
     return x.split_with_sizes((q.shape[2], k.shape[2]), 2)  # type: ignore[return-value]
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, softcap: float | None) -> Tensor:
-    """One query that sees every key: [batch, heads, 1, head_dim] of q, k and v [batch, heads, tokens, head_dim]."""
-    if k.shape[2] < LONG and sinks is None and not softcap:
-        shared = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared)
+def _decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Attention of one query that sees every key: q is [batch, heads, 1, dim], k [batch, kv_heads, keys, dim]."""
+    if k.shape[2] < MIN_SPLIT_KEYS and sinks is None and not softcap:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32, device=q.device)
     out = decode_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), lengths, sinks=sinks, softcap=softcap or 0.0,
@@ -151,33 +156,34 @@ def _step(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, s
     return out.transpose(1, 2)  # type: ignore[union-attr]
 
 
-def gated_mlp(module: Any, gate: str, x: Tensor) -> Tensor:
-    if _own(x):
+def gated_mlp(module: Any, glu: str, x: Tensor) -> Tensor:
+    """down_proj(act(gate_proj(x)) * up_proj(x))"""
+    if _keeps_own_code(x):
         return type(module).forward(module, x)
     weights = [module.gate_proj, module.up_proj]
-    if _fused(x, weights):
+    if _can_fuse(x, weights):
         biases = None if weights[0].bias is None else [layer.bias for layer in weights]
-        hidden = linear(x, [layer.weight for layer in weights], biases, activation=gate)
+        hidden = linear(x, [layer.weight for layer in weights], biases, activation=glu)
         return _projections(hidden, module.down_proj)[0]  # type: ignore[arg-type]
-    if _lean(x):
+    if _host_bound(x):
         return type(module).forward(module, x)
-    left, right = module.gate_proj(x), module.up_proj(x)
-    return module.down_proj(_GATES[gate](left, right))
+    return module.down_proj(_GLUS[glu](module.gate_proj(x), module.up_proj(x)))
 
 
 def activation(module: Any, name: str, x: Tensor) -> Tensor:
-    if _own(x):
+    """An activation without a gate."""
+    if _keeps_own_code(x):
         return type(module).forward(module, x)
-    return _ALONE[name](x, backend="torch" if _lean(x) and not _decoding(x) else None)
+    return _ACTIVATIONS[name](x, backend="torch" if _host_bound(x) and not _is_decode_step(x) else None)
 
 
-def expert_gate(module: Any, gate: str, gate_up: Tensor) -> Tensor:
-    """The gate of the experts' products [pairs, 2 width], in the place of `_apply_gate`."""
-    if _own(gate_up):
+def expert_glu(module: Any, glu: str, gate_up: Tensor) -> Tensor:
+    """The gated activation of experts, [tokens * experts_per_token, 2 width]; replaces `_apply_gate`."""
+    if _keeps_own_code(gate_up):
         return type(module)._apply_gate(module, gate_up)
-    if gate == "gpt_oss_glu":
+    if glu == "gpt_oss_glu":
         return gpt_oss_glu(gate_up, alpha=module.alpha, limit=module.limit)
-    return _GATES[gate](gate_up)
+    return _GLUS[glu](gate_up)
 
 
 def causal_loss(
@@ -189,28 +195,28 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Transformers' ForCausalLMLoss of logits that are there already."""
-    target = _next_tokens(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
+    """Transformers' ForCausalLMLoss, from logits."""
+    target = _shifted_labels(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = cross_entropy(logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction)
     return _per_item(loss, num_items_in_batch)
 
 
 def causal_model(model: Any, kind: Head, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """A language model's forward; in training, with labels, the loss comes without logits (`outputs.logits` is None).
+    """A language model's forward. In training with labels the loss is fused and `outputs.logits` is None.
 
     `names` are those of the forward's positional arguments.
     """
     kwargs.update(zip(names, args))
     keep = kwargs.get("logits_to_keep")
     partly = isinstance(keep, Tensor) or bool(keep)
-    if kwargs.get("labels") is None or not model.training or partly or not _plain(model.lm_head):
+    if kwargs.get("labels") is None or not model.training or partly or not _is_plain_linear(model.lm_head):
         return type(model).forward(model, **kwargs)
-    return _loss_alone(model, kind, **kwargs)
+    return _fused_loss(model, kind, **kwargs)
 
 
 @can_return_tuple
-def _loss_alone(model: Any, kind: Head, labels: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+def _fused_loss(model: Any, kind: Head, labels: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
     if kind.routed:
         given = kwargs.get("output_router_logits")
         kwargs["output_router_logits"] = model.config.output_router_logits if given is None else given
@@ -218,7 +224,7 @@ def _loss_alone(model: Any, kind: Head, labels: Tensor, logits_to_keep: int = 0,
     hidden = outputs.last_hidden_state  # [batch, tokens, hidden]
     ignored, items = kwargs.get("ignore_index", -100), kwargs.get("num_items_in_batch")
     loss = linear_cross_entropy(
-        hidden, model.lm_head.weight, _next_tokens(labels, kwargs.get("shift_labels"), ignored).to(hidden.device),
+        hidden, model.lm_head.weight, _shifted_labels(labels, kwargs.get("shift_labels"), ignored).to(hidden.device),
         model.lm_head.bias, ignore_index=ignored, reduction="mean" if items is None else "sum",
         softcap=(model.config.final_logit_softcapping or 0.0) if kind.softcap else 0.0,
     )  # fmt: skip
@@ -237,8 +243,8 @@ def _loss_alone(model: Any, kind: Head, labels: Tensor, logits_to_keep: int = 0,
     return getattr(transformers.modeling_outputs, kind.output)(loss=loss, logits=None, **extra)
 
 
-def _next_tokens(labels: Tensor | None, shifted: Tensor | None, ignored: int) -> Tensor:
-    """The label that each token predicts, [batch, tokens]: the next one's, and none for the last."""
+def _shifted_labels(labels: Tensor | None, shifted: Tensor | None, ignored: int) -> Tensor:
+    """Labels shifted by one, [batch, tokens]: what each token predicts; the last one predicts nothing."""
     if shifted is not None:
         return shifted
     assert labels is not None
@@ -251,47 +257,51 @@ def _per_item(loss: Tensor, items: Tensor | int | None) -> Tensor:
     return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
-def _own(x: Tensor) -> bool:
-    """Whether Transformers' own code runs: on a CPU there is no launch or trip to memory that a kernel would save."""
+def _keeps_own_code(x: Tensor) -> bool:
+    """Whether Transformers' own code runs: on a CPU it is as fast."""
     return x.device.type == "cpu"
 
 
-def _lean(x: Tensor) -> bool:
+def _host_bound(x: Tensor) -> bool:
     """Whether x [batch, tokens, ...] is an eager decoding step or short prompt on a GPU, which is bound by the host.
 
-    The first calls of a shape cost more than torch's, whatever the kernel saves on the GPU, and prompts have many
-    shapes. In a graph, by torch.compile, launches cost nothing and the kernels win.
+    The first call of a shape costs the host more than torch's operator, and prompts have many shapes. In a graph, by
+    torch.compile, launches cost nothing and the kernels win.
     """
     return (
         x.is_cuda
         and not torch.is_grad_enabled()
         and x.ndim > 2
-        and x.shape[0] * x.shape[1] <= SHORT
+        and x.shape[0] * x.shape[1] <= MAX_HOST_BOUND_TOKENS
         and x.dtype != torch.float32
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cuda")
     )
 
 
-def _decoding(x: Tensor) -> bool:
-    """Whether x [batch, tokens, ...] is a step of a token for each sequence: its shapes come again at every step, and
-    calls of known shapes cost the host less than torch's own (core/replay.py)."""
-    return x.shape[1] == 1 and x.shape[0] <= FEW
+def _is_decode_step(x: Tensor) -> bool:
+    """Whether x [batch, tokens, ...] has one token for each sequence.
+
+    Its shapes are the same at every step, and calls of known shapes cost the host less than torch's (core/replay.py).
+    """
+    return x.shape[1] == 1 and x.shape[0] <= MAX_DECODE_TOKENS
 
 
-def _fused(x: Tensor, layers: list[Any]) -> bool:
-    """Whether one launch serves several linear layers: in a decoding step on a GPU, if they are just that."""
+def _can_fuse(x: Tensor, layers: list[Any]) -> bool:
+    """Whether one launch can compute several linear layers: in a decoding step on a GPU, if they are plain."""
     if not x.is_cuda or torch.is_grad_enabled() or x.dtype == torch.float32 or torch.is_autocast_enabled("cuda"):
         return False
-    if not (x.shape[:-1].numel() <= FEW if torch.compiler.is_compiling() else x.ndim > 2 and _decoding(x)):
+    few = x.shape[:-1].numel() <= MAX_DECODE_TOKENS
+    if not (few if torch.compiler.is_compiling() else x.ndim > 2 and _is_decode_step(x)):
         return False
-    return all([_plain(layer) and layer.weight.dtype == x.dtype for layer in layers]) and (  # noqa: C419  dynamo
+    return all([_is_plain_linear(layer) and layer.weight.dtype == x.dtype for layer in layers]) and (  # noqa: C419  dynamo
         len({layer.bias is None for layer in layers}) == 1
     )
 
 
 def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
-    if _fused(x, list(layers)):
+    """The output of each linear layer, in one launch if possible."""
+    if _can_fuse(x, list(layers)):
         if len(layers) == 1:
             return [linear(x, layers[0].weight, layers[0].bias)]  # type: ignore[list-item]
         biases = None if layers[0].bias is None else [layer.bias for layer in layers]
@@ -299,8 +309,8 @@ def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
     return [layer(x) for layer in layers]
 
 
-def _plain(layer: Any) -> bool:
-    """A linear layer and nothing more: no adapter, quantisation, sharding or hook."""
+def _is_plain_linear(layer: Any) -> bool:
+    """Whether this is a linear layer without adapter, quantisation, sharding or hook."""
     return (
         type(layer) is nn.Linear
         and type(layer.weight) in (nn.Parameter, Tensor)

@@ -1,4 +1,4 @@
-"""What a patch replaced in a model, what not, and why."""
+"""The report of `patch`: what was replaced in a model, what was not, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,20 @@ PARTS = ("attention", "rope", "norm", "mlp", "layer", "loss")
 
 @dataclass(frozen=True)
 class Entry:
-    """All modules of one class that met the same fate; `kernel` is None where they were left alone, for `reason`."""
+    """Modules of one class that `patch` treated alike.
+
+    Args:
+        part: "attention", "rope", "norm", "mlp", "layer" or "loss".
+        module: Name of the class.
+        count: Number of modules.
+        kernel: What replaces them; None if they were left as they are.
+        reason: Why they were left, or a note.
+
+    Example:
+        >>> from flashkernel.hf import Entry
+        >>> Entry("norm", "LlamaRMSNorm", 5, "rms_norm").count
+        5
+    """
 
     part: str
     module: str
@@ -25,24 +38,38 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `patch`: print it, or read `replaced`, `left` and `as_dict()`."""
+    """What `patch` did; `print` shows it as a table.
+
+    Args:
+        model: Name of the model's class.
+        entries: One for each part and class of modules.
+
+    Example:
+        >>> from flashkernel.hf import Entry, Report
+        >>> report = Report("LlamaForCausalLM", (Entry("norm", "LlamaRMSNorm", 5, "rms_norm"),))
+        >>> report.replaced[0].kernel, report.skipped
+        ('rms_norm', ())
+    """
 
     model: str
     entries: tuple[Entry, ...]
 
     @property
     def replaced(self) -> tuple[Entry, ...]:
+        """Entries of modules that were replaced."""
         return tuple(entry for entry in self.entries if entry.kernel is not None)
 
     @property
-    def left(self) -> tuple[Entry, ...]:
+    def skipped(self) -> tuple[Entry, ...]:
+        """Entries of modules that were left as they are."""
         return tuple(entry for entry in self.entries if entry.kernel is None)
 
     def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
         return {
             "model": self.model,
             "replaced": [asdict(entry) for entry in self.replaced],
-            "left": [asdict(entry) for entry in self.left],
+            "skipped": [asdict(entry) for entry in self.skipped],
         }
 
     def __rich__(self) -> Table:

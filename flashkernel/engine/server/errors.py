@@ -1,4 +1,4 @@
-"""Refusals and failures as OpenAI's API words them: a status, and an object that says what is wrong."""
+"""Errors in the format of OpenAI's API: a status, and an object that says what is wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """The client has left; nobody reads the response."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -74,7 +74,7 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the model failed while it computed this request; the server's log says why")
 
 
-def engine_gone() -> ApiError:
+def engine_dead() -> ApiError:
     return ApiError(503, "the model is out of service; the server's log says why, and a restart may help")
 
 

@@ -1,4 +1,7 @@
-"""What Prometheus is told: counts of the engine, read when asked, and times, noted as they come."""
+"""Prometheus metrics: the engine's counters, read when asked, and latencies, observed as they come.
+
+Names and meanings are vLLM's, with the prefix `flashkernel_`.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,35 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from flashkernel.engine.core import Engine
-from flashkernel.engine.sequence import Completion
+from flashkernel.engine.llm_engine import LLMEngine
+from flashkernel.engine.outputs import RequestOutput
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 NEXT_TOKEN_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 REQUEST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
-class EngineCounts(Collector):
-    """The engine's own counts."""
+class EngineCollector(Collector):
+    """The engine's counters."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        now = self._engine.stats()
+        stats = self._engine.stats()
         for name, about, value in (
-            ("running", "Requests that are computed", now.running),
-            ("waiting", "Requests in the queue", now.waiting),
-            ("pages_in_use", "Pages of keys and values that requests hold", now.pages_in_use),
-            ("pages", "Pages of keys and values there are", now.pages),
+            ("num_requests_running", "Requests that hold KV cache blocks", stats.num_running),
+            ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
+            ("kv_cache_used_blocks", "KV cache blocks that requests hold", stats.num_used_blocks),
+            ("kv_cache_blocks", "KV cache blocks in all", stats.num_blocks),
         ):
             yield GaugeMetricFamily(f"flashkernel_{name}", about, value)
         for name, about, value in (
-            ("prompt_tokens", "Tokens of prompts that were begun", now.prompt_tokens),
-            ("cached_prompt_tokens", "Of those, tokens found in the cache", now.cached_tokens),
-            ("generated_tokens", "Tokens generated", now.generated_tokens),
-            ("preemptions", "Times that a request gave its pages back to wait", now.preemptions),
-            ("steps", "Batches computed", now.steps),
+            ("prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens),
+            ("prompt_tokens_cached", "Of those, tokens found in the prefix cache", stats.cached_tokens),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("num_preemptions", "Times that a request lost its blocks", stats.num_preemptions),
+            ("engine_steps", "Steps computed", stats.num_steps),
         ):
             yield CounterMetricFamily(f"flashkernel_{name}", about, value)
 
@@ -44,59 +47,48 @@ class EngineCounts(Collector):
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.registry = registry = CollectorRegistry()
-        registry.register(EngineCounts(engine))
-        self._responses = Counter(
-            "flashkernel_http_responses", "Answers, by path and status", ["path", "status"], registry=registry
-        )
-        self._requests = Counter(
-            "flashkernel_requests", "Requests the engine is done with, by how they ended", ["reason"], registry=registry
-        )
+    def __init__(self, engine: LLMEngine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine))
+        self._responses = self._counter("http_responses", "Responses, by path and status", "path", "status")
+        self._requests = self._counter("request_success", "Finished requests, by finish reason", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
-            self._requests.labels(reason)  # a zero is told as well
-        self._first = Histogram(
-            "flashkernel_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=FIRST_TOKEN_S,
-            registry=registry,
+            self._requests.labels(reason)  # reported as zero from the start
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_S)
+        self._next = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a streamed request", NEXT_TOKEN_S
         )
-        self._next = Histogram(
-            "flashkernel_inter_token_seconds",
-            "Between two tokens of a streamed request",
-            buckets=NEXT_TOKEN_S,
-            registry=registry,
+        self._mean = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time of a request's tokens after its first", NEXT_TOKEN_S
         )
-        self._mean = Histogram(
-            "flashkernel_time_per_output_token_seconds",
-            "Mean time of a request's tokens after its first",
-            buckets=NEXT_TOKEN_S,
-            registry=registry,
-        )
-        self._whole = Histogram(
-            "flashkernel_request_seconds",
-            "From a request's arrival to its end",
-            buckets=REQUEST_S,
-            registry=registry,
-        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end", REQUEST_S)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"flashkernel_{name}", about, labels, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"flashkernel_{name}", about, buckets=buckets, registry=self.registry)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def response(self, path: str, status: int) -> None:
+        """Counts an HTTP response."""
         self._responses.labels(path, str(status)).inc()
 
     def token(self, before: float | None, now: float) -> None:
-        """A streamed request has a token; `before` is when it had the one before."""
+        """Observes a token of a streamed request; `before` is the time of the one before it."""
         if before is not None:
             self._next.observe(now - before)
 
-    def finished(self, done: Completion) -> None:
-        timing = done.timing
-        self._requests.labels(done.reason).inc()
-        self._whole.observe(timing.finished - timing.arrived)
-        if timing.first_token is not None:
-            self._first.observe(timing.first_token - timing.arrived)
-            if len(done.tokens) > 1:
-                self._mean.observe((timing.finished - timing.first_token) / (len(done.tokens) - 1))
+    def finished(self, output: RequestOutput) -> None:
+        """Observes a finished request."""
+        metrics, completion = output.metrics, output.outputs[0]
+        self._requests.labels(completion.finish_reason).inc()
+        self._whole.observe(metrics.finished_time - metrics.arrival_time)
+        if metrics.first_token_time is not None:
+            self._first.observe(metrics.first_token_time - metrics.arrival_time)
+            if len(completion.token_ids) > 1:
+                decode_time = metrics.finished_time - metrics.first_token_time
+                self._mean.observe(decode_time / (len(completion.token_ids) - 1))

@@ -1,6 +1,6 @@
-"""What clients may ask: requests of OpenAI's API, checked, and turned into prompts and sampling settings.
+"""Requests of OpenAI's API, checked and turned into prompts and sampling parameters.
 
-A field that would change the answer and cannot be served is refused; one that would not is accepted and has no effect.
+A field that would change the result and is not supported is refused; one that would not is accepted and has no effect.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flashkernel.engine.sampling import SamplingParams
+from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.server.errors import ApiError, bad_request
 from flashkernel.engine.tokenizer import Tokenizer
 
-Item = TypeVar("Item")
-ListOf = Annotated[list[Item], Field(fail_fast=True)]  # one wrong item says enough
+Element = TypeVar("Element")
+ListOf = Annotated[list[Element], Field(fail_fast=True)]  # one wrong item says enough
 Prompt = str | list[int]
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
@@ -41,8 +41,8 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; has no effect
 
 
-class Request(_Strict):
-    """What both endpoints take. The last fields are no part of OpenAI's API; its client sends them as `extra_body`."""
+class GenerationRequest(_Strict):
+    """Fields of both endpoints. Those from `top_k` on are vLLM's, not OpenAI's; clients send them as `extra_body`."""
 
     model: str
     max_tokens: int | None = None
@@ -61,20 +61,22 @@ class Request(_Strict):
     stop_token_ids: ListOf[int] | None = None
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         """How many texts are asked for."""
         return 1
 
     @property
-    def streams(self) -> bool:
+    def streaming(self) -> bool:
+        """Whether the text is sent as it is generated."""
         return bool(self.stream)
 
     @property
-    def usage_in_stream(self) -> bool:
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
-        """ApiError where something is asked that cannot be given."""
+        """Raises ApiError for fields that are unknown or not supported."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in NO_EFFECT:
                 continue
@@ -82,50 +84,52 @@ class Request(_Strict):
                 raise bad_request(f"{name[:SHOWN]!r} is no field of this request; is it misspelt?", name[:SHOWN])
             if not any(value == one and type(value) is type(one) for one in REFUSED[name]):
                 raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
-        if self.stream_options is not None and not self.streams:
+        if self.stream_options is not None and not self.streaming:
             raise bad_request("stream_options are for streams; set stream to true, or leave them out", "stream_options")
 
-    def sampling(self) -> SamplingParams:
-        """ApiError where a value is out of its range."""
+    def sampling_params(self) -> SamplingParams:
+        """The sampling parameters; ApiError if a value is out of its range."""
         given: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "seed": self.seed, "stop": self.stop,
             "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty, "stop_tokens": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos, "logprobs": self.wanted_logprobs(),
+            "frequency_penalty": self.frequency_penalty, "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos, "logprobs": self.num_logprobs(),
         }  # fmt: skip
         try:
             return SamplingParams(
-                max_tokens=self.most_tokens(), **{name: value for name, value in given.items() if value is not None}
+                max_tokens=self.token_limit(), **{name: value for name, value in given.items() if value is not None}
             )
         except ValueError as error:
             text = str(error)
             named = [name for name in (*given, "max_tokens") if text.startswith(f"sampling: {name} ")]
             raise bad_request(text.removeprefix("sampling: "), named[0] if named else None) from None
 
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
+        """Most generated tokens; None: to the end of the context."""
         return self.max_tokens
 
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
+        """`SamplingParams.logprobs`."""
         return None
 
     def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
-        """What to go on from, one for each choice of the answer; ValueError where that cannot be made."""
+        """The prompt of each choice; ValueError if it cannot be made."""
         raise NotImplementedError
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationRequest):
     prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]]
     logprobs: int | None = None
 
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         return len(self.prompt) if self._several else 1
 
     @property
@@ -146,13 +150,13 @@ class ChatMessage(_Strict):
     content: str | ListOf[TextPart] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As templates want it: the content is one string."""
+        """The message for a chat template: the content is one string."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {**(self.model_extra or {}), "role": self.role, "content": text}
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     messages: ListOf[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -165,26 +169,26 @@ class ChatRequest(Request):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request("max_tokens and max_completion_tokens are the same; give one of them", "max_tokens")
 
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
         if tokenizer is None:
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
         try:
-            return [tokenizer.chat([message.as_dict() for message in self.messages])]
+            return [tokenizer.apply_chat_template([message.as_dict() for message in self.messages])]
         except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
 
 
-Kind = TypeVar("Kind", bound=Request)
+Kind = TypeVar("Kind", bound=GenerationRequest)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """The request in a body; ApiError where it is none."""
+    """Parses a request; ApiError if it is none."""
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
@@ -194,7 +198,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The first field that is wrong, with all it could have been."""
+    """Names the first wrong field, and what each type it may have says."""
     errors = error.errors(include_url=False)
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -205,14 +209,14 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return bad_request(f"{name} is missing", name)
     reasons = dict.fromkeys(
-        f"{_place(one['loc'])} is {_shown(one['input'])}: {one['msg'][0].lower()}{one['msg'][1:]}"
+        f"{_field_path(one['loc'])} is {_shown(one['input'])}: {one['msg'][0].lower()}{one['msg'][1:]}"
         for one in errors
         if one["loc"][0] == first["loc"][0]
     )
     return bad_request("; or ".join(reasons), name)
 
 
-def _place(location: tuple[int | str, ...]) -> str:
+def _field_path(location: tuple[int | str, ...]) -> str:
     """`messages[0].role`, without the names that pydantic gives to the kinds of a union."""
     named = ""
     for number, part in enumerate(location):

@@ -1,4 +1,4 @@
-"""Serving on uvicorn."""
+"""Runs the server on uvicorn."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
 from flashkernel.engine.llm import LLM
-from flashkernel.engine.server.app import Api
-from flashkernel.engine.server.options import ServerOptions
+from flashkernel.engine.server.api_server import ApiServer
+from flashkernel.engine.server.server_args import ServerArgs
 
-LAST_WORDS_S = 5.0  # after the grace, for errors to be told to clients that are left
+LAST_RESPONSES_S = 5.0  # after the grace, for error responses to the clients that are left
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which when told to stop lets requests finish for a while, and tells the rest why they end."""
+    """uvicorn with a graceful shutdown: requests may finish for `grace` seconds, and the rest get status 503."""
 
-    def __init__(self, api: Api, ready: Callable[[], None] | None = None) -> None:
-        options = api.options
+    def __init__(self, api: ApiServer, ready: Callable[[], None] | None = None) -> None:
+        args = api.args
         config = uvicorn.Config(
             api.application(),
             log_config=_logging(),
-            access_log=options.access_log,
+            access_log=args.access_log,
             lifespan="on",
             ws="none",
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=math.ceil(options.grace + LAST_WORDS_S),
+            timeout_graceful_shutdown=math.ceil(args.grace + LAST_RESPONSES_S),
         )
         super().__init__(config)
         self._api, self._ready = api, ready
@@ -42,19 +42,19 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._api.driver.drain(self._api.options.grace)
+        self._api.engine.drain(self._api.args.grace)
         await super().shutdown(sockets)
 
 
-def run(llm: LLM, options: ServerOptions, listener: socket.socket, tell: Callable[[str], None]) -> None:
-    """Serve on a bound socket until a signal comes."""
-    api = Api(llm, options)
+def run(llm: LLM, args: ServerArgs, listener: socket.socket, tell: Callable[[str], None]) -> None:
+    """Serves on a bound socket until a signal comes."""
+    api = ApiServer(llm, args)
     port = listener.getsockname()[1]
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    host = f"[{args.host}]" if ":" in args.host else args.host
 
     def ready() -> None:
         tell(f"Serving {api.name} at http://{host}:{port}/v1 (Ctrl-C stops)")
-        if not options.local and options.api_key is None:
+        if not args.local and args.api_key is None:
             tell("Whoever can reach this machine can use the model: give an API key, or bind to 127.0.0.1")
 
     with listener:
@@ -62,7 +62,7 @@ def run(llm: LLM, options: ServerOptions, listener: socket.socket, tell: Callabl
 
 
 def _logging() -> dict[str, Any]:
-    """uvicorn's own, on standard error: accesses, and what goes wrong."""
+    """uvicorn's logging on stderr: accesses and errors."""
     config = copy.deepcopy(LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
     config["loggers"]["uvicorn"]["level"] = "WARNING"

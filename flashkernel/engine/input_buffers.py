@@ -1,4 +1,4 @@
-"""Small tensors that the host fills for every step: one piece of pinned memory, one copy, fixed addresses."""
+"""Small inputs that the host fills for every step: one pinned buffer, one copy, fixed device addresses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 _ALIGNMENT = 16  # bytes
 
 
-class Staging:
-    """Named vectors, written as arrays on the host and read as tensors on the device.
+class InputBuffers:
+    """Named vectors that are written as arrays on the host and read as tensors on the device.
 
-    On a GPU there are two host buffers in turn: one may still be on its way while the other is written.
+    On a GPU there are two host buffers, used alternately: one may still be copied while the other is written.
     """
 
     def __init__(self, fields: Mapping[str, tuple[torch.dtype, int]], device: torch.device) -> None:
@@ -23,7 +23,7 @@ class Staging:
             self._offsets[name] = end
             end += -(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._last = list(fields)[-1]
-        self._item = fields[self._last][0].itemsize
+        self._last_itemsize = fields[self._last][0].itemsize
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []
@@ -32,21 +32,21 @@ class Staging:
         ]
         self._bytes = torch.zeros(end, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
         self.tensors = self._views(self._bytes, fields)
-        self._turn = 0
+        self._index = 0
 
-    def begin(self) -> dict[str, np.ndarray]:
-        """Arrays to write the next step into; what they hold is old."""
-        self._turn = (self._turn + 1) % len(self._hosts)
+    def next_arrays(self) -> dict[str, np.ndarray]:
+        """Host arrays for the next step; they hold old values. Waits until their last copy is done."""
+        self._index = (self._index + 1) % len(self._hosts)
         if self._copied:
-            self._copied[self._turn].synchronize()
-        return self._arrays[self._turn]
+            self._copied[self._index].synchronize()
+        return self._arrays[self._index]
 
-    def send(self, last: int) -> dict[str, Tensor]:
-        """Take what was written to the device; of the last field only its first `last` entries."""
+    def copy_to_device(self, last: int) -> dict[str, Tensor]:
+        """Starts the copy of the host arrays; of the last field only its first `last` entries. Returns the tensors."""
         if self._copied:
-            used = self._offsets[self._last] + last * self._item
-            self._bytes[:used].copy_(self._hosts[self._turn][:used], non_blocking=True)
-            self._copied[self._turn].record()
+            used = self._offsets[self._last] + last * self._last_itemsize
+            self._bytes[:used].copy_(self._hosts[self._index][:used], non_blocking=True)
+            self._copied[self._index].record()
         return self.tensors
 
     def _views(self, data: Tensor, fields: Mapping[str, tuple[torch.dtype, int]]) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""Put a loaded Transformers model on these kernels, and take it off again.
+"""Replaces parts of a loaded Transformers model by these kernels, and restores it.
 
-Attention goes through Transformers' AttentionInterface and the loss through `loss_function`; norms, MLPs, rotary
-attention layers, decoder layers and the experts' gate get a forward of their own, on the instance: nothing of
-Transformers itself changes, no other model is touched, and no parameter moves, so that state dicts and optimizers never
-notice.
+Attention goes through Transformers' AttentionInterface and the loss through `loss_function`. Norms, MLPs, attention
+layers, decoder layers and the activation of experts get a forward on the instance. Transformers itself and other models
+do not change. Parameters stay where they are, so state dicts and optimizers are not affected.
 """
 
 from __future__ import annotations
@@ -26,34 +25,73 @@ LOSSES = ("fused", "logits", None)
 UNKNOWN = "not in the tables; it keeps its own"
 _STATE = "_fkernel_patch"  # where a patched model keeps the attention that each of its configs had
 _OURS = (
-    forwards.norm, forwards.attention, forwards.unrotated_attention, forwards.gated_mlp, forwards.activation,
+    forwards.norm, forwards.attention, forwards.gpt2_attention, forwards.gated_mlp, forwards.activation,
     forwards.causal_model, layer.decoder_layer,
 )  # fmt: skip
-_SUSPECTS = (("Attention", "attention"), ("Norm", "norm"), ("MLP", "mlp"), ("Experts", "mlp"))  # by the class's name
+_PART_BY_SUFFIX = (
+    ("Attention", "attention"),
+    ("Norm", "norm"),
+    ("MLP", "mlp"),
+    ("Experts", "mlp"),
+)  # by the end of the class's name
 
 
 def patch(model: nn.Module, *, loss: str | None = "fused") -> Report:
-    """Put attention, rotary embedding, norms, MLPs and the loss of `model` on FlashKernel, in place.
+    """Replaces attention, rotary embedding, norms, MLPs, decoder layers and the loss of a model, in place.
 
-    `model` is a Transformers model, or a PEFT model around one. With loss="fused", a language model that is in
-    training mode and given labels computes its loss without ever holding the logits, and `outputs.logits` is None; in
-    every other case, and always with "logits", outputs are complete and only the loss of the logits is computed here.
-    None leaves the loss alone. Returns what was replaced, what not, and why; `unpatch` undoes all of it. A model that
-    is patched already is unpatched first.
+    A model that is patched already is unpatched first.
+
+    Args:
+        model: A Transformers model, or a PEFT model around one. Patch it before `torch.compile` or DDP.
+        loss: "fused" computes the loss of a language model, in training mode and given labels, without the logits:
+            `outputs.logits` is then None. "logits" computes it from the logits. None leaves it to Transformers.
+
+    Returns:
+        What was replaced, what was not, and why.
+
+    Raises:
+        TypeError: `model` is no Transformers model.
+        ValueError: `loss` is something else.
+
+    Example:
+        >>> import flashkernel.hf, torch, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> report = flashkernel.hf.patch(model)
+        >>> sorted({entry.part for entry in report.replaced})
+        ['attention', 'layer', 'loss', 'mlp', 'norm', 'rope']
+        >>> tokens = torch.tensor([[1, 2, 3]])
+        >>> model(tokens, labels=tokens).loss.backward()
+        >>> flashkernel.hf.unpatch(model)
     """
     target = _transformer(model)
     if loss not in LOSSES:
         raise ValueError(f"patch: loss is {loss!r}; it must be 'fused', 'logits' or None")
     unpatch(target)
-    entries = [_put_attention(target)]
+    entries = [_patch_attention(target)]
     for module in target.modules():
-        entries += _put_module(module)
-    entries.append(_put_loss(target, loss))
+        entries += _patch_module(module)
+    entries.append(_patch_loss(target, loss))
     return Report(type(target).__name__, _merged(entries))
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`, exactly: the model is what it was. One that is not patched stays as it is."""
+    """Restores a patched model exactly; a model that is not patched stays as it is.
+
+    Args:
+        model: What `patch` was given.
+
+    Example:
+        >>> import flashkernel.hf, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> _ = flashkernel.hf.patch(model)
+        >>> flashkernel.hf.unpatch(model)
+        >>> model.config._attn_implementation
+        'sdpa'
+    """
     target = _transformer(model)
     state = target.__dict__.pop(_STATE, None)
     if state is not None:
@@ -66,7 +104,7 @@ def unpatch(model: nn.Module) -> None:
             del kept["forward"]
         if _is_ours(kept.get("_old_forward")):  # accelerate's hook calls this
             kept["_old_forward"] = type(module).forward.__get__(module)
-        if getattr(kept.get("_apply_gate"), "func", None) is forwards.expert_gate:
+        if getattr(kept.get("_apply_gate"), "func", None) is forwards.expert_glu:
             del kept["_apply_gate"]
     if target.__dict__.get("_loss_function") is forwards.causal_loss:
         del target.__dict__["_loss_function"]
@@ -74,7 +112,27 @@ def unpatch(model: nn.Module) -> None:
 
 @contextmanager
 def patched(model: nn.Module, *, loss: str | None = "fused") -> Iterator[Report]:
-    """`with patched(model) as report:` is `patch` for the block alone."""
+    """A context manager: patches the model, and restores it at the end of the block.
+
+    Args:
+        model: As for `patch`.
+        loss: As for `patch`.
+
+    Returns:
+        A context manager that gives the report of `patch`.
+
+    Raises:
+        ValueError: The model is patched already.
+
+    Example:
+        >>> import flashkernel.hf, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> with flashkernel.hf.patched(model) as report:
+        ...     model.config._attn_implementation
+        'fkernel'
+    """
     if _STATE in _transformer(model).__dict__:
         raise ValueError("patched: the model is patched already; leave the block out, or unpatch it before")
     report = patch(model, loss=loss)
@@ -97,8 +155,8 @@ def _transformer(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _put_attention(model: PreTrainedModel) -> Entry:
-    """Choose "fkernel" for the model and its parts, by Transformers' own switch."""
+def _patch_attention(model: PreTrainedModel) -> Entry:
+    """Sets attn_implementation="fkernel" for the model and its submodels."""
     name = type(model).__name__
     submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = list({id(module.config): module.config for module in submodels}.values())
@@ -125,56 +183,56 @@ def _attention_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _put_module(module: nn.Module) -> list[Entry]:
-    """Replace the module's forward where a table knows it."""
+def _patch_module(module: nn.Module) -> list[Entry]:
+    """Replaces the module's forward if a table has its class."""
     key = families.key_of(module)
     if key in families.NORMS:
-        return [_put_norm(module, families.NORMS[key])]
+        return [_patch_norm(module, families.NORMS[key])]
     if key in families.ATTENTIONS:
-        return [_put_forward("rope", module, "rope, of q and k in one", forwards.attention, families.ATTENTIONS[key])]
+        return [_set_forward("rope", module, "rope, of q and k in one", forwards.attention, families.ATTENTIONS[key])]
     if key in families.GATED_MLPS:
-        gate = families.activation_of(module.act_fn, gated=True)
-        if gate is None:
-            return [_left("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")]
-        return [_put_forward("mlp", module, gate, forwards.gated_mlp, gate)]
+        glu = families.activation_of(module.act_fn, gated=True)
+        if glu is None:
+            return [_skipped("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")]
+        return [_set_forward("mlp", module, glu, forwards.gated_mlp, glu)]
     if key in families.PLAIN_MLPS:
         inner = getattr(module, families.PLAIN_MLPS[key])
         name = families.activation_of(inner, gated=False)
         if name is None:
-            return [_left("mlp", module, f"no kernel for {type(inner).__name__}")]
-        entry = _put_forward("mlp", inner, name, forwards.activation, name)
+            return [_skipped("mlp", module, f"no kernel for {type(inner).__name__}")]
+        entry = _set_forward("mlp", inner, name, forwards.activation, name)
         return [replace(entry, module=type(module).__name__)]
     if key in families.LAYERS:
-        return [_put_forward("layer", module, "one function, in steps and short prompts", layer.decoder_layer)]
+        return [_set_forward("layer", module, "one function, in steps and short prompts", layer.decoder_layer)]
     if key in families.EXPERTS:
-        return [_put_experts(module, families.EXPERTS[key])]
-    if key in families.UNROTATED:  # reported with the model's attention, unless it could not be done
-        entry = _put_forward("attention", module, "attention", forwards.unrotated_attention)
+        return [_patch_experts(module, families.EXPERTS[key])]
+    if key in families.GPT2_ATTENTIONS:  # reported with the model's attention, unless it could not be done
+        entry = _set_forward("attention", module, "attention", forwards.gpt2_attention)
         return [] if entry.kernel else [entry]
     if key in families.CONTAINERS or isinstance(module, PreTrainedModel):
         return []
-    part = next((part for ending, part in _SUSPECTS if type(module).__name__.endswith(ending)), None)
-    return [] if part is None else [_left("rope" if part == "attention" else part, module, UNKNOWN)]
+    part = next((part for ending, part in _PART_BY_SUFFIX if type(module).__name__.endswith(ending)), None)
+    return [] if part is None else [_skipped("rope" if part == "attention" else part, module, UNKNOWN)]
 
 
-def _put_norm(module: nn.Module, kind: families.Norm) -> Entry:
+def _patch_norm(module: nn.Module, kind: families.Norm) -> Entry:
     if not kind.rms and (len(module.normalized_shape) != 1 or module.weight is None):  # type: ignore[arg-type]
-        return _left("norm", module, "it normalises several dims, or has no weight")
-    return _put_forward("norm", module, "rms_norm" if kind.rms else "layer_norm", forwards.norm, kind)
+        return _skipped("norm", module, "it normalises several dims, or has no weight")
+    return _set_forward("norm", module, "rms_norm" if kind.rms else "layer_norm", forwards.norm, kind)
 
 
-def _put_experts(module: Any, gate: str | None) -> Entry:
+def _patch_experts(module: Any, glu: str | None) -> Entry:
     implementation = getattr(module.config, "_experts_implementation", None)
-    gate = gate or families.activation_of(module.act_fn, gated=True)
-    if gate is None:
-        return _left("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")
+    glu = glu or families.activation_of(module.act_fn, gated=True)
+    if glu is None:
+        return _skipped("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")
     if implementation == "eager" and hasattr(module, "act_fn"):
-        return _left("mlp", module, 'with experts_implementation="eager" the gate is not a function of its own')
-    module.__dict__["_apply_gate"] = partial(forwards.expert_gate, module, gate)
-    return Entry("mlp", type(module).__name__, 1, gate, "the gate; routing and products stay with Transformers")
+        return _skipped("mlp", module, 'with experts_implementation="eager" the gate is not a function of its own')
+    module.__dict__["_apply_gate"] = partial(forwards.expert_glu, module, glu)
+    return Entry("mlp", type(module).__name__, 1, glu, "the activation; routing and products stay with Transformers")
 
 
-def _put_loss(model: PreTrainedModel, loss: str | None) -> Entry:
+def _patch_loss(model: PreTrainedModel, loss: str | None) -> Entry:
     name = type(model).__name__
     if loss is None:
         return Entry("loss", name, 1, None, "loss=None")
@@ -188,30 +246,30 @@ def _put_loss(model: PreTrainedModel, loss: str | None) -> Entry:
         return Entry("loss", name, 1, "cross_entropy")
     parameters = inspect.signature(type(model).forward).parameters
     names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
-    entry = _put_forward("loss", model, "linear_cross_entropy in training", forwards.causal_model, kind, tuple(names))
+    entry = _set_forward("loss", model, "linear_cross_entropy in training", forwards.causal_model, kind, tuple(names))
     if entry.kernel is None:
         return entry
     model.loss_function = forwards.causal_loss
     # generate() and Trainer read the forward's arguments; annotations would have to be pickled with it.
     kept = [one.replace(annotation=one.empty) for one in list(parameters.values())[1:]]
-    model.__dict__[_place(model)].__signature__ = inspect.Signature(kept)
-    plain = forwards._plain(model.lm_head)
+    model.__dict__[_forward_attribute(model)].__signature__ = inspect.Signature(kept)
+    plain = forwards._is_plain_linear(model.lm_head)
     return Entry(
         "loss", name, 1, entry.kernel if plain else "cross_entropy",
         "training with labels gives no logits" if plain else "lm_head is more than a linear layer: logits are made",
     )  # fmt: skip
 
 
-def _put_forward(part: str, module: nn.Module, kernel: str, forward: Any, *settings: Any) -> Entry:
-    place = _place(module)
-    if place == "forward" and "forward" in module.__dict__:
-        return _left(part, module, "something else has replaced its forward")
-    module.__dict__[place] = partial(forward, module, *settings)
+def _set_forward(part: str, module: nn.Module, kernel: str, forward: Any, *settings: Any) -> Entry:
+    attribute = _forward_attribute(module)
+    if attribute == "forward" and "forward" in module.__dict__:
+        return _skipped(part, module, "something else has replaced its forward")
+    module.__dict__[attribute] = partial(forward, module, *settings)
     return Entry(part, type(module).__name__, 1, kernel)
 
 
-def _place(module: nn.Module) -> str:
-    """Where a forward belongs: accelerate keeps a module's own behind its hook."""
+def _forward_attribute(module: nn.Module) -> str:
+    """The attribute that holds a module's forward: accelerate's hook keeps it in another one."""
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
 
 
@@ -219,12 +277,12 @@ def _is_ours(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.func in _OURS
 
 
-def _left(part: str, module: nn.Module, reason: str) -> Entry:
+def _skipped(part: str, module: nn.Module, reason: str) -> Entry:
     return Entry(part, type(module).__name__, 1, None, reason)
 
 
 def _merged(entries: list[Entry]) -> tuple[Entry, ...]:
-    """Entries that differ in nothing counted as one, in the order of PARTS."""
+    """Equal entries counted as one, in the order of PARTS."""
     counts: dict[Entry, int] = {}
     for entry in entries:
         counts[entry] = counts.get(entry, 0) + entry.count

@@ -1,4 +1,4 @@
-"""The API's endpoints, and the gate before them."""
+"""The endpoints of the API, and the middleware before them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashkernel.engine.llm import LLM
 from flashkernel.engine.server import errors, protocol
-from flashkernel.engine.server.answer import Answer
-from flashkernel.engine.server.driver import Driver
-from flashkernel.engine.server.errors import ApiError, ClientGone
+from flashkernel.engine.server.async_engine import AsyncEngine
+from flashkernel.engine.server.errors import ApiError, ClientDisconnected
+from flashkernel.engine.server.formatters import ChatFormatter, CompletionFormatter, ResponseFormatter
+from flashkernel.engine.server.generation_response import GenerationResponse
 from flashkernel.engine.server.metrics import Metrics
-from flashkernel.engine.server.options import ServerOptions
 from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
-from flashkernel.engine.server.replies import ChatReply, CompletionReply, Reply
+from flashkernel.engine.server.server_args import ServerArgs
 
-OPEN = "/health"  # the one path that takes no key
-CLIENT_GONE = 499  # what others log for it; it is never sent
-LINGER_S = 5.0  # for a client to finish sending what is refused
+PUBLIC_PATH = "/health"  # the only path that needs no key
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; it is never sent
+LINGER_S = 5.0  # for a client to finish sending a request that is refused
 
 
-class Api:
-    """One model behind HTTP."""
+class ApiServer:
+    """One model behind OpenAI's API."""
 
-    def __init__(self, llm: LLM, options: ServerOptions) -> None:
-        self.llm, self.options = llm, options
-        self.name = options.name or os.path.basename(os.path.abspath(llm.name))
+    def __init__(self, llm: LLM, args: ServerArgs) -> None:
+        self.llm, self.args = llm, args
+        self.name = args.served_model_name or os.path.basename(os.path.abspath(llm.name))
         self.metrics = Metrics(llm.engine)
-        capacity = llm.engine.scheduler.most_sequences + options.max_queue
-        self.driver = Driver(llm.engine, capacity, self.metrics)
+        capacity = llm.engine.scheduler.max_num_seqs + args.max_queue
+        self.engine = AsyncEngine(llm.engine, capacity, self.metrics)
         self._started = int(time.time())
 
     def application(self) -> Starlette:
@@ -57,31 +57,31 @@ class Api:
         app = Starlette(
             routes=routes,
             middleware=[
-                Middleware(LingeringClose),
-                Middleware(Gate, self.options.api_key, self.metrics, {route.path for route in routes}),
+                Middleware(LingeringCloseMiddleware),
+                Middleware(AuthenticationMiddleware, self.args.api_key, self.metrics, {route.path for route in routes}),
             ],
             exception_handlers={
-                ApiError: _refuse,
-                ClientGone: _nobody_there,
-                HTTPException: _refuse_route,
-                Exception: _own_fault,
+                ApiError: _api_error,
+                ClientDisconnected: _client_disconnected,
+                HTTPException: _http_error,
+                Exception: _server_error,
             },
             lifespan=self._lifespan,
         )
-        app.state.driver = self.driver
+        app.state.engine = self.engine
         return app
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.driver.start()
+        self.engine.start()
         try:
             yield
         finally:
-            await self.driver.stop()
+            await self.engine.stop()
 
     async def health(self, request: Request) -> Response:
-        """Whether the engine runs, and its last step went well."""
-        healthy = self.driver.healthy
+        """Whether the engine runs and its last step did not fail."""
+        healthy = self.engine.healthy
         return JSONResponse({"status": "ok" if healthy else "failing"}, 200 if healthy else 503)
 
     async def show_metrics(self, request: Request) -> Response:
@@ -97,17 +97,19 @@ class Api:
         return JSONResponse(self._card())
 
     async def complete(self, request: Request) -> ASGIApp:
-        return await self._answer(request, CompletionRequest, CompletionReply)
+        return await self._respond(request, CompletionRequest, CompletionFormatter)
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, ChatRequest, ChatReply)
+        return await self._respond(request, ChatRequest, ChatFormatter)
 
-    async def _answer(self, request: Request, kind: type[protocol.Request], reply: type[Reply]) -> ASGIApp:
-        body = await _read(request, self.options)
-        wanted = protocol.parse(kind, body)
-        if wanted.model != self.name:
-            raise errors.unknown_model(wanted.model, self.name)
-        return Answer(self.driver, self.llm, self.options, wanted, reply(self.name, self.llm.tokenizer))
+    async def _respond(
+        self, request: Request, kind: type[protocol.GenerationRequest], formatter: type[ResponseFormatter]
+    ) -> ASGIApp:
+        body = await _read(request, self.args)
+        parsed = protocol.parse(kind, body)
+        if parsed.model != self.name:
+            raise errors.unknown_model(parsed.model, self.name)
+        return GenerationResponse(self.engine, self.llm, self.args, parsed, formatter(self.name, self.llm.tokenizer))
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -115,12 +117,12 @@ class Api:
             "object": "model",
             "created": self._started,
             "owned_by": "flashkernel",
-            "max_model_len": self.llm.engine.context,
+            "max_model_len": self.llm.engine.max_model_len,
         }
 
 
-class Gate:
-    """Asks for the API key, and counts answers."""
+class AuthenticationMiddleware:
+    """Asks for the API key, and counts responses."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, metrics: Metrics, paths: set[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
@@ -130,19 +132,19 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self._paths else "other"  # nobody can make up labels
+        path = scope["path"] if scope["path"] in self._paths else "other"  # clients cannot invent labels
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.response(path, message["status"])
             await send(message)
 
-        if scope["path"] == OPEN or self._may_enter(scope):
+        if scope["path"] == PUBLIC_PATH or self._authorized(scope):
             await self._app(scope, receive, counting)
         else:
             await _error_response(errors.wrong_key())(scope, receive, counting)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _authorized(self, scope: Scope) -> bool:
         if self._expected is None:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -150,7 +152,7 @@ class Gate:
         return hmac.compare_digest(kind.lower() + b" " + key.strip(), self._expected)
 
 
-class LingeringClose:
+class LingeringCloseMiddleware:
     """Lets a client finish sending before its connection is closed.
 
     A socket that is closed while bytes lie unread is reset, and the client may lose the answer to its own failed send.
@@ -188,25 +190,25 @@ class LingeringClose:
         await self._app(scope, receiving, sending)
 
 
-async def _read(request: Request, options: ServerOptions) -> bytes:
-    """The body of a request, within the limits."""
+async def _read(request: Request, args: ServerArgs) -> bytes:
+    """Reads the body of a request, within the limits."""
     kind = request.headers.get("content-type")
     if (kind or "").partition(";")[0].strip().lower() != "application/json":
         raise errors.not_json(kind)  # pages of other sites can send anything but this without being asked first
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > options.max_body:
-        raise errors.too_large(options.max_body)
+    if declared.isdigit() and int(declared) > args.max_body:
+        raise errors.too_large(args.max_body)
     body = bytearray()
     try:
-        with anyio.fail_after(options.client_timeout):
+        with anyio.fail_after(args.client_timeout):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > options.max_body:
-                    raise errors.too_large(options.max_body)
+                if len(body) > args.max_body:
+                    raise errors.too_large(args.max_body)
     except TimeoutError:
-        raise errors.too_slow_to_send(options.client_timeout) from None
+        raise errors.too_slow_to_send(args.client_timeout) from None
     except ClientDisconnect:
-        raise ClientGone from None
+        raise ClientDisconnected from None
     return bytes(body)
 
 
@@ -214,20 +216,20 @@ def _error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _error_response(error)
 
 
-async def _refuse_route(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}"
     return _error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
-async def _nobody_there(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
+async def _client_disconnected(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _own_fault(request: Request, error: Exception) -> Response:
+async def _server_error(request: Request, error: Exception) -> Response:
     return _error_response(ApiError(500, "the server made a mistake; its log says which"))

@@ -1,0 +1,66 @@
+"""Text of a growing list of tokens, with stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from flashkernel.engine.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Decodes tokens as they come and looks for stop strings.
+
+    Text that may be the beginning of a stop string is held back until the next tokens decide.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], skip_special_tokens: bool) -> None:
+        self._tokenizer, self._stop, self._skip = tokenizer, stop, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self.text = ""  # everything before a stop string
+        self.stopped = False
+        self._num_returned = 0  # characters that `next_text` returned
+
+    def append(self, token_id: int, *, decode: bool = True) -> None:
+        """Adds a token. `stopped` is True if it completed a stop string, which is removed from `text`.
+
+        `decode=False` leaves the text of all tokens to `finish`; it must be the same for all tokens of a sequence.
+        """
+        self._token_ids.append(token_id)
+        if not decode:
+            return
+        piece = self._stream.step(self._tokenizer.backend, token_id)
+        if piece:
+            self._extend(piece)
+
+    def finish(self) -> None:
+        """Decodes what is left: half a character at the end becomes a replacement mark."""
+        if not self.stopped:
+            whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)
+            if len(whole) > len(self.text) and whole.startswith(self.text):
+                self._extend(whole[len(self.text) :])
+
+    def next_text(self, finished: bool = False) -> str:
+        """Text since the last call; without `finished`, what may begin a stop string is held back."""
+        end = len(self.text) if finished or self.stopped else len(self.text) - self._num_held_back()
+        piece = self.text[self._num_returned : end]
+        self._num_returned = max(self._num_returned, end)
+        return piece
+
+    def _extend(self, piece: str) -> None:
+        longest = max((len(stop) for stop in self._stop), default=1)
+        start = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [place for place in (self.text.find(stop, start) for stop in self._stop) if place >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.stopped = True
+
+    def _num_held_back(self) -> int:
+        """Number of characters at the end that may be the beginning of a stop string."""
+        for size in range(max((len(stop) for stop in self._stop), default=1) - 1, 0, -1):
+            if any(len(stop) > size and self.text.endswith(stop[:size]) for stop in self._stop):
+                return size
+        return 0

@@ -1,0 +1,342 @@
+"""The engine: requests go in, steps are taken, outputs come out.
+
+Any thread may add and abort requests; one thread takes steps. On a GPU a step is launched before the tokens of the
+step before it are read (asynchronous scheduling), so the device does not wait for the host. The end of a text is then
+noticed one step late, and that step's token is dropped.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashkernel.engine.detokenizer import IncrementalDetokenizer
+from flashkernel.engine.model_runner import LaunchedStep, ModelRunner
+from flashkernel.engine.outputs import StepOutput, TokenLogprob
+from flashkernel.engine.sampler import INVALID_TOKEN
+from flashkernel.engine.sampling_params import SamplingParams
+from flashkernel.engine.scheduler import Scheduler
+from flashkernel.engine.sequence import Sequence
+from flashkernel.engine.tokenizer import Tokenizer
+
+NOT_FINITE = (
+    "the model's logits are NaN or infinite after these tokens, so no token can be chosen; check its weights for NaN, "
+    "and run it in bfloat16 or float32 if it overflows in float16"
+)
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message says why. Other requests are not affected.
+
+    Example:
+        >>> from flashkernel.engine import LLM, RequestError
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> try:
+        ...     LLM(tiny_transformer(), kv_cache_tokens=64).generate([[999]])
+        ... except RequestError as error:
+        ...     print(error)
+        token 999 is not in the vocabulary, which has 0 to 99
+    """
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was built, and what it holds now.
+
+    Args:
+        num_waiting: Requests in the queue.
+        num_running: Requests that hold blocks.
+        num_finished: Requests that are finished, for whatever reason.
+        prompt_tokens: Prompt tokens of requests that were started.
+        cached_tokens: Of those, tokens found in the prefix cache.
+        generation_tokens: Tokens generated.
+        num_preemptions: How often a request lost its blocks.
+        num_steps: Steps computed.
+        num_used_blocks: KV cache blocks that requests hold.
+        num_blocks: KV cache blocks in all.
+
+    Example:
+        >>> from flashkernel.engine import LLM, SamplingParams
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> llm = LLM(tiny_transformer(), kv_cache_tokens=64, block_size=16)
+        >>> _ = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+        >>> stats = llm.engine.stats()
+        >>> stats.generation_tokens, stats.num_finished, stats.num_used_blocks, stats.num_blocks
+        (4, 1, 0, 4)
+    """
+
+    num_waiting: int
+    num_running: int
+    num_finished: int
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_used_blocks: int
+    num_blocks: int
+
+
+class LLMEngine:
+    """Continuous batching over one model; `build_engine` makes one.
+
+    Args:
+        runner: Runs steps on the device.
+        scheduler: Decides what a step computes.
+        tokenizer: None takes prompts as token ids only.
+        max_model_len: Most tokens of a sequence, prompt and output together.
+        async_scheduling: Launches a step before the tokens of the one before it are read.
+
+    Example:
+        >>> from flashkernel.engine import EngineArgs, SamplingParams, build_engine
+        >>> from flashkernel.engine.dummy_weights import tiny_transformer
+        >>> engine = build_engine(tiny_transformer(), None, EngineArgs(kv_cache_tokens=64))
+        >>> request_id = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2), streaming=False)
+        >>> outputs = []
+        >>> while engine.has_unfinished_requests():
+        ...     outputs += engine.step()
+        >>> outputs[0].request_id == request_id, outputs[0].request_output.outputs[0].finish_reason
+        (True, 'length')
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        async_scheduling: bool,
+    ) -> None:
+        self.runner, self.scheduler, self.tokenizer, self.max_model_len = runner, scheduler, tokenizer, max_model_len
+        self._async_scheduling = async_scheduling
+        self._launched: deque[LaunchedStep] = deque()
+        self._eos_token_ids = frozenset(runner.model.config.eos_token_ids)
+        self._unfinished: dict[str, Sequence] = {}
+        self._added: deque[Sequence] = deque()
+        self._aborted: deque[str] = deque()
+        self._changed = threading.Condition()
+        self._num_requests = 0
+        self.failure: BaseException | None = None  # the error of the last step that failed
+        self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps"), 0)
+
+    def add_request(
+        self,
+        prompt: str | collections.abc.Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        streaming: bool = True,
+    ) -> str:
+        """Queues a request.
+
+        Args:
+            prompt: A text, or token ids.
+            params: Sampling parameters; None takes the defaults.
+            request_id: Must differ from those of unfinished requests; None makes one.
+            streaming: The request has a `StepOutput` for every token; else only one, when it is finished.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            RequestError: It can never be served.
+            TypeError: The prompt is neither text nor token ids.
+        """
+        params = SamplingParams() if params is None else params
+        token_ids = self._encode(prompt)
+        self._check(token_ids, params)
+        most = self.max_model_len
+        max_tokens = most if params.max_tokens is None else min(most, len(token_ids) + params.max_tokens)
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop, params.skip_special_tokens)
+        text = prompt if isinstance(prompt, str) else None
+        with self._changed:
+            self._num_requests += 1
+            name = f"request-{self._num_requests}" if request_id is None else request_id
+            if name in self._unfinished:
+                raise RequestError(f"request {name!r} is being served already; ids must differ")
+            sequence = Sequence(name, text, token_ids, params, max_tokens, streaming, detokenizer)
+            self._unfinished[name] = sequence
+            self._added.append(sequence)
+            self._changed.notify_all()
+        return name
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored."""
+        with self._changed:
+            self._aborted.append(request_id)
+            self._changed.notify_all()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._unfinished or self._launched)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleeps until there is an unfinished request; returns False after `timeout` seconds without one."""
+        with self._changed:
+            return self._changed.wait_for(self.has_unfinished_requests, timeout)
+
+    def step(self) -> list[StepOutput]:
+        """Schedules and computes one batch.
+
+        An error, of the device or of the code, ends all requests with finish_reason "error" and is kept in `failure`;
+        later requests are served, if the device still works.
+
+        Returns:
+            What is new for each request.
+        """
+        outputs: list[StepOutput] = []
+        self._apply_changes(outputs)
+        try:
+            scheduled = self.scheduler.schedule()
+            if scheduled.num_tokens:
+                self._launched.append(self.runner.launch(scheduled))
+                self._count(scheduled.admitted)
+            while self._launched and (len(self._launched) > self._async_scheduling or not scheduled.num_tokens):
+                self._read(self._launched.popleft(), outputs)
+        except BaseException as error:
+            self.failure = error
+            self._fail(f"{type(error).__name__}: {error}", outputs)
+            if not isinstance(error, Exception):
+                raise
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Counters, and what the engine holds now."""
+        scheduler, counts = self.scheduler, self._counts
+        pool = scheduler.cache.pool
+        return EngineStats(
+            num_waiting=len(scheduler.waiting) + len(self._added),
+            num_running=len(scheduler.running),
+            num_finished=counts["finished"],
+            prompt_tokens=counts["prompt"],
+            cached_tokens=counts["cached"],
+            generation_tokens=counts["generated"],
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=counts["steps"],
+            num_used_blocks=pool.in_use,
+            num_blocks=pool.pages - 1,
+        )
+
+    def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the model came without a tokenizer; give prompts as lists of token ids")
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a prompt is text (str) or a list of token ids, not {type(prompt).__name__}")
+        token_ids = np.asarray(prompt)
+        if token_ids.size == 0:
+            return []
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise RequestError(
+                f"a prompt is text (str) or a list of token ids, not {token_ids.ndim}-dim {token_ids.dtype}"
+            )
+        vocab_size = self.runner.model.config.vocab_size
+        if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
+            wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0]
+            raise RequestError(f"token {wrong} is not in the vocabulary, which has 0 to {vocab_size - 1}")
+        return token_ids.tolist()  # type: ignore[no-any-return]
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise RequestError("the prompt is empty; it takes at least one token to go on from")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len is {self.max_model_len}, and one must be left "
+                "to generate. Shorten the prompt, or give the engine a larger max_model_len"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need text, and the model came without a tokenizer; use stop_token_ids")
+        if params.logprobs is not None and params.logprobs > self.runner.model.config.vocab_size:
+            raise RequestError(f"{params.logprobs} logprobs are more than the vocabulary has")
+
+    def _apply_changes(self, outputs: list[StepOutput]) -> None:
+        """Queues added requests; ends aborted ones."""
+        with self._changed:
+            while self._added:
+                self.scheduler.add(self._added.popleft())
+            aborted = [self._unfinished[name] for name in self._aborted if name in self._unfinished]
+            self._aborted.clear()
+        for sequence in dict.fromkeys(aborted):
+            self._finish(sequence, "abort", outputs)
+
+    def _count(self, admitted: list[Sequence]) -> None:
+        self._counts["steps"] += 1
+        for sequence in admitted:
+            if not sequence.num_preemptions:
+                self._counts["prompt"] += sequence.num_prompt_tokens
+                self._counts["cached"] += sequence.num_cached_tokens
+
+    def _read(self, launched: LaunchedStep, outputs: list[StepOutput]) -> None:
+        """Waits for a step's tokens and appends them to their sequences."""
+        token_ids, logprobs = launched.read()
+        now = time.monotonic()
+        for index, (sequence, token_id) in enumerate(zip(launched.sequences, token_ids)):
+            sequence.num_in_flight -= 1
+            if sequence.finish_reason is None:
+                self._append(sequence, token_id, None if logprobs is None else logprobs[index], now, outputs)
+
+    def _append(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float, outputs: list[StepOutput]
+    ) -> None:
+        params, detokenizer = sequence.params, sequence.detokenizer
+        if token_id == INVALID_TOKEN:
+            self._finish(sequence, "error", outputs, error=NOT_FINITE)
+            return
+        sequence.token_ids.append(token_id)
+        self._counts["generated"] += 1
+        if sequence.first_token_time is None:
+            sequence.first_token_time = now
+        if params.logprobs is None:
+            logprob = None
+        elif logprob is not None:
+            logprob = TokenLogprob(token_id, logprob.logprob, logprob.top_logprobs[: params.logprobs])
+            sequence.logprobs.append(logprob)
+        stops = (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+        if detokenizer is not None and not stops:
+            detokenizer.append(token_id, decode=sequence.streaming or bool(params.stop))
+        reason = None
+        if stops or (detokenizer is not None and detokenizer.stopped):
+            reason = "stop"
+        elif len(sequence.token_ids) >= sequence.max_tokens:
+            reason = "length"
+        if reason is not None:
+            self._finish(sequence, reason, outputs, token_id, logprob)
+        elif sequence.streaming:
+            text = "" if detokenizer is None else detokenizer.next_text()
+            outputs.append(StepOutput(sequence.request_id, token_id, text, logprob))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: str,
+        outputs: list[StepOutput],
+        token_id: int | None = None,
+        logprob: TokenLogprob | None = None,
+        error: str | None = None,
+    ) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.finish(sequence)
+        text = ""
+        if sequence.detokenizer is not None:
+            sequence.detokenizer.finish()
+            text = sequence.detokenizer.next_text(finished=True)
+        with self._changed:
+            del self._unfinished[sequence.request_id]
+        self._counts["finished"] += 1
+        outputs.append(StepOutput(sequence.request_id, token_id, text, logprob, sequence.output(error)))
+
+    def _fail(self, message: str, outputs: list[StepOutput]) -> None:
+        """Ends all requests and empties the prefix cache: what a failed step wrote is unknown."""
+        self._launched.clear()
+        self._apply_changes(outputs)
+        for sequence in list(self._unfinished.values()):
+            self._finish(sequence, "error", outputs, error=message)
+        self.scheduler.reset_prefix_cache()

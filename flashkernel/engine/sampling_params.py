@@ -1,0 +1,102 @@
+"""Sampling parameters of a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen and when it ends; vLLM's names.
+
+    The order is: penalties, temperature, top_k, top_p, min_p, then one sample.
+
+    Args:
+        max_tokens: Most generated tokens; None goes on to `max_model_len`.
+        temperature: 0 takes the most likely token (greedy); above 0 logits are divided by it and a token is sampled.
+        top_k: Keeps the k most likely tokens; 0 keeps all.
+        top_p: Keeps the most likely tokens whose probabilities reach this sum; in (0, 1].
+        min_p: Keeps tokens with at least this share of the most likely token's probability; in [0, 1].
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the prompt or output.
+        presence_penalty: Subtracted from logits of tokens that the output has.
+        frequency_penalty: Subtracted from logits for each time that the output has the token.
+        seed: The same seed gives the same samples, whatever else is in the batch; None takes a random one.
+        stop: A string or strings before which the text ends.
+        stop_token_ids: Tokens after which generation ends, beside the model's own.
+        ignore_eos: Goes on after the model's own end-of-sequence tokens.
+        logprobs: Returns the log probability of each token, and of so many of the most likely ones; None: neither.
+        skip_special_tokens: Leaves special tokens out of the text.
+
+    Raises:
+        ValueError: A value is out of its range.
+
+    Example:
+        >>> from flashkernel.engine import SamplingParams
+        >>> SamplingParams(temperature=0.8, top_p=0.95, seed=1, stop="\\n").stop
+        ('\\n',)
+        >>> SamplingParams(top_p=3.0)
+        Traceback (most recent call last):
+        ValueError: sampling: top_p is 3.0; it must be a number from 0 to 1; use temperature=0 for greedy sampling
+    """
+
+    max_tokens: int | None = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("top_k", self.top_k, 0, None)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, "use temperature=0 for greedy sampling")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is no penalty")
+        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"sampling: {name} is 0; it must be above")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if len(stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"sampling: stop is {list(stop)!r}; it takes up to {MAX_STOP_STRINGS} strings, none empty")
+        for token in self.stop_token_ids:
+            _whole("an entry of stop_token_ids", token, 0, None)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty changes logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _whole(name: str, value: object, least: int, most: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"sampling: {name} is {value!r}; it must be a whole number, {bounds}")
+
+
+def _number(name: str, value: object, least: float, most: float, hint: str = "") -> None:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or not least <= value <= most:  # type: ignore[operator]
+        more = f"; {hint}" if hint else ""
+        raise ValueError(f"sampling: {name} is {value!r}; it must be a number from {least:g} to {most:g}{more}")

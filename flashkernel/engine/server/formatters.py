@@ -1,0 +1,147 @@
+"""Formats outputs as OpenAI's API does, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from flashkernel.engine.outputs import RequestOutput, TokenLogprob
+from flashkernel.engine.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of a token that is no whole character
+
+
+class ResponseFormatter:
+    """Formats the response of one call; each prompt has one choice."""
+
+    prefix, response_object, chunk_object = "", "", ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
+
+    def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The whole response."""
+        choices = []
+        for index, output in enumerate(outputs):
+            done = output.outputs[0]
+            choices.append(self.choice(index, done.text, done.logprobs, done.finish_reason))
+        return {**self._object(self.response_object, choices), "usage": usage(outputs)}
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """The chunk before the text of a choice; None if there is none."""
+        return None
+
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return self._object(self.chunk_object, [self.delta(index, text, logprobs, reason)])
+
+    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The last chunk of a stream with `include_usage`."""
+        return {**self._object(self.chunk_object, []), "usage": usage(outputs)}
+
+    def choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        """A choice of the whole response."""
+        raise NotImplementedError
+
+    def delta(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        """A choice of a chunk."""
+        raise NotImplementedError
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+class CompletionFormatter(ResponseFormatter):
+    """Responses of /v1/completions."""
+
+    prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(model, tokenizer)
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
+
+    def choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        found = None if logprobs is None else self._logprobs(index, logprobs)
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
+
+    delta = choice
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        texts = [self._token_text(one.token_id) for one in logprobs]
+        offset, offsets = self._offsets.get(index, 0), []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(one.logprob, MIN_LOGPROB) for one in logprobs],
+            "top_logprobs": [
+                {self._token_text(token): max(log, MIN_LOGPROB) for token, log in one.top_logprobs} for one in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormatter(ResponseFormatter):
+    """Responses of /v1/chat/completions."""
+
+    prefix, response_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._object(self.chunk_object, [choice])
+
+    def delta(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        delta = {"content": text} if text or reason is None else {}
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = [
+            {**self._entry(one.token_id, one.logprob), "top_logprobs": [self._entry(*top) for top in one.top_logprobs]}
+            for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        known = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": known}
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """OpenAI's usage object of a call."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }

@@ -1,0 +1,156 @@
+"""The response to a completion or chat request: adds it to the engine and sends the text, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from flashkernel.engine.llm import LLM
+from flashkernel.engine.outputs import RequestOutput, StepOutput
+from flashkernel.engine.server import errors
+from flashkernel.engine.server.async_engine import AsyncEngine, OutputCollector
+from flashkernel.engine.server.errors import ApiError, ClientDisconnected
+from flashkernel.engine.server.formatters import ResponseFormatter
+from flashkernel.engine.server.protocol import GenerationRequest
+from flashkernel.engine.server.server_args import ServerArgs
+
+DONE = b"data: [DONE]\n\n"
+
+
+class GenerationResponse:
+    """An ASGI application for one request. However it ends, the engine has no unfinished request for it."""
+
+    def __init__(
+        self, engine: AsyncEngine, llm: LLM, args: ServerArgs, request: GenerationRequest, formatter: ResponseFormatter
+    ) -> None:
+        self._engine, self._llm, self._args = engine, llm, args
+        self._request, self._formatter = request, formatter
+        self._params = request.sampling_params()
+        self._request_ids = [f"{formatter.id}-{index}" for index in range(request.num_choices)]
+        self._finished: dict[int, RequestOutput] = {}  # by index of the choice
+        self._started: set[int] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._engine.generate(self._request_ids, self._add, self._args.timeout) as collector:
+            watcher = asyncio.create_task(self._watch(receive, collector))
+            try:
+                if self._request.streaming:
+                    await self._stream(collector, send)
+                else:
+                    await self._send_whole(collector, scope, receive, send)
+            finally:
+                watcher.cancel()
+
+    @property
+    def _unfinished(self) -> bool:
+        """Whether outputs are missing; the collector may have the last ones already."""
+        return len(self._finished) < len(self._request_ids)
+
+    def _add(self) -> None:
+        """Adds the prompts to the engine; runs in a thread."""
+        try:
+            for request_id, prompt in zip(self._request_ids, self._request.prompts(self._llm.tokenizer)):
+                self._llm.engine.add_request(
+                    prompt, self._params, request_id=request_id, streaming=self._request.streaming
+                )
+        except ValueError as error:
+            raise errors.bad_request(str(error)) from error
+
+    async def _watch(self, receive: Receive, collector: OutputCollector) -> None:
+        """Aborts the requests when the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._engine.abort(collector, ClientDisconnected())
+
+    async def _send_whole(self, collector: OutputCollector, scope: Scope, receive: Receive, send: Send) -> None:
+        while self._unfinished:
+            self._keep_finished(collector, await collector.get())
+        body = self._formatter.response([self._finished[index] for index in range(len(self._request_ids))])
+        await JSONResponse(body, headers={"X-Request-Id": self._formatter.id})(scope, receive, send)
+
+    async def _stream(self, collector: OutputCollector, send: Send) -> None:
+        outputs = await collector.get()
+        self._keep_finished(collector, outputs)  # an error before the first token still has a status of its own
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"x-request-id", self._formatter.id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            try:
+                await self._send_chunks(collector, outputs, send)
+                while self._unfinished:
+                    outputs = await collector.get()
+                    self._keep_finished(collector, outputs)
+                    await self._send_chunks(collector, outputs, send)
+                end = self._end()
+            except ApiError as error:
+                end = _event(error.body())
+            await self._send(send, end, more=False)
+        except ClientDisconnected:
+            pass
+
+    async def _send_chunks(self, collector: OutputCollector, outputs: list[StepOutput], send: Send) -> None:
+        body = b"".join(map(_event, self._chunks(collector, outputs)))
+        if body:
+            await self._send(send, body)
+
+    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
+        """Sends a part of the body; ClientDisconnected if the client does not read."""
+        try:
+            with anyio.fail_after(self._args.client_timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise ClientDisconnected from None
+
+    def _end(self) -> bytes:
+        if not self._request.include_usage:
+            return DONE
+        return _event(self._formatter.usage_chunk(list(self._finished.values()))) + DONE
+
+    def _keep_finished(self, collector: OutputCollector, outputs: list[StepOutput]) -> None:
+        """Keeps finished requests; ApiError if one failed or was aborted."""
+        for output in outputs:
+            finished = output.request_output
+            if finished is None:
+                continue
+            if finished.outputs[0].finish_reason == "error":
+                raise errors.engine_failed()
+            if finished.outputs[0].finish_reason == "abort":
+                raise errors.shutting_down()
+            self._finished[collector.indices[output.request_id]] = finished
+
+    def _chunks(self, collector: OutputCollector, outputs: list[StepOutput]) -> Iterator[dict[str, Any]]:
+        """One chunk for each choice that has new text; if the client is slow, a chunk has several tokens."""
+        by_choice: dict[int, list[StepOutput]] = {}
+        for output in outputs:
+            by_choice.setdefault(collector.indices[output.request_id], []).append(output)
+        for index, new in by_choice.items():
+            if index not in self._started:
+                self._started.add(index)
+                first = self._formatter.first_chunk(index)
+                if first is not None:
+                    yield self._with_usage(first)
+            text = "".join(output.text for output in new)
+            logprobs = [output.logprob for output in new if output.logprob is not None]
+            finished = (output.request_output for output in new if output.request_output is not None)
+            reason = next((output.outputs[0].finish_reason for output in finished), None)
+            if text or logprobs or reason is not None:
+                yield self._with_usage(self._formatter.chunk(index, text, logprobs or None, reason))
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """With `include_usage` every chunk but the last has a usage of null."""
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    """One server-sent event. In plain ASCII, for readers that take other characters for ends of lines."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
