@@ -1,4 +1,4 @@
-"""What there is: doctor, ops, explain."""
+"""What is installed and which backend runs: doctor, ops, explain."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashkernel.commands.options import AnyDevice, Formatted, Names
-from flashkernel.lab import screen
-from flashkernel.lab.screen import Format
+from flashkernel.lab import output, progress
+from flashkernel.lab.output import Format
 
 
 def doctor(format: Formatted = Format.table) -> None:
-    """Say what is installed, what the hardware offers, what will be used and what is missing."""
-    from flashkernel.lab.doctor import examine
+    """Show installed packages, GPUs, environment and the backend of each operator, and what to install."""
+    from flashkernel.lab.doctor import diagnose
 
-    findings = list(examine())
-    table = Table("", "name", "status", "detail", "to get it")
+    findings = list(diagnose())
+    table = Table("", "name", "status", "detail", "how to fix it")
     colours = {"ok": "green", "missing": "yellow", "broken": "bold red"}
     topic = ""
     for found in findings:
@@ -26,7 +26,7 @@ def doctor(format: Formatted = Format.table) -> None:
         topic = found.topic
         status = f"[{colours[found.status]}]{found.status}[/]"
         table.add_row(shown, found.name, status, escape(found.detail), escape(found.advice))
-    screen.show(format, [found.as_dict() for found in findings], [table])
+    output.show(format, [found.as_dict() for found in findings], [table])
     if any(found.status == "broken" for found in findings):
         raise typer.Exit(1)
 
@@ -34,18 +34,22 @@ def doctor(format: Formatted = Format.table) -> None:
 def ops(
     names: Names = None,
     device: AnyDevice = None,
-    dtype: Annotated[str | None, typer.Option(help="Ask for this dtype; by default what models use there.")] = None,
-    why: Annotated[bool, typer.Option("--why", help="Give the reason where a backend cannot serve.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of the inputs; by default the one models use on the device.")
+    ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Give the reason where a backend does not support the call.")
+    ] = False,
     format: Formatted = Format.table,
 ) -> None:
-    """Show which backends serve each operator, and which one is the default."""
-    with screen.clear_errors():
+    """Show which backends support each operator on a device, and which one is the default."""
+    with progress.report_errors():
         from flashkernel.lab import selection
 
         hardware = selection.hardware(device)
         wanted = (selection.dtypes([dtype] if dtype else None) or [selection.default_dtype(hardware)])[0]
         chosen = selection.operators(names)
-        answers = {op.name: selection.question(op, op.benches[0], wanted, hardware) for op in chosen}
+        answers = {op.name: selection.explain_case(op, op.benches[0], wanted, hardware) for op in chosen}
         backends = list(dict.fromkeys(backend.name for op in chosen for backend in op.backends))
     values = [
         {
@@ -69,20 +73,24 @@ def ops(
             reason = f": {escape(value['reason'])}" if why and value["reason"] else ""
             cells.append(looks[value["status"]] + reason)
         table.add_row(op.name, *cells)
-    screen.show(format, values, [table])
+    output.show(format, values, [table])
 
 
 def explain(
     name: Annotated[str, typer.Argument(metavar="OP", help="The operator.")],
-    axes: Annotated[list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="Sizes that differ.")] = None,
+    axes: Annotated[
+        list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="Sizes to change, as in rows=4096.")
+    ] = None,
     case: Annotated[str | None, typer.Option(help="Start from this case; by default the first benchmark.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="The inputs' dtype; by default what models use there.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of the inputs; by default the one models use on the device.")
+    ] = None,
     device: AnyDevice = None,
-    backend: Annotated[str | None, typer.Option(help="Ask what happens where this backend is asked for.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Explain the call with backend=... set to this one.")] = None,
     format: Formatted = Format.table,
 ) -> None:
-    """Say which backend a call would run on, and why not each other one. Nothing is launched or allocated."""
-    with screen.clear_errors():
+    """Explain which backend a call runs on and why each other one does not. Launches and allocates nothing."""
+    with progress.report_errors():
         from flashkernel.lab import selection
 
         hardware = selection.hardware(device)
@@ -90,9 +98,9 @@ def explain(
         selection.implementations([op], [backend] if backend else None, baselines=False)
         wanted = (selection.dtypes([dtype] if dtype else None) or [selection.default_dtype(hardware)])[0]
         start = selection.cases([op], [case] if case else None, lambda op: (*op.benches, *op.cases))[name][0]
-        answer = selection.question(op, selection.with_axes(start, axes or [], op), wanted, hardware, backend)
+        answer = selection.explain_case(op, selection.with_axes(start, axes or [], op), wanted, hardware, backend)
     if format is Format.table:
-        screen.out().print(str(answer), markup=False, highlight=False)
+        output.stdout_console().print(str(answer), markup=False, highlight=False)
         return
     values = [
         {
@@ -103,4 +111,4 @@ def explain(
         }
         for verdict in answer.verdicts
     ]
-    screen.show(format, values, [])
+    output.show(format, values, [])

@@ -17,12 +17,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from flashkernel.lab import screen
-from flashkernel.lab.screen import Format
+from flashkernel.lab import output, progress
+from flashkernel.lab.output import Format
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from flashkernel.lab.random_calls import Call, CallOutcome
 
 MOST_WORKERS = 8
@@ -56,7 +54,7 @@ RandomTimeout = Annotated[
 
 @dataclass(frozen=True)
 class Limits:
-    """How much to draw, and from where."""
+    """How many calls to draw, and from which seeds and sizes."""
 
     seconds: float | None
     calls: int | None
@@ -73,43 +71,48 @@ def check_random(
     limits: Limits,
     format: Format,
 ) -> None:
-    """Draw calls, check them, print what failed and how to repeat it; exit 1 if one failed."""
-    with screen.clear_errors():
+    """Draws calls, checks them, prints failures and how to repeat them; exits 1 if one failed or none was checked."""
+    with progress.report_errors():
         from flashkernel.core import env
         from flashkernel.lab import random_calls, selection
 
-        place = selection.device(device)
+        target = selection.device(device)
         chosen = selection.operators(names)
         backends = selection.implementations(chosen, backend, baselines=False) or []
-    sizes = limits.sizes or ("large" if place.type == "cuda" else "small")
+    sizes = limits.sizes or ("large" if target.type == "cuda" else "small")
     repeat = limits.seed is not None and limits.seconds is None and limits.calls is None
     seed = secrets.randbelow(2**31) if limits.seed is None else limits.seed
     outcomes: list[CallOutcome] = []
-    if place.type == "cpu" and not env.interpreting():
-        screen.tell("on a CPU, Triton kernels are checked with TRITON_INTERPRET=1; without it torch alone serves")
-    with screen.progress() as progress, screen.keeping_results() as stopped, _interruptible():
+    if target.type == "cpu" and not env.interpreting():
+        progress.log("on a CPU Triton kernels run under TRITON_INTERPRET=1 only; without it torch is the only backend")
+    with progress.progress_bar(limits.calls, "starting") as bar, progress.keep_results() as stopped, _interruptible():
         if repeat:  # in this process, where a debugger sees it
             calls = [random_calls.Call(op.name, seed, sizes) for op in chosen]
-            found: Iterator[CallOutcome] = (random_calls.run_one(call, place, backends) for call in calls)
+            found: Iterator[CallOutcome] = (random_calls.run_one(call, target, backends) for call in calls)
         else:
             seconds = DEFAULT_SECONDS if limits.seconds is None and limits.calls is None else limits.seconds
             batches = _until(random_calls.schedule(chosen, seed, sizes, limits.calls), seconds)
             workers = limits.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-            found = random_calls.run(batches, place, backends, workers, limits.timeout_s)
-        _collect(found, outcomes, progress, limits.calls)
+            found = random_calls.run(batches, target, backends, workers, limits.timeout_s)
+        _collect(found, outcomes, bar)
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
-    screen.show(format, [outcome.as_dict() for outcome in outcomes], [_summary(outcomes)])
+    output.show(format, [outcome.as_dict() for outcome in outcomes], [_summary(outcomes)])
     if repeat and format is Format.table:
         for outcome in outcomes:
-            screen.tell(f"{outcome.call.op}: {outcome.case}")
+            progress.log(f"{outcome.call.op}: {outcome.case}")
     for outcome in failed:
-        screen.tell(_failure(outcome))
-    screen.leave(stopped, failed=bool(failed))
+        progress.log(_failure(outcome))
+    nothing = not stopped.code and not failed and not any(outcome.checked for outcome in outcomes)
+    if nothing:
+        named = f"the selected backends ({', '.join(backends)})" if backends else "no backend"
+        verb = "support none of the calls" if backends else "supports the calls"
+        progress.log(f"nothing was checked: {named} {verb} on this device; flashkernel ops --why says why")
+    progress.exit_with(stopped, failed=bool(failed) or nothing)
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """A run that is terminated (by `timeout`, say) prints what it found, as one that is interrupted does."""
+    """Treats SIGTERM (as `timeout` sends it) like Ctrl-C: the run prints what it found."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -118,7 +121,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _until(batches: Iterator[list[Call]], seconds: float | None) -> Iterator[list[Call]]:
-    """The batches that there is time to start."""
+    """Yields batches until the time is up."""
     end = None if seconds is None else time.monotonic() + seconds
     for batch in batches:
         if end is not None and time.monotonic() >= end:
@@ -126,8 +129,7 @@ def _until(batches: Iterator[list[Call]], seconds: float | None) -> Iterator[lis
         yield batch
 
 
-def _collect(found: Iterator[CallOutcome], outcomes: list[CallOutcome], progress: Progress, total: int | None) -> None:
-    bar = progress.add_task("starting", total=total)
+def _collect(found: Iterator[CallOutcome], outcomes: list[CallOutcome], bar: progress.Bar) -> None:
     start = time.monotonic()
     failed = 0
     for outcome in found:
@@ -135,7 +137,7 @@ def _collect(found: Iterator[CallOutcome], outcomes: list[CallOutcome], progress
         if outcome.status == "failed":
             failed += 1
         rate = len(outcomes) / max(1e-3, time.monotonic() - start)
-        progress.update(bar, advance=1, description=f"{rate:.1f} calls/s, {failed} failed; {outcome.call.op}")
+        bar.next(f"{rate:.1f} calls/s, {failed} failed; {outcome.call.op}")
 
 
 def _failure(outcome: CallOutcome) -> str:
@@ -144,8 +146,8 @@ def _failure(outcome: CallOutcome) -> str:
 
 
 def _summary(outcomes: Sequence[CallOutcome]) -> Table:
-    """Calls counted by operator."""
-    table = Table("operator", "calls", "passed", "failed", "torch alone", "checks of each backend")
+    """A table that counts calls by operator."""
+    table = Table("operator", "calls", "passed", "failed", "no kernel", "checks by backend")
     for op in dict.fromkeys(outcome.call.op for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.call.op == op]
         count = Counter(outcome.status for outcome in mine)

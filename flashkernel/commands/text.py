@@ -1,4 +1,4 @@
-"""A language model at work: generate, chat, serve."""
+"""Text from a language model: generate, chat, serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashkernel.commands.options import (
     TopK,
     TopP,
 )
-from flashkernel.lab import screen
+from flashkernel.lab import progress
 
 if TYPE_CHECKING:
     from flashkernel.engine import LLM
@@ -38,17 +38,19 @@ def generate(
     dtype: ModelDtype = None,
 ) -> None:
     """Generate text with a language model, printed as it comes."""
-    with screen.clear_errors():
+    with progress.report_errors():
         from flashkernel.engine import SamplingParams, console
 
-        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed, stop=tuple(stop or ()))
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
+        )
         text = console.check_prompt(typer.get_text_stream("stdin").read() if prompt == "-" else prompt)
         llm = load_model(model, device, dtype)
         try:
             done = console.generate(llm, text, params, plain=plain)
         except KeyboardInterrupt:
-            raise typer.Exit(screen.INTERRUPTED) from None
-    screen.tell(console.summary(done))
+            raise typer.Exit(progress.INTERRUPTED) from None
+    progress.log(console.summary(done))
 
 
 def chat(
@@ -63,62 +65,63 @@ def chat(
     dtype: ModelDtype = None,
 ) -> None:
     """Talk with a language model."""
-    with screen.clear_errors():
+    with progress.report_errors():
         from flashkernel.engine import SamplingParams, console
 
-        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=seed)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         llm = load_model(model, device, dtype)
-        console.chat(llm, params, system, screen.tell)
+        console.chat(llm, params, system, progress.log)
 
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A folder as Transformers saves it, a GGUF file, or smollm2.")
+        str, typer.Argument(help="A folder as Transformers saves it, a GGUF file, owner/name, or smollm2.")
     ] = "smollm2",
     host: Annotated[str, typer.Option(help="The address to bind to; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; the last part of its path.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; the last part of its path.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="A key that clients must send.")] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="A file that holds the key; other users see options.")
     ] = None,
-    max_requests: Annotated[int | None, typer.Option(help="Requests computed at the same time.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests computed at the same time.")] = None,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; further ones are told to come again.")] = 1024,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take, its wait included.")] = 600.0,
     grace: Annotated[float, typer.Option(help="Seconds requests have to finish after Ctrl-C.")] = 30.0,
-    context: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None,
-    cache_tokens: Annotated[int | None, typer.Option(help="Room for keys and values, in tokens.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None,
+    kv_cache_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache, in tokens.")] = None,
     access_log: Annotated[bool, typer.Option(help="A line for each request.")] = True,
     device: OnDevice = None,
     dtype: ModelDtype = None,
 ) -> None:
     """Serve a language model over HTTP, as OpenAI's API does."""
-    with screen.clear_errors():
+    with progress.report_errors():
         from flashkernel.engine import server
 
         key = api_key if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
-        options = server.ServerOptions(
-            host, port, name, key, max_queue, timeout, grace=grace, access_log=access_log
+        options = server.ServerArgs(
+            host, port, served_model_name, key, max_queue, timeout, grace=grace, access_log=access_log
         )  # fmt: skip
         listener = server.bind(options)
-        limits = {"most_sequences": max_requests, "context": context, "cache_tokens": cache_tokens}
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "kv_cache_tokens": kv_cache_tokens}
         llm = load_model(model, device, dtype, **limits)
         try:
-            server.serve(llm, options, listener, screen.tell)
+            server.serve(llm, options, listener, progress.log)
         except KeyboardInterrupt:
-            raise typer.Exit(screen.INTERRUPTED) from None
+            raise typer.Exit(progress.INTERRUPTED) from None
 
 
 def load_model(model: str, device: str | None, dtype: str | None, **options: Any) -> LLM:
-    from flashkernel.engine import LLM, fetch
+    from flashkernel.engine import LLM, hub
 
-    fetch.resolve(model)  # first of all, since pip draws a bar of its own
-    with screen.progress() as progress:
-        bar = progress.add_task(f"loading {model}", total=None)
+    hub.resolve(model)  # first of all, since pip draws a bar of its own
+    with progress.progress_bar(description=f"loading {model}") as bar:
         return LLM(
             model,
             device=device,
             dtype=dtype,
             **options,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=bar.set_completed,
         )

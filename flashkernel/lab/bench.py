@@ -1,8 +1,8 @@
-"""The benchmark: every backend and every baseline that can do a case, checked and then timed side by side.
+"""The operator benchmark: checks and times every backend and every baseline that supports a case.
 
-For each implementation the check comes first, in the same run; a wrong one is still timed, but its record says so and
-its times claim nothing. Input sets rotate so that the L2 cache is cold, and all implementations see equal ones. One
-that fails or runs out of memory becomes a record with an `error`; the others go on.
+Each implementation is checked against the reference in the same run before it is timed. A wrong one is timed too, but
+its record says so and its times are not compared. Calls rotate over several input sets so that the L2 cache is cold;
+all implementations get the same sets. One that raises or runs out of memory gives a record with an `error`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,48 @@ from typing import Any
 import torch
 
 from flashkernel.core import check, roofline, timing
-from flashkernel.core.device import facts
+from flashkernel.core.device import properties
 from flashkernel.core.op import Case, Op, resolve
 from flashkernel.lab import selection
 from flashkernel.lab.results import STATISTICS, Record
 
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
-MEMORY_SHARE = 0.25  # of the free memory: the most that rotating inputs may take
+MEMORY_SHARE = 0.25  # of the free memory: limit of the rotating input sets
 
 Inputs = Mapping[str, torch.Tensor]
 Function = Callable[..., Any]
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class DeviceLostError(RuntimeError):
-    """An implementation left the GPU in a state that only a new process can leave."""
+    """The CUDA context is unusable after an error; only a new process can use the GPU again."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a run measures; by default all implementations that can, but not the reference."""
+class BenchOptions:
+    """What to measure and how.
+
+    Args:
+        device: where to run.
+        ceilings: measured bandwidth and FLOP rates; without them records have no rates and no percent of the roof.
+        directions: a subset of `DIRECTIONS`; None for all that the operator has.
+        implementations: names of backends and baselines; None for all but the reference.
+        budget_s: seconds of timing for each measurement.
+        on_progress: called with what is about to be measured.
+        on_note: called with what is left out, and why.
+    """
 
     device: torch.device
-    ceilings: roofline.Ceilings | None = None  # without them nothing is placed under a roof
+    ceilings: roofline.Ceilings | None = None
     directions: Sequence[str] | None = None
     implementations: Sequence[str] | None = None
     budget_s: float = 1.0
-    step: Tell = lambda text: None  # hears what is about to be measured
-    note: Tell = lambda text: None  # hears what is left out, and why
+    on_progress: Log = lambda text: None
+    on_note: Log = lambda text: None
 
-    def wants(self, name: str, automatic: bool) -> bool:
-        return name in self.implementations if self.implementations else automatic
+    def selects(self, name: str, default: bool) -> bool:
+        """True if an implementation is asked for by name or, where none is named, runs by default."""
+        return name in self.implementations if self.implementations else default
 
 
 @dataclass(frozen=True)
@@ -59,40 +70,47 @@ class Candidate:
     name: str
     kind: str  # "backend" or "baseline"
     function: Function
-    options: Mapping[str, Any]  # those to be passed: a baseline is made for its case, and may have bound them
-    checked: str | Function  # as check.verify wants it
+    options: Mapping[str, Any]  # those passed to the call; a baseline may have bound some when it was built
+    checked: str | Function  # the `implementation` argument of check.verify
     forward_only: bool = False
 
 
-def bench(op: Op, case: Case, dtype: torch.dtype, settings: Settings) -> Iterator[Record]:
-    """Time every implementation of one case; records come as they are measured."""
-    possible = [name for name in directions_of(op, case, dtype) if name in (settings.directions or DIRECTIONS)]
-    candidates = list(_candidates(op, case, dtype, settings)) if possible else []
+def bench(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iterator[Record]:
+    """Times every implementation of one case; yields records as they are measured.
+
+    Args:
+        op: the operator.
+        case: sizes and options of the call.
+        dtype: dtype of the inputs.
+        options: device, directions, implementations and time budget.
+    """
+    possible = [name for name in directions_of(op, case, dtype) if name in (options.directions or DIRECTIONS)]
+    candidates = list(_candidates(op, case, dtype, options)) if possible else []
     for candidate in candidates:
         directions = [name for name in possible if name == "fwd" or not candidate.forward_only]
         if not directions:
-            settings.note(f"{op.name}: {candidate.name} left out: it has no backward pass")
+            options.on_note(f"{op.name}: {candidate.name} left out: it has no backward pass")
             continue
-        _tidy(settings.device)
-        blank = _blank(op, case, dtype, candidate)
-        failure, reports = _attempt(partial(_verify, op, case, dtype, candidate, directions, settings))
-        if failure is None:  # the same values each time, drawn anew: some peers write to their inputs
-            failure, sets = _attempt(partial(input_sets, op, case, dtype, settings.device))
+        _reset(options.device)
+        empty = _empty_record(op, case, dtype, candidate)
+        failure, reports = _attempt(partial(_verify, op, case, dtype, candidate, directions, options))
+        if failure is None:  # made for each candidate, with the same values: some baselines overwrite their inputs
+            failure, sets = _attempt(partial(input_sets, op, case, dtype, options.device))
         if failure is not None:
-            yield from (replace(blank, direction=direction, error=failure) for direction in directions)
+            yield from (replace(empty, direction=direction, error=failure) for direction in directions)
             continue
         for direction in directions:
-            settings.step(f"{op.name} {case.name} {blank.dtype} {direction}: {candidate.name}")
-            wrong = [report.message for report in reports if not report.ok and _concerns(report, direction)]
-            record = replace(blank, direction=direction, correct=not wrong, note=wrong[0] if wrong else None)
-            failure, timed = _attempt(partial(_timed, record, op, case, dtype, candidate, sets, settings))
+            options.on_progress(f"{op.name} {case.name} {empty.dtype} {direction}: {candidate.name}")
+            wrong = [report.message for report in reports if not report.ok and _affects(report, direction)]
+            record = replace(empty, direction=direction, correct=not wrong, note=wrong[0] if wrong else None)
+            failure, timed = _attempt(partial(_timed, record, op, case, dtype, candidate, sets, options))
             yield timed if failure is None else replace(record, error=failure)
         del sets
-    _tidy(settings.device)
+    _reset(options.device)
 
 
 def directions_of(op: Op, case: Case, dtype: torch.dtype) -> list[str]:
-    """The directions a case is timed in: the whole step, where the operator prices it, stands for the backward."""
+    """The directions a case is timed in; "fwd+bwd" replaces "bwd" where the operator declares its cost."""
     priced = op.cost(case, dtype)
     differentiable = check.wanted_gradients(op, case, selection.shapes_only(op, case, dtype))
     found = [name for name in DIRECTIONS if name in priced and (name == "fwd" or differentiable)]
@@ -100,41 +118,41 @@ def directions_of(op: Op, case: Case, dtype: torch.dtype) -> list[str]:
 
 
 def input_sets(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> list[Inputs]:
-    """Enough input sets to keep the L2 cache cold, within the memory there is."""
+    """As many input sets as keep the L2 cache cold, within the free memory."""
     sets: list[Inputs] = [op.make_inputs(case, dtype, device, seed=0)]
     size = sum(value.nbytes for value in sets[0].values())
     wanted = min(timing.rotation(size, device), max(1, int(_allowance(device) // max(1, size))))
     return sets + [op.make_inputs(case, dtype, device, seed) for seed in range(1, wanted)]
 
 
-def _candidates(op: Op, case: Case, dtype: torch.dtype, settings: Settings) -> Iterator[Candidate]:
-    """Ours first, the backend that dispatch would pick before the others; then the baselines."""
-    kind = settings.device.type
-    answer = selection.question(op, case, dtype, facts(settings.device))
+def _candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iterator[Candidate]:
+    """Yields our backends, the one that dispatch picks first, then the baselines."""
+    kind = options.device.type
+    answer = selection.explain_case(op, case, dtype, properties(options.device))
     for verdict in sorted(answer.verdicts, key=lambda verdict: verdict.backend != answer.chosen):
-        # On a CPU Triton runs in its interpreter, in tests only: to time that says nothing.
+        # On a CPU Triton runs in its interpreter, which is for tests; its times mean nothing.
         named = op.backend(verdict.backend)
-        automatic = named.name != "reference" and (kind == "cuda" or kind in named.auto_devices)
-        if not settings.wants(verdict.backend, automatic):
+        default = named.name != "reference" and (kind == "cuda" or kind in named.auto_devices)
+        if not options.selects(verdict.backend, default):
             continue
         if verdict.reason is not None:
-            settings.note(f"{op.name}: {verdict.backend} left out: {verdict.reason}")
+            options.on_note(f"{op.name}: {verdict.backend} left out: {verdict.reason}")
             continue
         function = partial(op.call, backend=verdict.backend)
         yield Candidate(verdict.backend, "backend", function, case.options, verdict.backend)
     for baseline in op.baselines:
         slow_to_build = baseline.name == "compile" and kind == "cpu"
-        if slow_to_build and not settings.implementations:
-            settings.note("compile left out: it takes long to build on a CPU; ask for it with --impl compile")
-        if not settings.wants(baseline.name, not slow_to_build):
+        if slow_to_build and not options.implementations:
+            options.on_note("compile left out: torch.compile takes minutes on a CPU; select it with --impl compile")
+        if not options.selects(baseline.name, not slow_to_build):
             continue
         try:
             function = resolve(baseline.target)(op, case)
         except ImportError as error:
-            settings.note(f"{baseline.name} left out: it is not installed ({error})")
+            options.on_note(f"{baseline.name} left out: it is not installed ({error})")
         except ValueError as error:
-            settings.note(f"{op.name} {case.name}: {baseline.name} left out: {error}")
-        except Exception as error:  # a peer that breaks while it loads: its record will say so
+            options.on_note(f"{op.name} {case.name}: {baseline.name} left out: {error}")
+        except Exception as error:  # a baseline that fails to load; its record has the error
             broken = partial(_raise, error)
             yield Candidate(baseline.name, "baseline", broken, {}, broken)
         else:
@@ -156,25 +174,25 @@ def _without(function: Function, dropped: set[str], **given: Any) -> Any:
     return function(**{name: value for name, value in given.items() if name not in dropped})
 
 
-def _blank(op: Op, case: Case, dtype: torch.dtype, candidate: Candidate) -> Record:
+def _empty_record(op: Op, case: Case, dtype: torch.dtype, candidate: Candidate) -> Record:
     name = str(dtype).removeprefix("torch.")
     return Record(op.name, case.name, dict(case.axes), name, "fwd", candidate.name, candidate.kind, correct=False)
 
 
 def _verify(
-    op: Op, case: Case, dtype: torch.dtype, candidate: Candidate, directions: Sequence[str], settings: Settings
+    op: Op, case: Case, dtype: torch.dtype, candidate: Candidate, directions: Sequence[str], options: BenchOptions
 ) -> list[check.Report]:
-    settings.step(f"{op.name} {case.name} {str(dtype).removeprefix('torch.')}: checking {candidate.name}")
+    options.on_progress(f"{op.name} {case.name} {str(dtype).removeprefix('torch.')}: checking {candidate.name}")
     small = case.at(**case.check_axes)
     with _keeping_buffers("bwd" if "bwd" in directions else "fwd"):
-        return _checked(op, small, dtype, candidate, directions, settings)
+        return _checked(op, small, dtype, candidate, directions, options)
 
 
 def _checked(
-    op: Op, small: Case, dtype: torch.dtype, candidate: Candidate, directions: Sequence[str], settings: Settings
+    op: Op, small: Case, dtype: torch.dtype, candidate: Candidate, directions: Sequence[str], options: BenchOptions
 ) -> list[check.Report]:
-    if candidate.kind == "baseline":  # what it compiles at its first call must not meet the check's poisoned memory
-        inputs = op.make_inputs(small, dtype, settings.device)
+    if candidate.kind == "baseline":  # its first call compiles; that must not happen under the check's poisoned memory
+        inputs = op.make_inputs(small, dtype, options.device)
         function = partial(candidate.function, **candidate.options)
         wanted = check.wanted_gradients(op, small, inputs) if list(directions) != ["fwd"] else []
         if "bwd" in directions:
@@ -183,11 +201,11 @@ def _checked(
             _whole_step(function, inputs, wanted, 0)()
         else:
             function(**inputs)
-    return check.verify(op, small, dtype, candidate.checked, settings.device, gradients=list(directions) != ["fwd"])
+    return check.verify(op, small, dtype, candidate.checked, options.device, gradients=list(directions) != ["fwd"])
 
 
-def _concerns(report: check.Report, direction: str) -> bool:
-    """A forward pass answers for the outputs, named "output...", every other direction for the gradients too."""
+def _affects(report: check.Report, direction: str) -> bool:
+    """True if a report concerns a direction: outputs concern all directions, gradients all but the forward."""
     return direction != "fwd" or report.name.startswith("output")
 
 
@@ -198,23 +216,23 @@ def _timed(
     dtype: torch.dtype,
     candidate: Candidate,
     sets: Sequence[Inputs],
-    settings: Settings,
+    options: BenchOptions,
 ) -> Record:
-    """The record with its times, rates and peak memory."""
+    """Returns the record with times, rates and peak memory."""
     wanted = check.wanted_gradients(op, case, sets[0]) if record.direction != "fwd" else []
     function = partial(candidate.function, **candidate.options)
-    build = partial(_build, function, record.direction, sets, wanted, settings.device)
+    build = partial(_build, function, record.direction, sets, wanted, options.device)
     with torch.no_grad() if record.direction == "fwd" else _keeping_buffers(record.direction):
-        measured = timing.measure(build=build, device=settings.device, budget_s=settings.budget_s)
+        measured = timing.measure(build=build, device=options.device, budget_s=options.budget_s)
         peak = None
-        if settings.device.type == "cuda":
+        if options.device.type == "cuda":
             (call,) = build(most=1)
-            call()  # workspaces that are made once are not part of the call
-            peak = timing.peak_bytes(call, settings.device)
+            call()  # workspaces that are allocated once do not count
+            peak = timing.peak_bytes(call, options.device)
     placed: dict[str, Any] = {}
-    if settings.ceilings is not None:
+    if options.ceilings is not None:
         cost = op.cost(case, dtype)[record.direction]
-        placed = asdict(roofline.place(cost.flops, cost.bytes, measured.p50, dtype, settings.ceilings))
+        placed = asdict(roofline.point(cost.flops, cost.bytes, measured.p50, dtype, options.ceilings))
     return replace(
         record,
         ms={name: getattr(measured, name) for name in STATISTICS},
@@ -233,13 +251,13 @@ def _build(
     device: torch.device,
     most: int | None = None,
 ) -> list[timing.Call]:
-    """A rotation of calls; a backward pass runs its forward here, so on the stream that will be timed."""
+    """Returns one call per input set. A backward call runs its forward here, on the stream that is timed."""
     if direction == "fwd":
         return [partial(function, **inputs) for inputs in sets[:most]]
     make = _backward if direction == "bwd" else _whole_step
     start, allowance = _allocated(device), _allowance(device)
     calls = [make(function, sets[0], wanted, 0)]
-    each = max(1, _allocated(device) - start)  # what a set keeps for its backward
+    each = max(1, _allocated(device) - start)  # bytes saved for the backward of one set
     count = min(len(sets[:most]), max(1, int(allowance // each)))
     return calls + [make(function, sets[seed], wanted, seed) for seed in range(1, count)]
 
@@ -268,7 +286,7 @@ def _roots(outputs: Any) -> list[torch.Tensor]:
 
 
 def _cotangents(roots: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Random, the same for every implementation; 1 for a scalar, as a training step has it."""
+    """Gradients of the outputs: random and equal for all implementations; 1 for a scalar loss."""
     generator = torch.Generator(roots[0].device).manual_seed(seed)
     return [
         torch.randn(root.shape, generator=generator, device=root.device).to(root.dtype)
@@ -279,7 +297,7 @@ def _cotangents(roots: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
 
 
 def _keeping_buffers(direction: str) -> AbstractContextManager[Any]:
-    """To repeat a backward, torch.compile must not reuse the memory of what the forward saved."""
+    """Keeps torch.compile from donating saved tensors to the backward, which is run repeatedly."""
     if direction != "bwd":
         return nullcontext()
     from torch._functorch import config
@@ -288,21 +306,21 @@ def _keeping_buffers(direction: str) -> AbstractContextManager[Any]:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[str | None, Any]:
-    """(None, result), or (what went wrong, None)."""
+    """Returns (None, result), or (the error, None)."""
     try:
         return None, work()
     except torch.OutOfMemoryError as error:
-        return f"out of memory: {_gist(error)}", None
-    except Exception as error:  # somebody else's code on any shape: whatever it raises is a finding
-        return f"{type(error).__name__}: {_gist(error)}", None
+        return f"out of memory: {_summary(error)}", None
+    except Exception as error:  # third-party code may raise anything; the record keeps it
+        return f"{type(error).__name__}: {_summary(error)}", None
 
 
 def _raise(error: Exception, **inputs: Any) -> Any:
     raise error
 
 
-def _gist(error: BaseException) -> str:
-    """The first two lines: compilers put the cause into the second."""
+def _summary(error: BaseException) -> str:
+    """The first two lines of a message: compilers put the cause into the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] or "no message"
 
@@ -312,16 +330,21 @@ def _allocated(device: torch.device) -> int:
 
 
 def _allowance(device: torch.device) -> float:
-    """Bytes that further input sets may take."""
+    """Bytes that further input sets may use."""
     if device.type != "cuda":
-        return 0.0  # a CPU's caches are not rotated out
+        return 0.0  # one input set on a CPU: its caches are not flushed
     return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
-def _tidy(device: torch.device) -> None:
-    """Give back what the last implementation held, and forget what was compiled: recompiles have a limit."""
+def _reset(device: torch.device) -> None:
+    """Frees the memory of the last implementation and clears dynamo's cache, which has a limit of recompilations."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    free_memory(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Collects garbage and empties the allocator's cache; DeviceLostError where the CUDA context is unusable."""
     gc.collect()
     if device.type != "cuda":
         return
@@ -329,4 +352,4 @@ def _tidy(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        raise DeviceLostError(f"the GPU is lost to this process: {_gist(error)}") from None
+        raise DeviceLostError(f"this process can no longer use the GPU: {_summary(error)}") from None

@@ -1,8 +1,9 @@
-"""The declared test cases run as a command: every operator, case, dtype and backend that serves it, here."""
+"""Runs the declared test cases of operators on this machine, for every dtype and every backend that supports them."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from flashkernel.core import check, env
-from flashkernel.core.device import facts
+from flashkernel.core.device import properties
 from flashkernel.core.op import Case, Op
 from flashkernel.lab import selection
 
@@ -30,14 +31,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found: "passed", "failed", or "declined" by a backend that was asked for."""
+    """The result of a check: status is "passed", "failed", or "declined" where the backend cannot run the case."""
 
     op: str
     case: str
     dtype: str
     backend: str
     status: str
-    share: float | None = None  # largest error as a share of what is allowed
+    share: float | None = None  # largest error / allowed error
     message: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,10 +52,10 @@ def tasks(
     backends: Sequence[str] | None,
     device: torch.device,
 ) -> Iterator[Task | Outcome]:
-    """What there is to check; a backend that was asked for by name and cannot serve comes as its outcome."""
+    """Yields the checks to run; a backend named in `backends` that cannot run a case gives a "declined" outcome."""
     for case in cases:
         for dtype in dtypes or case.dtypes:
-            for verdict in selection.question(op, case, dtype, facts(device)).verdicts:
+            for verdict in selection.explain_case(op, case, dtype, properties(device)).verdicts:
                 if verdict.backend == "reference" or (backends and verdict.backend not in backends):
                     continue
                 task = Task(op, case, dtype, verdict.backend)
@@ -66,19 +67,19 @@ def tasks(
 
 
 def run(task: Task, device: torch.device) -> Outcome:
-    """Run one check; what it raises is a failure of that check."""
+    """Runs one check; an exception is a failure."""
     try:
         reports = check.verify(task.op, task.case, task.dtype, task.backend, device)
     except Exception as error:  # the kernel under test may raise anything
         return _outcome(task, "failed", message=f"{type(error).__name__}: {error}")
     wrong = [report.message for report in reports if not report.ok]
-    # An exact result is no share of its limit, even where the limit is zero.
+    # An exact result has share 0, even where the limit is zero.
     share = max((report.error / report.limit if report.limit else report.error for report in reports), default=0.0)
     return _outcome(task, "failed" if wrong else "passed", share if math.isfinite(share) else None, "; ".join(wrong))
 
 
 def interpreter_limit(backend: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a backend that serves a call is not checked here; None where it is."""
+    """Why a backend cannot be checked under Triton's interpreter; None where it can."""
     if backend == "triton" and device.type == "cpu" and dtype == torch.bfloat16 and env.interpreting():
         return "Triton's interpreter computes bfloat16 wrongly; check it on a GPU"
     return None
@@ -87,3 +88,14 @@ def interpreter_limit(backend: str, dtype: torch.dtype, device: torch.device) ->
 def _outcome(task: Task, status: str, share: float | None = None, message: str = "") -> Outcome:
     dtype = str(task.dtype).removeprefix("torch.")
     return Outcome(task.op.name, task.case.name, dtype, task.backend, status, share, message)
+
+
+def nothing_checked(outcomes: Sequence[Outcome]) -> str | None:
+    """Why no check ran, with the reasons that backends gave; None if one ran."""
+    if any(outcome.status != "declined" for outcome in outcomes):
+        return None
+    if not outcomes:
+        return "nothing was checked: no backend supports the selected cases and dtypes on this device"
+    counts = Counter((outcome.backend, outcome.message) for outcome in outcomes)
+    reasons = [f"  {backend}: {message} ({number} checks)" for (backend, message), number in counts.most_common()]
+    return "\n".join(["nothing was checked: every selected backend declined every case", *reasons])

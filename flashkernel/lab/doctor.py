@@ -1,4 +1,4 @@
-"""What is installed, what the hardware offers, what will be used and what is missing, with the command that gets it."""
+"""Diagnosis of the installation: packages, GPUs, environment, the backend of each operator, and what to install."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashkernel.core.versions import INSTALL_TRITON, TRIED_TRITON, triton_version
+from flashkernel.core.versions import INSTALL_TRITON, TESTED_TRITON, triton_version
 
 GIB = 2**30
-# Distributions beside torch: what each is for, and the command that installs it.
+# package -> (what it is needed for, the command that installs it)
 OPTIONAL = {
     "triton": ("the kernels for GPUs, and their tests on a CPU", INSTALL_TRITON),
     "cuda-core": ("kernels in CUDA C++", "pip install 'flashkernel[cuda]'"),
+    "transformers": ("flashkernel.hf, and flashkernel step and e2e", "pip install 'flashkernel[hf]'"),
     "matplotlib": ("flashkernel plot", "pip install 'flashkernel[plot]'"),
     "nvidia-ml-py": ("clocks, power and driver version in records", "pip install nvidia-ml-py"),
 }
@@ -29,7 +30,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: "ok", "missing" (works without it) or "broken"."""
+    """One finding: status is "ok", "missing" (flashkernel works without it) or "broken"."""
 
     topic: str
     name: str
@@ -41,8 +42,8 @@ class Finding:
         return asdict(self)
 
 
-def examine() -> Iterator[Finding]:
-    """Everything `flashkernel doctor` says, in order."""
+def diagnose() -> Iterator[Finding]:
+    """Yields all findings, in the order that `flashkernel doctor` prints them."""
     yield Finding("software", "python", "ok", platform.python_version())
     try:
         torch = importlib.import_module("torch")
@@ -64,12 +65,12 @@ def examine() -> Iterator[Finding]:
 
 
 def _triton(version: str) -> Finding:
-    """Whether the installed triton is one that the kernels were tried with."""
-    tried = " and ".join(TRIED_TRITON)
-    if version.split("+")[0] in TRIED_TRITON:
-        return Finding("software", "triton", "ok", f"{version}; tried: {tried}")
-    detail = f"{version} was not tried; {tried} were. Kernels may not compile, or spill registers and be slow"
-    return Finding("software", "triton", "missing", detail, f"pip install triton=={TRIED_TRITON[-1]}")
+    """Reports "ok" if the kernels are tested with the installed version of triton."""
+    tested = " and ".join(TESTED_TRITON)
+    if version.split("+")[0] in TESTED_TRITON:
+        return Finding("software", "triton", "ok", f"{version}; tested versions: {tested}")
+    detail = f"{version} is not tested; {tested} are. Kernels may fail to compile, or spill registers and be slow"
+    return Finding("software", "triton", "missing", detail, f"pip install triton=={TESTED_TRITON[-1]}")
 
 
 def _gpus(torch: Any) -> Iterator[Finding]:
@@ -80,19 +81,23 @@ def _gpus(torch: Any) -> Iterator[Finding]:
         if driver.exists() and torch.version.cuda is None:
             advice = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
             yield Finding(
-                "hardware", "gpu", "missing", "a driver is here, but this torch was built without CUDA", advice
+                "hardware",
+                "gpu",
+                "missing",
+                "an NVIDIA driver is installed, but this torch was built without CUDA",
+                advice,
             )
         else:
-            facts = devices.facts(torch.device("cpu"))
-            detail = f"none; {facts.name}, {os.cpu_count()} cores, {facts.memory_bytes / GIB:.0f} GiB"
+            found = devices.properties(torch.device("cpu"))
+            detail = f"no GPU; CPU: {found.name}, {os.cpu_count()} cores, {found.memory_bytes / GIB:.0f} GiB"
             yield Finding("hardware", "gpu", "missing", detail)
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        facts = devices.facts(device)
+        found = devices.properties(device)
         detail = (
-            f"{facts.name}: sm_{facts.arch}, {facts.sms} multiprocessors, {facts.memory_bytes / GIB:.0f} GiB, "
-            f"L2 {facts.l2_bytes / 2**20:.0f} MiB, {facts.shared_per_block // 1024} KiB shared per block"
+            f"{found.name}: sm_{found.arch}, {found.sms} SMs, {found.memory_bytes / GIB:.0f} GiB, "
+            f"L2 {found.l2_bytes / 2**20:.0f} MiB, {found.shared_per_block // 1024} KiB shared memory per block"
         )
         try:
             working = int(torch.ones(4, device=device).sum()) == 4
@@ -108,50 +113,55 @@ def _gpus(torch: Any) -> Iterator[Finding]:
 def _set_up() -> Iterator[Finding]:
     from flashkernel.core import cuda, env, replay
 
-    reason = replay.off()
-    detail = f"off: {reason}" if reason else f"on: calls of the same shapes are repeated after {replay.RECORD_AFTER}"
-    yield Finding("set-up", "replay", "missing" if reason else "ok", detail)
+    reason = replay.disabled_reason()
+    detail = f"off: {reason}" if reason else f"on: launches are recorded after {replay.RECORD_AFTER} equal calls"
+    yield Finding("environment", "replay", "missing" if reason else "ok", detail)
     reason = cuda.can_compile()
     advice = "" if reason is None else "pip install 'flashkernel[cuda]'"
-    yield Finding("set-up", "NVRTC", "ok" if reason is None else "missing", reason or "compiles CUDA C++", advice)
+    yield Finding("environment", "NVRTC", "ok" if reason is None else "missing", reason or "compiles CUDA C++", advice)
     folder = env.cache_dir()
     if _writable(folder):
-        yield Finding("set-up", "cache folder", "ok", str(folder))
+        yield Finding("environment", "cache folder", "ok", str(folder))
     else:
-        advice = "set FLASHKERNEL_CACHE_DIR to a folder you can write to; until then kernels compile in every process"
-        yield Finding("set-up", "cache folder", "missing", f"{folder} cannot be written", advice)
+        advice = "set FLASHKERNEL_CACHE_DIR to a writable folder; until then kernels are compiled in every process"
+        yield Finding("environment", "cache folder", "missing", f"{folder} is not writable", advice)
     if env.interpreting():
         yield Finding(
-            "set-up", "TRITON_INTERPRET", "ok", "1: Triton kernels run in Python, for tests; unset it for speed"
+            "environment",
+            "TRITON_INTERPRET",
+            "ok",
+            "1: Triton kernels run in the interpreter, for tests; unset it for speed",
         )
         numpy = _version("numpy") or "0"
         if tuple(int(part) for part in numpy.split(".")[:2]) >= (2, 4):
-            detail = f"numpy {numpy} breaks the interpreter of triton 3.6"
-            yield Finding("set-up", "numpy", "missing", detail, "pip install 'numpy<2.4'")
+            detail = f"triton 3.6's interpreter fails with numpy {numpy}"
+            yield Finding("environment", "numpy", "missing", detail, "pip install 'numpy<2.4'")
         if (triton_version() or (0, 0)) >= (3, 9):
-            detail = "the interpreter of triton 3.9 refuses masks that were broadcast from a scalar comparison"
-            yield Finding("set-up", "interpreter", "missing", detail, f"pip install triton=={TRIED_TRITON[0]}")
+            detail = "triton 3.9's interpreter rejects masks broadcast from a scalar comparison"
+            yield Finding("environment", "interpreter", "missing", detail, f"pip install triton=={TESTED_TRITON[0]}")
     else:
-        yield Finding("set-up", "TRITON_INTERPRET", "ok", "not set: Triton kernels run on a GPU only")
+        yield Finding("environment", "TRITON_INTERPRET", "ok", "not set: Triton kernels need a GPU")
 
 
 def _operators() -> Iterator[Finding]:
-    """The backend each operator will use here."""
+    """The backend that each operator uses on this machine."""
     from flashkernel.lab import selection
 
     hardware = selection.hardware(None)
     try:
         found = selection.operators(None)
-    except Exception as error:  # any room's import may fail, in any way
+    except Exception as error:  # importing an operator package may raise anything
         yield Finding("operators", "registry", "broken", f"{type(error).__name__}: {error}")
         return
     for op in found:
         try:
-            chosen = selection.question(op, op.benches[0], selection.default_dtype(hardware), hardware).chosen
+            chosen = selection.explain_case(op, op.benches[0], selection.default_dtype(hardware), hardware).chosen
         except Exception as error:
             yield Finding("operators", op.name, "broken", f"{type(error).__name__}: {error}")
             continue
-        yield Finding("operators", op.name, "ok" if chosen else "broken", chosen or "no backend can serve it here")
+        yield Finding(
+            "operators", op.name, "ok" if chosen else "broken", chosen or "no backend supports it on this machine"
+        )
 
 
 def _version(distribution: str) -> str | None:
@@ -162,6 +172,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files could be made in the folder, or it could be made itself."""
+    """True if files can be created in the folder, or the folder itself can."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)

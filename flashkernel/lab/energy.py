@@ -1,4 +1,4 @@
-"""The energy a GPU uses while something runs: by the driver's counter, else by its power, sampled; else not at all."""
+"""GPU energy of a block of code: from the driver's counter, else from sampled power; None where neither exists."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SAMPLE_MS = 50
 _QUERY = ["--query-gpu=power.draw", "--format=csv,noheader,nounits"]
 
 
-class Meter:
-    """`with Meter(device) as meter:` leaves the energy of the block in `meter.joules`; None where nothing tells."""
+class EnergyMeter:
+    """`with EnergyMeter(device) as meter:` sets `meter.joules` to the energy of the block, or to None."""
 
     joules: float | None = None
 
@@ -25,7 +25,7 @@ class Meter:
         self._before: float | None = None
         self._sampler: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> EnergyMeter:
         self._before = energy_joules(self.device)
         program = shutil.which("nvidia-smi") if self.device.type == "cuda" and self._before is None else None
         if program is not None:
@@ -50,7 +50,12 @@ class Meter:
 
 
 def energy_of(samples: str, seconds: float) -> float | None:
-    """Joules of `seconds` at the mean of the watts that `nvidia-smi` printed, one a line."""
+    """Joules: `seconds` times the mean of the watts that `nvidia-smi` printed, one per line; None without any.
+
+    Example:
+        >>> energy_of("100.0\\n300.0\\n", seconds=0.5)
+        100.0
+    """
     watts = []
     for line in samples.splitlines():
         try:

@@ -1,11 +1,11 @@
-"""What a call costs the host: the time until a public function returns, beside torch's own call for the same thing.
+"""Host time of a call: the time until a public function returns, against torch's own function for the same operation.
 
-Kernels are launched without waiting, so a training or decoding loop of small kernels goes as fast as the host issues
-them. Shapes are small here, such that the GPU is never behind; calls are repeated, as layers and steps repeat them.
-The limit is 1.3 times torch's own time, or 25 us where torch has no such call, backward beside what autograd's engine
-takes for a function that does nothing; attention's limits are 60 us forward and 100 us backward.
+Launches are asynchronous, so a training or decoding loop of small kernels runs as fast as the host issues them. Shapes
+are small, so the GPU is never behind, and calls are repeated, as layers and steps repeat them. The limit is 1.3 times
+torch's own time, or 25 us where torch has no such function (backward: plus autograd's own overhead, measured on an
+identity function). Attention's limits are 60 us forward and 100 us backward.
 
-"fwd" is a call without gradients, "fwd-grad" one whose inputs want them, "bwd" the gradients by torch.autograd.grad.
+"fwd" is a call under no_grad, "fwd-grad" one whose inputs require gradients, "bwd" is torch.autograd.grad.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import flashkernel as fk
 from flashkernel.core import replay
 from flashkernel.core.check import compare
 from flashkernel.core.op import Op
+from flashkernel.lab.host_tables import OP
 from flashkernel.lab.results import Record
 from flashkernel.lab.training import statistics
 from flashkernel.ops import registry
 
-OP = "host"
 OURS, THEIRS = "flashkernel", "torch"
 SHARE, ALONE_US = 1.3, 25.0
 ATTENTION_US = {"fwd": 60.0, "bwd": 100.0}
-ROUNDS, CALLS = 15, 60  # a round fits the launch queue
+ROUNDS, CALLS = 15, 60  # the calls of a round fit the launch queue
 _WARMUP = replay.RECORD_AFTER + 6
 
 Make = Callable[[torch.device, torch.dtype], "Call"]
@@ -40,7 +40,7 @@ Make = Callable[[torch.device, torch.dtype], "Call"]
 
 @dataclass(frozen=True)
 class Call:
-    """A public function with its arguments, and torch's function for the same thing, where there is one."""
+    """A public function with its arguments, and torch's function for the same operation, if there is one."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement of the host's part."""
+    """One function to time."""
 
     name: str
     op: str
@@ -62,7 +62,7 @@ def _call(
     function: str, shapes: Sequence[tuple[int, ...]], own: Callable[..., Any] | None = None,
     differentiable: bool = True, **options: Any,
 ) -> Make:  # fmt: skip
-    """Random tensors of these shapes; options that are functions are called anew for each call."""
+    """A call with random tensors of these shapes; options that are functions are evaluated at each call."""
 
     def make(device: torch.device, dtype: torch.dtype) -> Call:
         generator = torch.Generator(device).manual_seed(0)
@@ -149,7 +149,7 @@ def _rope(device: torch.device, dtype: torch.dtype) -> Call:
 
 
 def _rope_tables(device: torch.device, dtype: torch.dtype) -> Call:
-    """As Transformers calls it: cos and sin of each token."""
+    """RoPE as Transformers calls it: with cos and sin of each token."""
     cos, sin = (torch.randn(1, 256, 64, device=device).to(dtype) for _ in range(2))
     call = _call("rope", [_HEADS, _KV])(device, dtype)
     return Call(lambda q, k, **options: fk.rope(q, k, cos, sin, **options), call.tensors, dict)
@@ -195,17 +195,17 @@ _SINKS: list[Tensor] = []
 
 
 def measure(cases: Sequence[Case], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[list[Record]]:
-    """The records of each case, one case at a time."""
+    """Yields the records of each case."""
     generator = torch.Generator(device).manual_seed(1)
     _RESIDUAL[:] = [torch.randn(_X, generator=generator, device=device).to(dtype)]
     _SINKS[:] = [torch.randn(64, generator=generator, device=device)]
-    engine_us = _engine_us(device)
+    autograd_us = _autograd_us(device)
     for case in cases:
-        yield _measure(case, device, dtype, engine_us)
+        yield _measure(case, device, dtype, autograd_us)
 
 
-class _Nothing(torch.autograd.Function):
-    """The identity, whose gradient is the gradient."""
+class _Identity(torch.autograd.Function):
+    """The identity function, to measure autograd's own overhead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -216,13 +216,13 @@ class _Nothing(torch.autograd.Function):
         return gradient
 
 
-def _engine_us(device: torch.device) -> float:
-    """What torch.autograd.grad takes for a function that does nothing."""
-    step = _step(_Nothing.apply, (torch.zeros(8, device=device),), "bwd")
+def _autograd_us(device: torch.device) -> float:
+    """Host time of torch.autograd.grad on an identity function, in us."""
+    step = _step(_Identity.apply, (torch.zeros(8, device=device),), "bwd")
     return float(np.median([_seconds(step, device) for _ in range(ROUNDS)])) * 1e6
 
 
-def _measure(case: Case, device: torch.device, dtype: torch.dtype, engine_us: float) -> list[Record]:
+def _measure(case: Case, device: torch.device, dtype: torch.dtype, autograd_us: float) -> list[Record]:
     call = case.make(device, dtype)
     wrong = _check(registry()[case.op], call)
     records: list[Record] = []
@@ -235,7 +235,7 @@ def _measure(case: Case, device: torch.device, dtype: torch.dtype, engine_us: fl
         for step in steps.values():
             for _ in range(_WARMUP):
                 step()
-        for _ in range(ROUNDS):  # in turn: a host that is busy slows both alike
+        for _ in range(ROUNDS):  # alternately: a busy host slows both alike
             for name, step in steps.items():
                 times.setdefault(name, []).append(_seconds(step, device))
         own = float(np.median(times[THEIRS])) * 1e6 if THEIRS in times else None
@@ -244,18 +244,18 @@ def _measure(case: Case, device: torch.device, dtype: torch.dtype, engine_us: fl
             record = Record(
                 OP, case.name, {}, kind, direction, name, "backend" if ours else "baseline",
                 not wrong, statistics(seconds), mode="host", note=wrong, host_us=float(np.median(seconds)) * 1e6,
-                limit_us=_limit(case, direction, own, engine_us) if ours else None,
+                limit_us=_limit(case, direction, own, autograd_us) if ours else None,
             )  # fmt: skip
             records.append(record)
     return records
 
 
-def _limit(case: Case, direction: str, own_us: float | None, engine_us: float) -> float:
+def _limit(case: Case, direction: str, own_us: float | None, autograd_us: float) -> float:
     if case.op == "attention":
         return ATTENTION_US["bwd" if direction == "bwd" else "fwd"]
     if own_us is not None:
         return SHARE * own_us
-    return ALONE_US + (engine_us if direction == "bwd" else 0.0)
+    return ALONE_US + (autograd_us if direction == "bwd" else 0.0)
 
 
 def _step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) -> Callable[[], Any]:
@@ -272,24 +272,24 @@ def _step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) 
 
 
 def _seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Host seconds of a call; the device is drained first."""
-    _drain(device)
+    """Host seconds of a call; waits for the device before it starts."""
+    _synchronize(device)
     began = time.perf_counter()
     for _ in range(CALLS):
         step()
     return (time.perf_counter() - began) / CALLS
 
 
-def _drain(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _check(op: Op, call: Call) -> str | None:
-    """What is wrong with the function's result, by the reference in float64."""
+    """The error of the function's result against the reference in float64; None where it is right."""
     options = call.options()
     with torch.no_grad():
-        for _ in range(_WARMUP):  # such that what is checked is what is timed
+        for _ in range(_WARMUP):  # so that the replayed launch that is timed is also the one checked
             found = call.function(*call.tensors, **options)
         wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in options.items()}
         exact = call.function(*[tensor.double() for tensor in call.tensors], **wide, backend="reference")

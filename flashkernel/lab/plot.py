@@ -1,46 +1,117 @@
-"""Charts of results: where each measurement stands under the roof. Needs matplotlib."""
+"""Charts of results files, drawn with matplotlib: rooflines of operators, generation with whole models, host time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashkernel.lab.results import Record
+from flashkernel.lab import generation_tables, host_tables
+from flashkernel.lab.packages import require
+from flashkernel.lab.results import GenerationRecord, Record
 from flashkernel.lab.tables import Row, columns, rows
 
-MOST_BARS = 24  # groups in a bar chart that can still be read
+MOST_GROUPS = 24  # groups of bars in an operator's chart that can still be read
 
 
 class PlotError(RuntimeError):
-    """A chart cannot be drawn; the message says what is missing."""
+    """A results file has nothing to draw; the message says why."""
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Draw one operator's results: the roofline on the left, shares of the roof by case on the right."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotError(f"charts need matplotlib ({error}); pip install 'flashkernel[plot]'") from error
-    records = [record for record in results["records"] if record.counts]
+    """Draws the chart of one results file as a PNG.
+
+    Operators get a roofline and percent of the roof by case; training steps ms and GB; whole models ("e2e") tokens/s
+    and ms/token; host times us of flashkernel and of torch.
+
+    Args:
+        results: a results file as `results.load` returns it.
+        path: the PNG file to write.
+    """
+    require("matplotlib.figure", "flashkernel plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = [record for record in results["records"] if record.comparable]
     if not records:
-        raise PlotError(f"{path.stem}: no record was both right and timed; there is nothing to draw")
-    groups = rows(records)[:MOST_BARS]
-    names = columns(records)
-    colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    figure = Figure(figsize=(14, max(5.0, 0.22 * len(groups) * (len(names) + 1))), layout="constrained")
+        raise PlotError(f"{path.stem}: no record is both correct and timed; there is nothing to draw")
+    figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _roofline(left, records, results["ceilings"], colours)
-    _bars(right, groups, names, colours)
+    if isinstance(records[0], GenerationRecord):
+        _generation(figure, records)
+    elif records[0].op == host_tables.OP:
+        _host(figure, records)
+    elif all(record.roof is None for record in records):
+        _times(figure, records)
+    else:
+        _operator(figure, records, results["ceilings"])
     figure.suptitle(f"{records[0].op} on {results['device']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
+def _operator(figure: Any, records: Sequence[Record], ceilings: Mapping[str, Any]) -> None:
+    """The roofline on the left, percent of the roof by case on the right."""
+    groups, names = rows(records)[:MOST_GROUPS], columns(records)
+    colours = _colours(names)
+    left, right = _two_axes(figure, len(groups) * (len(names) + 1))
+    _roofline(left, records, ceilings, colours)
+    _bars(right, [_label(row) for row in groups], _series(groups, names, lambda record: 100 * (record.roof or 0.0)))
+    right.axvline(100, color="0.3", linewidth=1)
+    right.set(xlabel="% of the roof", title="percent of the measured roof")
+
+
+def _times(figure: Any, records: Sequence[Record]) -> None:
+    """Median ms on the left, peak memory in GB on the right."""
+    groups, names = rows(records), columns(records)
+    left, right = _two_axes(figure, len(groups) * (len(names) + 1))
+    labels = [_label(row) for row in groups]
+    _bars(left, labels, _series(groups, names, lambda record: record.p50))
+    left.set(xlabel="ms (median)", title="time")
+    _bars(right, labels, _series(groups, names, lambda record: (record.peak_bytes or 0) / 1e9))
+    right.set(xlabel="GB", title="peak memory")
+
+
+def _generation(figure: Any, records: Sequence[GenerationRecord]) -> None:
+    """Tokens/s on the left and ms/token on the right, by model, batch and runner; logarithmic."""
+    names = generation_tables.columns(records)
+    groups: dict[str, dict[str, GenerationRecord]] = {}
+    for record in records:
+        label = f"{record.model} {record.dtype}, batch {record.batch}\n{record.prompt} + {record.new} tokens"
+        groups.setdefault(label, {})[record.implementation] = record
+    left, right = _two_axes(figure, len(groups) * (len(names) + 1))
+    quantities: list[tuple[Any, str, str, Callable[[GenerationRecord], float | None]]] = [
+        (left, "tokens/s", "decoding, whole batch", lambda record: record.tokens_per_s),
+        (right, "ms/token", "time of a decoding step", lambda record: record.ms_per_token),
+    ]
+    for axes, unit, title, value in quantities:
+        series = {name: [value(found[name]) if name in found else None for found in groups.values()] for name in names}
+        _bars(axes, list(groups), series, texts=True)
+        axes.set(xscale="log", xlabel=unit, title=title)
+        axes.margins(x=0.12)  # room for the values beside the bars
+
+
+def _host(figure: Any, records: Sequence[Record]) -> None:
+    """Host us of flashkernel and torch by function and direction, with the limits as marks."""
+    found = host_tables.side_by_side(records)
+    figure.set_size_inches(10, max(5.0, 0.3 * len(found)))
+    axes = figure.subplots()
+    series = {
+        "flashkernel": [ours.host_us for ours, _ in found],
+        "torch": [None if theirs is None else theirs.host_us for _, theirs in found],
+    }
+    _bars(axes, [f"{ours.case} {ours.direction}" for ours, _ in found], series)
+    limits = [(ours.limit_us, index + 0.2) for index, (ours, _) in enumerate(found) if ours.limit_us]
+    if limits:
+        axes.scatter(*zip(*limits), marker="|", s=60, color="0.2", label="limit", zorder=3)
+        axes.legend(fontsize=8)
+    axes.margins(y=0.01)
+    axes.set(xlabel="us (median)")
+    axes.set_title(f"host time of a call\n{host_tables.DIRECTIONS}", fontsize=9)
+
+
 def _roofline(axes: Any, records: Sequence[Record], ceilings: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Arithmetic intensity against rate, both logarithmic, under the measured ceilings."""
+    """Arithmetic intensity against TFLOP/s, both logarithmic, under the measured ceilings."""
     points = [record for record in records if record.tflops and record.tbs]
     intensities = [record.tflops / record.tbs for record in points]  # type: ignore[operator]
     low, high = min(intensities, default=0.1) / 4, max(intensities, default=10.0) * 4
@@ -63,17 +134,37 @@ def _roofline(axes: Any, records: Sequence[Record], ceilings: Mapping[str, Any],
         axes.legend(fontsize=8)
 
 
-def _bars(axes: Any, groups: Sequence[Row], names: Sequence[str], colours: Mapping[str, str]) -> None:
-    """Share of the roof, a group of bars for each case and direction."""
-    height = 0.8 / len(names)
-    for offset, name in enumerate(names):
-        places = [index + offset * height for index, row in enumerate(groups) if name in row.records]
-        shares = [100 * (row.records[name].roof or 0.0) for row in groups if name in row.records]
-        axes.barh(places, shares, height=height, color=colours[name], label=name)
-    middle = 0.4 - height / 2
-    labels = [f"{row.case} {row.dtype} {row.direction}" for row in groups]
-    axes.set_yticks([index + middle for index in range(len(groups))], labels, fontsize=8)
+def _series(
+    groups: Sequence[Row], names: Sequence[str], value: Callable[[Record], float | None]
+) -> dict[str, list[float | None]]:
+    """By implementation, a value for each group; None where it has no record."""
+    return {name: [value(row.records[name]) if name in row.records else None for row in groups] for name in names}
+
+
+def _bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], texts: bool = False) -> None:
+    """Horizontal bars: a group for each label, a colour for each series; `texts` writes values beside the bars."""
+    height = 0.8 / len(series)
+    colours = _colours(list(series))
+    for offset, (name, values) in enumerate(series.items()):
+        drawn = [(index + offset * height, value) for index, value in enumerate(values) if value is not None]
+        bars = axes.barh(*zip(*drawn), height=height, color=colours[name], label=name) if drawn else None
+        if texts and bars is not None:
+            axes.bar_label(bars, [generation_tables.number(value) for _, value in drawn], fontsize=7, padding=2)
+    axes.set_yticks([index + 0.4 - height / 2 for index in range(len(labels))], labels, fontsize=8)
     axes.invert_yaxis()
-    axes.axvline(100, color="0.3", linewidth=1)
-    axes.set(xlabel="percent of the roof", title="share of the measured roof")
     axes.legend(fontsize=8)
+
+
+def _two_axes(figure: Any, bars: int) -> tuple[Any, Any]:
+    """Two axes side by side, high enough for so many bars."""
+    figure.set_size_inches(14, max(5.0, 0.22 * bars))
+    left, right = figure.subplots(1, 2)
+    return left, right
+
+
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    return {name: f"C{index % 10}" for index, name in enumerate(names)}
+
+
+def _label(row: Row) -> str:
+    return f"{row.case} {row.dtype} {row.direction}"

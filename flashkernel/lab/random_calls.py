@@ -1,6 +1,6 @@
-"""Random calls of operators, drawn from their declarations: every backend that serves one, against the reference.
+"""Random calls of operators, drawn from their declarations; every backend that supports a call is checked.
 
-A call is named by its operator, a seed and a size class; `Call.command` repeats it anywhere.
+A call is identified by its operator, a seed and a size class; `Call.command` repeats it on any machine.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from flashkernel.core.random_case import GROUP, describe, draw
 from flashkernel.lab.checks import interpreter_limit
 from flashkernel.lab.worker_pool import WorkerPool
 
-DRAWS = 8  # of the inputs, to know torch's own error by
+DRAWS = 8  # input sets that torch's own error is measured on
 
 
 @dataclass(frozen=True)
 class Call:
-    """One random call, by name."""
+    """One random call."""
 
     op: str
     seed: int
     sizes: str
 
     def command(self, backends: Sequence[str] = ()) -> str:
-        """What to type to repeat it."""
+        """The command line that repeats it."""
         prefix = "TRITON_INTERPRET=1 " if env.interpreting() else ""
         chosen = "".join(f" --backend {name}" for name in backends)
         return f"{prefix}flashkernel check --random --seed {self.seed} --sizes {self.sizes}{chosen} {self.op}"
@@ -41,10 +41,10 @@ class Call:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What a call found.
+    """The result of a random call.
 
-    `status` is "passed", "failed", or "refused" where no backend but torch serves it; `checked` are the backends that
-    ran, `failures` says by backend what is wrong.
+    `status` is "passed", "failed", or "refused" where no backend but torch supports the call. `checked` are the
+    backends that ran; `failures` has a message for each that failed.
     """
 
     call: Call
@@ -54,7 +54,7 @@ class CallOutcome:
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     command: str = ""
-    worker_is_broken: bool = False  # the GPU's context did not survive the call
+    worker_is_broken: bool = False  # the CUDA context is unusable after the call
 
     def as_dict(self) -> dict[str, Any]:
         found = {**asdict(self), **asdict(self.call), "checked": " ".join(self.checked)}
@@ -62,19 +62,19 @@ class CallOutcome:
 
 
 def schedule(ops: Sequence[Op], seed: int, sizes: str, calls: int | None) -> Iterator[list[Call]]:
-    """Batches of calls, without end or so many calls: every operator in turn, as often as its share says.
+    """Yields batches of calls, endlessly or `calls` calls: operators alternate, each as often as its `random_share`.
 
-    A batch shares the kernels that it compiles, so it is best run by one process.
+    The calls of a batch share compiled kernels, so one process should run them.
     """
     batch = GROUP if sizes == "large" else 1
-    turns = [op for turn in range(max(op.random_share for op in ops)) for op in ops if op.random_share > turn]
-    made = dict.fromkeys(turns, seed)
-    for op in itertools.cycle(turns):
-        until = (made[op] // batch + 1) * batch
+    cycle = [op for index in range(max(op.random_share for op in ops)) for op in ops if op.random_share > index]
+    next_seed = dict.fromkeys(cycle, seed)
+    for op in itertools.cycle(cycle):
+        until = (next_seed[op] // batch + 1) * batch
         if calls is not None:
-            until = min(until, made[op] + calls)
-        found = [Call(op.name, number, sizes) for number in range(made[op], until)]
-        made[op] = until
+            until = min(until, next_seed[op] + calls)
+        found = [Call(op.name, number, sizes) for number in range(next_seed[op], until)]
+        next_seed[op] = until
         if calls is not None:
             calls -= len(found)
         yield found
@@ -85,14 +85,14 @@ def schedule(ops: Sequence[Op], seed: int, sizes: str, calls: int | None) -> Ite
 def run(
     batches: Iterator[Sequence[Call]], device: torch.device, backends: Sequence[str], workers: int, timeout_s: float
 ) -> Iterator[CallOutcome]:
-    """The outcomes of calls, run by worker processes in any order; a process that dies or hangs is an outcome too."""
+    """Yields the outcomes of calls that worker processes run, in any order; a process that dies or hangs failed."""
     pool = WorkerPool(_in_worker, (str(device), tuple(backends)), workers, timeout_s)
     for call, outcome, reason in pool.run(batches):
         yield outcome if outcome is not None else _lost(call, backends, reason)
 
 
 def run_one(call: Call, device: torch.device, backends: Sequence[str] = ()) -> CallOutcome:
-    """Draw a call and check it on the backends named, or on every one that serves it, in this process."""
+    """Draws a call and checks it in this process, on the named backends or on all that support it."""
     from flashkernel.ops import registry
 
     start = time.perf_counter()
@@ -104,7 +104,7 @@ def run_one(call: Call, device: torch.device, backends: Sequence[str] = ()) -> C
     try:
         inputs = op.make_inputs(case, dtype, device, call.seed, "cpu")
         verdicts = explain(op.call, **inputs, **case.options).verdicts
-    except Exception as error:  # an argument check that refuses what the reference takes
+    except Exception as error:  # an argument check that rejects what the reference accepts
         failures["arguments"] = f"{type(error).__name__}: {error}"
         verdicts = ()
     for verdict in verdicts:
@@ -123,7 +123,7 @@ def run_one(call: Call, device: torch.device, backends: Sequence[str] = ()) -> C
 
 
 def _wrong(op: Op, case: Case, dtype: torch.dtype, backend: str, device: torch.device, seed: int) -> str:
-    """What is wrong with a backend's result; nothing where it is right."""
+    """The errors of a backend's result; "" where it is right."""
     try:
         reports = check.verify(op, case, dtype, backend, device, seed=seed, draws=DRAWS)
     except Exception as error:  # the kernel under test may raise anything
@@ -132,7 +132,7 @@ def _wrong(op: Op, case: Case, dtype: torch.dtype, backend: str, device: torch.d
 
 
 def _context_is_lost(device: torch.device) -> bool:
-    """Whether nothing runs on the GPU any more, as after an illegal memory access."""
+    """True if the CUDA context is unusable, as after an illegal memory access."""
     if device.type != "cuda":
         return False
     try:
@@ -143,8 +143,8 @@ def _context_is_lost(device: torch.device) -> bool:
 
 
 def _in_worker(device: str, backends: tuple[str, ...], call: Call) -> CallOutcome:
-    torch.set_num_threads(1)  # the other cores have workers of their own
-    warnings.simplefilter("ignore")  # of the interpreter's masked lanes; results are compared, not printed
+    torch.set_num_threads(1)  # one worker per core
+    warnings.simplefilter("ignore")  # from masked lanes in Triton's interpreter
     return run_one(call, torch.device(device), backends)
 
 

@@ -1,8 +1,8 @@
-"""Measurements as records, and the files that keep them.
+"""Records of measurements, and the JSON files that keep them.
 
-`<folder>/<op>.json` is one object: the device, the versions, the commit, the date and the command of the latest run,
-its measured ceilings, and the records. A run replaces the records of each (case, dtype) it has finished and leaves the
-others; `earlier` then describes the runs those came from. The file is replaced in one step after every case.
+`<folder>/<op>.json` is one object: device, versions, commit, date and command of the latest run, its measured ceilings,
+and the records. A run replaces the records of each (case, dtype) that it finished and keeps the others; `earlier`
+describes the runs those came from. The file is replaced atomically after every case. The schema is in README.md.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from flashkernel.core.roofline import Ceilings
 
 STATISTICS = ("p50", "mean", "std", "min", "max", "p95", "p99")
+ARCHIVE = "archive"  # the folder of superseded measurements
 HEADER = ("device", "versions", "commit", "date", "command", "ceilings")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One implementation timed on one case, in one direction. What could not be measured is None."""
+    """One implementation timed on one case in one direction. A quantity that was not measured is None."""
 
     op: str
     case: str
@@ -35,22 +39,22 @@ class Record:
     direction: str  # "fwd", "bwd" or "fwd+bwd"
     implementation: str
     kind: str  # "backend" (ours) or "baseline"
-    correct: bool  # the check passed in this run; without it the times claim nothing
-    ms: Mapping[str, float] | None = None
-    tflops: float | None = None
-    tbs: float | None = None
-    roof: float | None = None  # share of the measured roof
-    bound: str | None = None  # "memory" or "compute"
-    peak_bytes: int | None = None  # above what was allocated before the call
-    mode: str | None = None  # how it was timed: "events", "graph", "cpu" or "host"
+    correct: bool  # the check passed in this run; if not, the times are not compared
+    ms: Mapping[str, float] | None = None  # milliseconds, by the names of STATISTICS
+    tflops: float | None = None  # achieved, TFLOP/s
+    tbs: float | None = None  # achieved, TB/s
+    roof: float | None = None  # least possible time / measured time; 1.0 is the roof
+    bound: str | None = None  # the roof that bounds the case: "memory" or "compute"
+    peak_bytes: int | None = None  # beyond what was allocated before the call
+    mode: str | None = None  # how it was timed: "events", "graph", "cpu", "host" or "steps"
     note: str | None = None
     error: str | None = None
-    host_us: float | None = None  # mode "host": microseconds until the call returned
-    limit_us: float | None = None  # and what it should be at most
+    host_us: float | None = None  # mode "host": us until the call returned
+    limit_us: float | None = None  # mode "host": the limit that host_us should keep
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a later record replaces this one by."""
+        """A later record with the same key replaces this one."""
         return self.op, self.case, self.dtype
 
     @property
@@ -58,8 +62,8 @@ class Record:
         return None if self.ms is None else self.ms["p50"]
 
     @property
-    def counts(self) -> bool:
-        """Whether its speed may be compared: timed, and right in the same run."""
+    def comparable(self) -> bool:
+        """True if its speed may be compared: it was timed, and was correct in the same run."""
         return self.correct and self.ms is not None and self.error is None
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,8 +76,8 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """One way to generate text, timed on one model and batch. What could not be measured is None."""
+class GenerationRecord:
+    """One runner timed on one model and batch. A quantity that was not measured is None."""
 
     op: ClassVar[str] = "e2e"
     model: str
@@ -83,13 +87,13 @@ class Generation:
     batch: int
     prompt: int  # tokens of each prompt
     new: int  # tokens generated after each
-    correct: bool  # every token that was looked at is the likeliest one by Transformers' logits, or as good as it
-    ttft_ms: float | None = None  # until every sequence has its first token
-    ms_per_token: float | None = None  # a step in which every sequence gets one
-    tokens_per_s: float | None = None  # of the batch, while decoding
-    floor: float | None = None  # least time to read weights and cache, as a share of ms_per_token
-    peak_bytes: int | None = None  # weights, cache and all else
-    joules_per_token: float | None = None  # of a token generated, its share of the prompt included
+    correct: bool | None  # checked tokens are the argmax of Transformers' logits, up to rounding; None: not checked
+    ttft_ms: float | None = None  # time until every sequence has its first token
+    ms_per_token: float | None = None  # one decoding step, in which every sequence gets a token
+    tokens_per_s: float | None = None  # of the whole batch, while decoding
+    floor: float | None = None  # time to read weights and KV cache at copy bandwidth / ms_per_token
+    peak_bytes: int | None = None  # weights, KV cache and activations
+    joules_per_token: float | None = None  # per generated token; includes the prompt's energy
     note: str | None = None
     error: str | None = None
 
@@ -99,19 +103,24 @@ class Generation:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """A contender may take minutes to start, so each is replaced alone."""
+        """A later record with the same key replaces this one: runners take minutes, so each is replaced alone."""
         return self.op, f"{self.case} {self.prompt}+{self.new} {self.implementation}", self.dtype
 
     @property
-    def counts(self) -> bool:
-        """Whether its speed may be compared: timed, and right in the same run."""
-        return self.correct and self.ms_per_token is not None and self.error is None
+    def comparable(self) -> bool:
+        """True if its speed may be compared: it was timed, and was correct in the same run."""
+        return bool(self.correct) and self.ms_per_token is not None and self.error is None
+
+    @property
+    def failed(self) -> bool:
+        """True if it could not run or generated wrong tokens."""
+        return self.error is not None or self.correct is False
 
     def as_dict(self) -> dict[str, Any]:
         return _as_dict(self)
 
 
-AnyRecord = Record | Generation
+AnyRecord = Record | GenerationRecord
 _OPTIONAL = ("note", "error", "host_us", "limit_us")  # left out of files where there is none
 
 
@@ -121,11 +130,11 @@ def _as_dict(record: AnyRecord) -> dict[str, Any]:
 
 
 def _from_dict(values: Mapping[str, Any]) -> AnyRecord:
-    return Generation(**values) if "model" in values else Record.from_dict(values)
+    return GenerationRecord(**values) if "model" in values else Record.from_dict(values)
 
 
 def describe_run(device_name: str, ceilings: Mapping[str, Any], commit: str | None = None) -> dict[str, Any]:
-    """The header of a results file: what was run, on what, with which versions."""
+    """The header of a results file: device, versions, commit, date, command, ceilings."""
     from flashkernel.core.device import versions
 
     return {
@@ -152,8 +161,15 @@ class ResultsFile:
                 "save to another folder"
             )
 
+    @classmethod
+    def in_folder(cls, folder: Path | None, name: str, ceilings: Ceilings, commit: str | None) -> ResultsFile | None:
+        """The file `<folder>/<name>.json` for a run on the device of `ceilings`; None without a folder."""
+        if folder is None:
+            return None
+        return cls(folder / f"{name}.json", describe_run(ceilings.device, ceilings.as_dict(), commit))
+
     def add(self, records: Sequence[AnyRecord]) -> None:
-        """Keep a finished case: its records replace all earlier ones with their keys."""
+        """Writes a finished case: its records replace all earlier ones with the same keys."""
         new = {record.key for record in records}
         self.mine = [record for record in self.mine if record.key not in new] + list(records)
         write(self.path, self.merged())
@@ -168,7 +184,7 @@ class ResultsFile:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A results file, its records as `Record`s; ValueError where it is something else."""
+    """The contents of a results file, its records as `Record` or `GenerationRecord`; ValueError if it is not one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -181,14 +197,14 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a results file, a line for each record, so that others see the old one or the new one, never a part."""
+    """Writes a results file atomically, with one line for each record."""
     head = json.dumps({name: value for name, value in content.items() if name != "records"}, indent=1)
     lines = ",\n".join("  " + json.dumps(_rounded(record.as_dict()), allow_nan=False) for record in content["records"])
     replace_text(path, f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replaces a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
     try:
@@ -203,12 +219,30 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def load_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results files of a folder by operator; those of whole models are under "e2e"."""
+    """The results files of a folder by operator ("e2e": whole models); files in its subfolders are not read."""
     return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
 
 
+def find(path: Path) -> dict[str, dict[str, Any]]:
+    """Current results at a path, by name: "rms_norm", or "h200/rms_norm" where `path` holds a folder for each device.
+
+    A folder named "archive" keeps superseded measurements; it is read only if `path` names it or a file in it.
+
+    Args:
+        path: a results file, a device's folder, or a folder of such folders.
+    """
+    if path.is_file():
+        return {path.stem: load(path)}
+    found = load_folder(path)
+    for folder in sorted(folder for folder in path.glob("*/") if folder.is_dir() and folder.name != ARCHIVE):
+        found.update({f"{folder.name}/{name}": file for name, file in load_folder(folder).items()})
+    if not found:
+        raise ValueError(f"{path} holds no results; flashkernel bench --save {path} makes some")
+    return found
+
+
 def _earlier(before: Mapping[str, Any], kept: set[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """The runs that records kept from a file came from, each with its cases."""
+    """The headers of the runs that the kept records came from, each with its cases."""
     runs = [dict(run) for run in before.get("earlier", ())]
     claimed = {tuple(case) for run in runs for case in run["cases"]}
     latest = dict.fromkeys(record.key[1:] for record in before["records"])
@@ -239,7 +273,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with floats at six significant digits: more is noise, and makes diffs unreadable."""
+    """The same values with floats at six significant digits; further digits are noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a command is about: operators, cases, dtypes and devices by name, and cases small enough for the machine."""
+"""Operators, cases, dtypes and devices by the names that users type, and cases scaled down to the machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flashkernel.core import device as devices
 from flashkernel.core.dispatch import Explanation, explain
 from flashkernel.core.op import Case, Op, count
 
-CPU_ELEMENTS = 2**20  # input elements of a benchmark case on a CPU, where the declared shapes would take hours
-LEAST_ROWS = 64
+CPU_ELEMENTS = 2**20  # input elements of a benchmark case on a CPU; the declared shapes would take hours
+MIN_ROWS = 64
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class UnknownNameError(ValueError):
-    """A name that is not there; the message lists those that are."""
+    """An unknown name; the message lists the known ones."""
 
 
 def operators(names: Sequence[str] | None) -> list[Op]:
-    """The operators named, or all of them."""
+    """The named operators, or all of them."""
     from flashkernel.ops import registry
 
     known = registry()
@@ -35,12 +35,12 @@ def operators(names: Sequence[str] | None) -> list[Op]:
 def cases(
     ops: Iterable[Op], patterns: Sequence[str] | None, of: Callable[[Op], Sequence[Case]]
 ) -> dict[str, list[Case]]:
-    """By operator, the cases whose names match one of the globs; each glob must match something somewhere."""
+    """By operator, the cases whose names match one of the globs; UnknownNameError for a glob that matches none."""
     found = {op.name: list(of(op)) for op in ops}
     names = dict.fromkeys(case.name for group in found.values() for case in group)
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UnknownNameError(f"{' and '.join(found)}: there is no case {pattern!r}; there are {', '.join(names)}")
+            raise UnknownNameError(f"{', '.join(found)}: no case matches {pattern!r}; known cases: {', '.join(names)}")
     if not patterns:
         return found
     return {
@@ -50,13 +50,13 @@ def cases(
 
 
 def dtypes(names: Sequence[str] | None) -> list[torch.dtype] | None:
-    """The dtypes named; None where none are, which leaves the choice to the cases."""
+    """The named dtypes; None if there are no names, so that each case's own dtypes are used."""
     short = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}
     return [DTYPES[_one("dtype", short.get(name, name), DTYPES)] for name in names] if names else None
 
 
 def implementations(ops: Iterable[Op], names: Sequence[str] | None, baselines: bool = True) -> list[str] | None:
-    """The names, each known to one of the operators as a backend (or a baseline); None where none are given."""
+    """The names, each a backend (or a baseline) of one of the operators; None if there are no names."""
     known = dict.fromkeys(backend.name for op in ops for backend in op.backends)
     if baselines:
         known.update(dict.fromkeys(baseline.name for op in ops for baseline in op.baselines))
@@ -64,43 +64,56 @@ def implementations(ops: Iterable[Op], names: Sequence[str] | None, baselines: b
     return [_one(what, name, known) for name in names] if names else None
 
 
-def known(what: str, names: Sequence[str] | None, there: Iterable[str]) -> list[str]:
-    """The names, each of which must be there; all that are where none is given."""
-    among = dict.fromkeys(there)
+def known_names(what: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """The names, each of which must be known; all known ones if there are no names."""
+    among = dict.fromkeys(known)
     return [_one(what, name, among) for name in names] if names else list(among)
 
 
 def device(name: str | None) -> torch.device:
-    """A device of this machine; by default its GPU, where there is one."""
+    """A device of this machine: "cpu", "cuda" or "cuda:1" in any case; by default its GPU, if it has one.
+
+    Example:
+        >>> device("CPU")
+        device(type='cpu')
+    """
+    name = None if name is None else name.lower()
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
     count = torch.cuda.device_count()
     if name != "cpu" and (kind != "cuda" or (index and not index.isdigit()) or int(index or 0) >= count):
         here = ", ".join(["cpu", *(f"cuda:{number}" for number in range(count))])
-        raise UnknownNameError(f"there is no device {name!r} to run on here; there are {here}")
+        raise UnknownNameError(f"device {name!r} is not on this machine; its devices: {here}")
     return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
 
 
 def hardware(name: str | None) -> devices.Device:
-    """Facts of a device of this machine, or of a GPU that need not be here, such as "h200"."""
-    if name in devices.KNOWN:
-        return devices.KNOWN[name]
+    """Properties of a device of this machine, or of a GPU that need not be in it, such as "h200"; in any case.
+
+    Example:
+        >>> hardware("H200").name
+        'NVIDIA H200'
+    """
+    if name is not None and name.lower() in devices.KNOWN:
+        return devices.KNOWN[name.lower()]
     try:
-        return devices.facts(device(name))
+        return devices.properties(device(name))
     except UnknownNameError as error:
-        raise UnknownNameError(f"{error}; known GPUs that need not be here: {', '.join(devices.KNOWN)}") from None
+        raise UnknownNameError(
+            f"{error}; known GPUs (which need not be in this machine): {', '.join(devices.KNOWN)}"
+        ) from None
 
 
 def default_dtype(hardware: devices.Device) -> torch.dtype:
-    """What models run in on this hardware."""
+    """The dtype that models usually run in on this hardware."""
     if hardware.kind != "cuda":
         return torch.float32
     return torch.bfloat16 if hardware.arch >= 80 else torch.float16
 
 
 def bench_dtypes(case: Case, wanted: Sequence[torch.dtype] | None, hardware: devices.Device) -> list[torch.dtype]:
-    """The dtypes to time a case in: those wanted, else the case's own; on a CPU, where half is emulated, float32."""
+    """The dtypes to time a case in: those wanted, else the case's own; float32 on a CPU, which emulates 16-bit ones."""
     if wanted:
         return list(wanted)
     return [torch.float32] if hardware.kind == "cpu" else list(case.dtypes)
@@ -113,7 +126,7 @@ def bench_work(
     hardware: devices.Device,
     most: int,
 ) -> list[tuple[Op, Case, torch.dtype]]:
-    """What to time: every benchmark case of the operators, scaled down where `most` is above zero, in every dtype."""
+    """(operator, case, dtype) of every benchmark; cases are scaled down to `most` input elements if it is not 0."""
     selected = cases(ops, patterns, lambda op: op.benches)
     return [
         (op, case, dtype)
@@ -123,16 +136,16 @@ def bench_work(
     ]
 
 
-def question(
+def explain_case(
     op: Op, case: Case, dtype: torch.dtype, hardware: devices.Device, backend: str | None = None
 ) -> Explanation:
-    """Which backend would serve a case on some hardware, and why not each other one; nothing is allocated."""
+    """Which backend dispatch picks for a case on some hardware, and why not each other one; allocates nothing."""
     with devices.pretend(hardware):
         return explain(op.call, **shapes_only(op, case, dtype), **case.options, backend=backend)
 
 
 def shapes_only(op: Op, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The inputs of a case as meta tensors: shapes, strides and dtypes without memory."""
+    """The inputs of a case as meta tensors: shapes, strides and dtypes without data."""
     with FakeTensorMode():
         drawn = op.make_inputs(case, dtype, "cpu")
     return {
@@ -142,7 +155,7 @@ def shapes_only(op: Op, case: Case, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 
 def with_axes(case: Case, settings: Sequence[str], op: Op) -> Case:
-    """The case with axes set as "rows=128" or, for several leading dims, "rows=2x64"."""
+    """The case with axes changed as in "rows=128" or, for several leading dims, "rows=2x64"."""
     changed: dict[str, Any] = {}
     for setting in settings:
         axis, _, value = setting.partition("=")
@@ -150,15 +163,15 @@ def with_axes(case: Case, settings: Sequence[str], op: Op) -> Case:
             raise UnknownNameError(f"{op.name} has no axis {axis!r}; it has {', '.join(case.axes)}")
         sizes = value.split("x")
         if not all(size.isdigit() for size in sizes):
-            raise UnknownNameError(f"{setting!r} gives axis {axis} no size; write {axis}=128 or {axis}=2x64")
+            raise UnknownNameError(f"{setting!r} has no size for axis {axis}; write {axis}=128 or {axis}=2x64")
         changed[axis] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
     return case.at(**changed)
 
 
 def scaled(op: Op, case: Case, most: int) -> Case:
-    """The case with its axes halved until its inputs have at most `most` elements: "16384x4096~256x4096" by name.
+    """The case with its axes halved until its inputs have at most `most` elements, named "16384x4096~256x4096".
 
-    Leading dims, declared first, shrink first, down to a few; then whatever is largest.
+    The first axis (rows) is halved down to `MIN_ROWS`, then the largest axis.
     """
     axes = dict(case.axes)
     while _elements(op, case, axes) > most:
@@ -174,7 +187,7 @@ def scaled(op: Op, case: Case, most: int) -> Case:
 
 
 def scaled_once(op: Op, available: Sequence[Case], most: int) -> list[Case]:
-    """Every case scaled down, without those that scaling made equal to an earlier one."""
+    """All cases scaled down, without those that become equal to an earlier one."""
     seen: dict[Any, Case] = {}
     for case in (scaled(op, case, most) for case in available):
         seen.setdefault((tuple(case.axes.items()), repr(case.options), case.present, case.layout, case.gradients), case)
@@ -183,7 +196,7 @@ def scaled_once(op: Op, available: Sequence[Case], most: int) -> list[Case]:
 
 def _one(what: str, name: str, known: Mapping[str, Any]) -> str:
     if name not in known:
-        raise UnknownNameError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+        raise UnknownNameError(f"unknown {what} {name!r}; known: {', '.join(known)}")
     return name
 
 
@@ -197,13 +210,13 @@ def _largest(size: Any) -> int:
 
 
 def _halvings(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The axes with one size halved, the likeliest first.
+    """Yields the axes with one size halved, in order of preference.
 
-    Where axes are tuples, equal sizes may be one dimension named twice (a mask's, say), to be halved together.
+    Where axes are tuples, equal sizes may be one dimension named twice (as in a mask); they are also halved together.
     """
     first = next(iter(axes))
     by_size = sorted(axes, key=lambda name: -_largest(axes[name]))
-    for axis in dict.fromkeys([first, *by_size] if count(axes[first]) > LEAST_ROWS else by_size):
+    for axis in dict.fromkeys([first, *by_size] if count(axes[first]) > MIN_ROWS else by_size):
         largest = _largest(axes[axis])
         if largest > 1:
             yield {**axes, axis: _halved(axes[axis], largest)}
@@ -222,11 +235,11 @@ def _has_tuples(axes: Mapping[str, Any]) -> bool:
 
 
 def _possible(op: Op, case: Case) -> bool:
-    """Whether the operator takes these sizes together; where nothing ties them to one another it does."""
+    """True if the operator accepts these sizes; sizes that are independent of each other are always accepted."""
     if not _has_tuples(case.axes) and not case.options:
         return True
     try:
-        question(op, case, torch.float32, devices.facts(torch.device("cpu")))
+        explain_case(op, case, torch.float32, devices.properties(torch.device("cpu")))
     except ValueError:
         return False
     return True

@@ -1,8 +1,9 @@
-"""Records as tables: on the terminal, as CSV or JSON, and as markdown in the docs.
+"""Tables of operator benchmarks: on the terminal, as CSV or JSON, and as markdown in the docs.
 
-What stands in a README between `<!-- results:rms_norm -->` and `<!-- /results -->` is regenerated from `results/`;
-`<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob, and `<!-- results:attention long-* memory -->`
-shows the peak memory instead of times. `<!-- results:e2e llama-3.2-1b-* -->` does the same for whole models.
+`flashkernel tables --write` regenerates the text between `<!-- results:rms_norm -->` and `<!-- /results -->` in the
+docs from `results/`. `<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob,
+`<!-- results:attention long-* memory -->` shows peak memory instead of times, and
+`<!-- results:e2e llama-3.2-1b-* -->` shows whole models; the name is that of the results file.
 """
 
 from __future__ import annotations
@@ -17,23 +18,27 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashkernel.lab import generation_tables
-from flashkernel.lab.results import Generation, Record, load_folder
+from flashkernel.lab import generation_tables, host_tables
+from flashkernel.lab.generation_tables import RATIO
+from flashkernel.lab.results import GenerationRecord, Record, load_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from flashkernel.core.roofline import Ceilings
+
 BLOCK = re.compile(
     r"(<!-- results:(?P<op>\w+)(?: (?P<glob>[^\s-]\S*))?(?P<memory> memory)? -->\n).*?(<!-- /results -->)", re.DOTALL
 )
-DOCUMENTS = ("README.md", "flashkernel/ops/**/README.md", "flashkernel/engine/README.md", "docs/**/*.md")
+DOCUMENTS = ("README.md", "flashkernel/**/README.md", "docs/**/*.md")
 UNMEASURED = "_Not measured yet._"
 MEMORY = "memory"
+DIRECTIONS = {"fwd": "forward", "bwd": "backward alone", "fwd+bwd": "forward and backward"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case, dtype and direction with all that was measured on it."""
+    """The records of one case, dtype and direction."""
 
     case: str
     dtype: str
@@ -45,18 +50,18 @@ class Row:
         return self._least(self.records.values())
 
     def ratio(self, statistic: str = "p50") -> float | None:
-        """How many times faster than the best baseline, or less in memory, the backend is that dispatch picks first."""
+        """Time (or memory) of the best baseline divided by ours, the backend that dispatch picks; None without both."""
         ours = next((record for record in self.records.values() if record.kind == "backend"), None)
-        if ours is None or not ours.counts:
+        if ours is None or not ours.comparable:
             return None
         mine = _number(ours, statistic)
-        peers = [record for record in self.records.values() if record.kind == "baseline" and record.counts]
+        peers = [record for record in self.records.values() if record.kind == "baseline" and record.comparable]
         theirs = [value for value in (_number(record, statistic) for record in peers) if value is not None]
         return min(theirs) / mine if theirs and mine else None
 
     @staticmethod
     def _least(records: Iterable[Record]) -> str | None:
-        comparable = [record for record in records if record.counts]
+        comparable = [record for record in records if record.comparable]
         return min(comparable, key=lambda record: record.p50 or 0.0).implementation if comparable else None
 
 
@@ -78,25 +83,71 @@ def columns(records: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(record.implementation for record in ordered))
 
 
-def rich_table(op: str, records: Sequence[Record], title: str = "") -> Table:
-    """A terminal table: milliseconds and share of the roof; the best in bold, what failed its check in red."""
+def rich_table(
+    op: str, records: Sequence[Record], device: str = "", ceilings: Ceilings | None = None, statistic: str = "p50"
+) -> Table:
+    """A terminal table of median ms and percent of the roof, or of peak memory in GB.
+
+    The fastest of a row is bold; implementations that failed their check are red.
+    """
     from rich.table import Table
 
-    table = Table(title=title or op, title_justify="left")
+    names, grouped = columns(records), rows(records)
+    with_roof = statistic != MEMORY and any(record.roof is not None for record in records)
+    where = f" on {device}" if device else ""
+    dtypes = ", ".join(dict.fromkeys(record.dtype for record in records))
+    what = (
+        "peak memory in GB" if statistic == MEMORY else "median time in ms" + (" (% of the roof)" if with_roof else "")
+    )
+    table = Table(title=f"{op}{where}, {dtypes}: {what}", title_justify="left", caption_justify="left")
+    table.caption = _caption(records, ceilings if with_roof else None)
     for heading in ("case", "dtype", "direction"):
         table.add_column(heading, no_wrap=True)
-    names = columns(records)
+    if with_roof:
+        table.add_column("roof", no_wrap=True)
+    unit = "GB" if statistic == MEMORY else "ms (% of roof)" if with_roof else "ms"
     for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("vs best peer", justify="right")
-    for row in rows(records):
-        cells = [rich_cell(row.records.get(name), name == row.fastest) for name in names]
-        table.add_row(row.case, row.dtype, row.direction, *cells, _ratio(row))
+        table.add_column(f"{name}\n{unit}", justify="right")
+    table.add_column(RATIO, justify="right")
+    for row in grouped:
+        cells = [
+            rich_cell(row.records.get(name), name == row.fastest and statistic != MEMORY, statistic) for name in names
+        ]
+        head = [row.case, row.dtype, row.direction, *([roof(row, ceilings)] if with_roof else [])]
+        table.add_row(*head, *cells, _ratio(row, statistic))
     return table
 
 
-def remarks(records: Iterable[Record]) -> list[str]:
-    """What a table cannot hold: why an implementation failed or was wrong."""
+def roof(row: Row, ceilings: Ceilings | None) -> str:
+    """The ceiling that bounds a row: "memory 4.23 TB/s" or "compute 795 TFLOP/s"."""
+    bound = next((record.bound for record in row.records.values() if record.bound), None)
+    if bound is None or ceilings is None:
+        return bound or ""
+    if bound == "memory":
+        return f"memory {_rate(ceilings.copy_tbs, 'B/s')}"
+    rate = ceilings.matmul_tflops.get(row.dtype)
+    return bound if rate is None else f"compute {_rate(rate, 'FLOP/s')}"
+
+
+def _rate(tera: float, unit: str) -> str:
+    """ "4.23 TB/s", or "32.1 GB/s" below 1 TB/s."""
+    return f"{tera:.3g} T{unit}" if tera >= 1 else f"{tera * 1e3:.3g} G{unit}"
+
+
+def _caption(records: Sequence[Record], ceilings: Ceilings | None) -> str:
+    """What the abbreviations of a terminal table mean."""
+    parts = [
+        f"{name}: {DIRECTIONS[name]}" for name in dict.fromkeys(one.direction for one in records) if name in DIRECTIONS
+    ]
+    if any(record.kind == "baseline" for record in records):
+        parts.append(f"{RATIO}: the best baseline's value divided by ours")
+    if ceilings is not None:
+        parts.append("roof: least time at the measured copy bandwidth or matmul rate, whichever bounds the case")
+    return "; ".join(parts)
+
+
+def failure_messages(records: Iterable[Record]) -> list[str]:
+    """Why implementations failed or were wrong, a line each."""
     return [
         f"{record.op} {record.case} {record.dtype} {record.direction} {record.implementation}: "
         + (record.error or f"wrong: {record.note}")
@@ -106,20 +157,27 @@ def remarks(records: Iterable[Record]) -> list[str]:
 
 
 def line(records: Sequence[Record]) -> str:
-    """A case in one line: the medians of each direction."""
+    """One case in a line of a log: the median ms of each direction and implementation."""
     first = records[0]
     parts = [
-        f"{row.direction} " + ", ".join(f"{name} {_cell(record)}" for name, record in row.records.items())
+        f"{row.direction} " + ", ".join(f"{name} {_cell_with_units(record)}" for name, record in row.records.items())
         for row in rows(records)
     ]
     return f"{first.op} {first.case} {first.dtype}: " + "; ".join(parts)
 
 
+def _cell_with_units(record: Record) -> str:
+    if not record.comparable or record.ms is None:
+        return _cell(record)
+    share = "" if record.roof is None else f" ({record.roof:.0%} of roof)"
+    return f"{milliseconds(record.ms['p50'])} ms{share}"
+
+
 def markdown(records: Sequence[Record], statistic: str = "p50") -> str:
-    """A markdown table of milliseconds (median) and share of the roof, or of the peak "memory"."""
+    """A markdown table of median ms and percent of the roof, or of peak "memory" in GB; the caption says which."""
     names = columns(records)
     lines = [
-        "| " + " | ".join(["case", "dtype", "direction", *names, "vs best peer"]) + " |",
+        "| " + " | ".join(["case", "dtype", "direction", *names, RATIO]) + " |",
         "| " + " | ".join(["---"] * 3 + ["---:"] * (len(names) + 1)) + " |",
     ]
     for row in rows(records):
@@ -147,7 +205,7 @@ def as_json(values: Any) -> str:
 
 
 def regenerate(text: str, results: Path) -> str:
-    """A document with its result blocks written anew."""
+    """The document with its result blocks regenerated from the files of `results`."""
     folders = sorted(folder for folder in results.glob("*") if folder.is_dir())
     measured = {folder.name: load_folder(folder) for folder in folders}
 
@@ -176,32 +234,36 @@ def _block(op: str, glob: str | None, statistic: str, measured: Mapping[str, Map
         records = [record for record in found["records"] if glob is None or fnmatchcase(record.case, glob)]
         if not records:
             continue
-        copy = found["ceilings"].get("copy_tbs")
         versions = ", ".join(
             f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"]
         )
-        if op == Generation.op:
-            shown, table = _models(records, statistic, copy)
-        else:
-            shown = f"median ms and share of the roof (copy {copy:.2f} TB/s)"
-            if statistic == MEMORY:
-                shown = "peak memory, in GB, beyond what was allocated before"
-            table = markdown(records, statistic)
+        shown, table = _described(op, records, statistic, found["ceilings"])
         parts.append(f"{found['device']}, {versions}; {shown}; from `results/{gpu}/{op}.json`.\n\n{table}")
     return "\n\n".join(parts) or UNMEASURED
 
 
-def _models(records: Sequence[Generation], statistic: str, copy: float) -> tuple[str, str]:
-    """What a table of whole models shows, and the table."""
-    lengths = dict.fromkeys(f"prompts of {record.prompt} tokens, {record.new} new" for record in records)
+def _described(op: str, records: Sequence[Any], statistic: str, ceilings: Mapping[str, Any]) -> tuple[str, str]:
+    """(what a markdown table shows and in which units, the table)."""
+    bandwidth = f"copy {ceilings.get('copy_tbs', 0.0):.2f} TB/s"
+    if op == host_tables.OP:
+        return f"median host time of a call in us ({host_tables.DIRECTIONS})", host_tables.markdown(records)
+    if not isinstance(records[0], GenerationRecord):
+        if statistic == MEMORY:
+            return "peak memory in GB, beyond what was allocated before the call", markdown(records, statistic)
+        if all(record.roof is None for record in records):
+            return "median ms", markdown(records)
+        bound = dict.fromkeys(record.dtype for record in records if record.bound == "compute")
+        rates = {name: ceilings["matmul_tflops"][name] for name in bound if name in ceilings["matmul_tflops"]}
+        roofs = ", ".join([bandwidth, *(f"{name} matmul {rate:.0f} TFLOP/s" for name, rate in rates.items())])
+        return f"median ms, in brackets % of the roof ({roofs})", markdown(records)
+    lengths = "; ".join(dict.fromkeys(f"prompts of {record.prompt} tokens, {record.new} new" for record in records))
     if statistic == MEMORY:
-        return f"{'; '.join(lengths)}", generation_tables.markdown(records, generation_tables.COSTS)
-    shown = f"{'; '.join(lengths)}; share of the floor that reading weights and cache sets (copy {copy:.2f} TB/s)"
-    return shown, generation_tables.markdown(records)
+        return lengths, generation_tables.markdown(records, generation_tables.COSTS)
+    return f"{lengths}; {generation_tables.IN_BRACKETS} ({bandwidth})", generation_tables.markdown(records)
 
 
 def rich_cell(record: Record | None, best: bool = False, statistic: str = "p50") -> str:
-    """Milliseconds and share of the roof, in red where they claim nothing."""
+    """Milliseconds and percent of the roof; red where the implementation failed its check."""
     text = _cell(record, statistic)
     if record is not None and (record.error or not record.correct):
         return f"[red]{text}[/red]"
@@ -224,7 +286,12 @@ def _cell(record: Record | None, statistic: str = "p50") -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Three significant digits, and no exponents: 0.00412, 0.412, 41.2, 4120."""
+    """Three significant digits without an exponent.
+
+    Example:
+        >>> milliseconds(0.0041234), milliseconds(41.234), milliseconds(4123.4)
+        ('0.00412', '41.2', '4123')
+    """
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else f"{value:.6f}"
 
 

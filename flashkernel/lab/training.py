@@ -1,20 +1,22 @@
-"""Training steps of a Transformers model, forward and backward, with one implementation after another.
+"""Training steps (forward and backward) of a Transformers model, timed for each implementation.
 
-The model is gpt-oss with its real widths, learned sinks and windows, cut to a few layers and experts, where attention
-is what differs; or Llama-3.2-1B, whole, where `hf_patch` replaces norms, MLP, rotary embedding and loss as well.
-Weights are random, the batch is one sequence. Losses must agree: a step that computes something else claims no time.
+The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, where
+implementations differ in attention; or Llama-3.2-1B, where `hf_patch` also replaces norms, MLP, RoPE and loss. Weights
+are random and the batch is one sequence. The losses of all implementations must agree; a step with another loss is
+marked wrong and its time is not compared.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from flashkernel.core.shapes import MODELS
+from flashkernel.lab.packages import require
 from flashkernel.lab.results import Record
 
 OP = "training_step"
@@ -24,8 +26,10 @@ IMPLEMENTATIONS = {  # Transformers refuses sdpa for gpt-oss
     "gpt-oss": (ATTENTION, "flex_attention", "eager"),
     "llama-3.2-1b": (PATCH, "sdpa"),
 }
-LOSS_GAP = 0.02  # relative: what rounding attention to bfloat16 in another order may change in a loss
-STATISTICS = {"p50": 50, "p95": 95, "p99": 99}
+LOSS_GAP = 0.02  # relative: bfloat16 rounding in another order may change the loss by this much
+PERCENTILES = {"p50": 50, "p95": 95, "p99": 99}
+WARM_UP_STEPS = 2
+OnStep = Callable[[str, int], None]
 
 
 def gpt_oss(layers: int, experts: int, vocab: int) -> Any:
@@ -56,13 +60,20 @@ def llama(layers: int, vocab: int) -> Any:
 
 
 def build(model: str, layers: int | None, experts: int, vocab: int | None) -> tuple[Any, str]:
-    """(a Transformers config, what to call it); layers and vocab are the model's own where they are not given, but
-    for gpt-oss's layers, of which 4 are enough."""
+    """Returns (a Transformers config, the case's name).
+
+    Args:
+        model: a key of `IMPLEMENTATIONS`.
+        layers: number of layers; by default 4 for gpt-oss, all for Llama.
+        experts: experts per layer of gpt-oss.
+        vocab: vocabulary size; by default the model's own.
+    """
+    if model not in IMPLEMENTATIONS:
+        raise ValueError(f"step: unknown model {model!r}; known models: {', '.join(IMPLEMENTATIONS)}")
+    require("transformers", "flashkernel step")
     if model == "gpt-oss":
         layers = layers or 4
         return gpt_oss(layers, experts, vocab or MODELS["gpt-oss-20b"].vocab), f"gpt-oss-{layers}layers"
-    if model not in IMPLEMENTATIONS:
-        raise ValueError(f"no training step is known for {model!r}; there are {', '.join(IMPLEMENTATIONS)}")
     size = MODELS["llama-3.2-1b"]
     return llama(layers or size.layers, vocab or size.vocab), model if layers is None else f"{model}-{layers}layers"
 
@@ -76,8 +87,18 @@ def measure(
     experts: int = 8,
     vocab: int | None = None,
     steps: int = 8,
+    on_step: OnStep = lambda text, done: None,
 ) -> Iterator[Record]:
-    """A record for each implementation; the first that runs gives the loss that the others are held to."""
+    """Yields a record for each implementation; the loss of the first that runs is the expected one.
+
+    Args:
+        tokens: length of the sequence.
+        implementations: attention implementations that Transformers knows, or "hf_patch".
+        device: where to train.
+        model, layers, experts, vocab: see `build`.
+        steps: steps to time, after `WARM_UP_STEPS`.
+        on_step: called before every step with what it is and how many steps of this implementation are done.
+    """
     expected: float | None = None
     config, case = build(model, layers, experts, vocab)
     axes = {"tokens": tokens, "layers": config.num_hidden_layers, "vocab": config.vocab_size}
@@ -89,7 +110,7 @@ def measure(
             "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name in OURS else "baseline",
         }  # fmt: skip
         try:
-            seconds, peak, loss = _run(name, config, tokens, device, steps)
+            seconds, peak, loss = _run(name, config, tokens, device, steps, on_step)
         except (torch.OutOfMemoryError, ValueError, RuntimeError) as error:
             yield Record(**common, correct=False, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
@@ -103,15 +124,16 @@ def measure(
 
 
 def _run(
-    implementation: str, config: Any, tokens: int, device: torch.device, steps: int
+    implementation: str, config: Any, tokens: int, device: torch.device, steps: int, on_step: OnStep
 ) -> tuple[list[float], int | None, float]:
-    """(seconds of each step after two to warm up, peak memory in all, the first loss)."""
+    """Returns (seconds of each step after the warm-up, peak memory in bytes, the first loss)."""
     from transformers import AutoModelForCausalLM
 
     if implementation in OURS:
         import flashkernel.hf
 
         flashkernel.hf.register()
+    on_step(f"{implementation}, {tokens} tokens: building the model", 0)
     torch.manual_seed(0)
     attention = "sdpa" if implementation == PATCH else implementation
     with torch.device(device):
@@ -122,7 +144,9 @@ def _run(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     losses, seconds = [], []
-    for _ in range(steps + 2):
+    for step in range(steps + WARM_UP_STEPS):
+        warm_up = "warm-up " if step < WARM_UP_STEPS else ""
+        on_step(f"{implementation}, {tokens} tokens: {warm_up}step {step + 1} of {steps + WARM_UP_STEPS}", step)
         began = time.perf_counter()
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
@@ -132,11 +156,11 @@ def _run(
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return seconds[2:], peak, losses[0]
+    return seconds[WARM_UP_STEPS:], peak, losses[0]
 
 
 def statistics(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds of all, as a record keeps them."""
+    """Percentiles, mean, standard deviation, minimum and maximum in ms, as a record keeps them."""
     ms = np.array(seconds) * 1e3
-    found = {name: float(np.percentile(ms, share)) for name, share in STATISTICS.items()}
+    found = {name: float(np.percentile(ms, share)) for name, share in PERCENTILES.items()}
     return {**found, "mean": float(ms.mean()), "std": float(ms.std()), "min": float(ms.min()), "max": float(ms.max())}

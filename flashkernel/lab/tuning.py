@@ -1,4 +1,4 @@
-"""The search for launch configs: whatever a case's kernels pick is searched, one kernel after another."""
+"""The search for launch configs: searches every tunable kernel that a case launches, one after another."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from flashkernel.core import check, tune
-from flashkernel.core.device import facts
+from flashkernel.core.device import properties
 from flashkernel.core.op import Case, Op
 from flashkernel.core.timing import Timing
 from flashkernel.lab.bench import Inputs, input_sets
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The best config of one kernel on one case, with the time of the whole call under it and under the default."""
+class TuningResult:
+    """The best config of one kernel on one case, and the median ms of the whole call with it and with the default."""
 
     op: str
     case: str
@@ -36,14 +36,14 @@ def tune_case(
     case: Case,
     dtype: torch.dtype,
     device: torch.device,
-    tell: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     backend: str | None = None,
-) -> Iterator[Finding]:
-    """Search every kernel that a call and its backward launch; results are kept on disk as they are found."""
+) -> Iterator[TuningResult]:
+    """Searches every kernel that a call and its backward launch; each result is saved to disk when it is found."""
     sets = input_sets(op, case, dtype, device)
     wanted = check.wanted_gradients(op, case, sets[0])
     call = partial(_call, op, {**case.options, "backend": backend}, wanted)
-    with tune.watching() as seen:
+    with tune.collect_picks() as seen:
         call(sets[0])
     for (tunable, _), shape in seen.items():
         times: dict[Any, float] = {}
@@ -52,11 +52,11 @@ def tune_case(
             if isinstance(outcome, Timing):
                 times[config] = outcome.p50
 
-        tell(f"{op.name} {case.name}: searching {tunable.name}")
-        rotation = lambda config, tunable=tunable: [partial(_under, tunable, config, call, one) for one in sets]  # noqa: E731
-        best = tune.search(tunable, facts(device), shape, rotation, report=report)
-        default = tunable.heuristic(facts(device), shape)
-        yield Finding(op.name, case.name, tunable.name, str(best), times[best], times.get(default, float("nan")))
+        log(f"{op.name} {case.name}: searching {tunable.name}")
+        rotation = lambda config, tunable=tunable: [partial(_with_config, tunable, config, call, one) for one in sets]  # noqa: E731
+        best = tune.search(tunable, properties(device), shape, rotation, report=report)
+        default = tunable.heuristic(properties(device), shape)
+        yield TuningResult(op.name, case.name, tunable.name, str(best), times[best], times.get(default, float("nan")))
 
 
 def _call(op: Op, options: dict[str, Any], wanted: list[str], inputs: Inputs) -> Any:
@@ -66,6 +66,6 @@ def _call(op: Op, options: dict[str, Any], wanted: list[str], inputs: Inputs) ->
     return check.execute(op.call, inputs, options, wanted)
 
 
-def _under(tunable: tune.Tunable, config: Any, call: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+def _with_config(tunable: tune.Tunable, config: Any, call: Callable[[Inputs], Any], inputs: Inputs) -> Any:
     with tune.override(tunable, config):
         return call(inputs)

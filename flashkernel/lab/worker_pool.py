@@ -1,7 +1,7 @@
-"""Worker processes beside each other that may crash or hang without harm to the rest.
+"""A pool of worker processes that survives workers that crash or hang.
 
-`concurrent.futures` gives up on all its work when one process dies. Here a task whose worker died, or did not answer in
-time, is returned with the reason, and a fresh worker takes its place.
+`concurrent.futures` abandons all work when one process dies. Here a task whose worker died, or did not answer in time,
+is returned with the reason, and a new worker replaces it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-START_TIMEOUT_S = 300.0  # until a worker has imported what it needs, on a busy machine
+START_TIMEOUT_S = 300.0  # for a worker to import its modules on a busy machine
 _READY = "ready"
 
 
 class WorkerPool:
     """`workers` processes that run `function(*arguments, task)`; all of it must be picklable.
 
-    A result with a true `worker_is_broken` says that its process must not be used again.
+    A result whose `worker_is_broken` is true comes from a process that must not be used again.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], workers: int, timeout_s: float) -> None:
@@ -49,11 +49,11 @@ class WorkerPool:
                     free.send_next()
                     first = next(batches, None)
                     continue
-                for worker in self._heard(workers):
+                for worker in self._wait(workers):
                     found = worker.receive()
                     if not worker.alive:
                         workers.remove(worker)
-                        if worker.batch:  # the rest of its batch goes to a fresh one
+                        if worker.batch:  # a new worker gets the rest of its batch
                             workers.append(self._start(worker.batch))
                     if found is not None:
                         yield found
@@ -63,8 +63,8 @@ class WorkerPool:
     def _start(self, batch: Sequence[Any] = ()) -> _Worker:
         return _Worker(self.function, self.arguments, self.timeout_s, batch)
 
-    def _heard(self, workers: list[_Worker]) -> list[_Worker]:
-        """The workers that have sent something, have died, or are past their time; waits for the first of these."""
+    def _wait(self, workers: list[_Worker]) -> list[_Worker]:
+        """Waits until a worker has sent something, has died or is past its deadline; returns all such workers."""
         deadline = min(worker.deadline for worker in workers)
         ready = wait([worker.connection for worker in workers], max(0.0, deadline - time.monotonic()))
         now = time.monotonic()
@@ -72,17 +72,17 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, the task that it is on, and the tasks that it will get after that."""
+    """One process, its current task, and the tasks that follow."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float, batch: Sequence[Any]
     ) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
         with _without_interrupts():
             self.process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
+        theirs.close()  # so that the pipe closes when the process ends
         self.timeout_s, self.batch = timeout_s, deque(batch)
         self.task: Any = None
         self.ready = False
@@ -90,18 +90,18 @@ class _Worker:
         self.deadline = time.monotonic() + START_TIMEOUT_S
 
     def send_next(self) -> None:
-        """Hand over the next task, once the process is up and if there is one."""
+        """Sends the next task if the process has started, is idle, and there is one."""
         if not self.ready or self.task is not None:
             return
         self.deadline = float("inf")
         if self.batch:
             self.task = self.batch.popleft()
             self.deadline = time.monotonic() + self.timeout_s
-            with suppress(OSError):  # it is gone, as the next look at its pipe will find
+            with suppress(OSError):  # the process is gone; the next receive() reports it
                 self.connection.send(self.task)
 
     def receive(self) -> tuple[Any, Any, str] | None:
-        """What came: (task, result, ""), (task, None, reason) where the process is gone, or None: nothing to tell."""
+        """Returns (task, result, ""), (task, None, reason) if the process is gone, or None for a start message."""
         task = self.task
         try:
             if not self.connection.poll():
@@ -133,7 +133,7 @@ class _Worker:
 
 
 def _serve(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """The life of a worker: tasks come, results go, until the other end closes."""
+    """The worker's loop: receives tasks and sends results until the other end closes."""
     connection.send(_READY)
     while True:
         try:
@@ -160,7 +160,7 @@ def _exit(code: int | None) -> str:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which a terminal sends to all of them: the parent stops them."""
+    """Makes processes that start in the block ignore Ctrl-C, which a terminal sends to all; the parent stops them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

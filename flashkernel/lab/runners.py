@@ -1,7 +1,7 @@
-"""Ways to generate text from the same weights: the engine, and Transformers in its ways.
+"""Runners: ways to generate text from the same weights, with the engine or with Transformers.
 
-A contender is loaded once for a model and started once for a batch. What `start` gives then generates: prompts
-[batch, tokens] and a count in, a `Run` out.
+A runner is loaded once for a model and started once for a batch. `start` returns a function that generates: it takes
+prompts [batch, tokens] and the number of new tokens, and returns a `Run`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 
 from flashkernel.engine import LLM, SamplingParams
 from flashkernel.engine.transformer import Transformer
-from flashkernel.lab.twin import twin
+from flashkernel.lab.hf_equivalent import build_hf_equivalent
 
 
-class AbsentError(RuntimeError):
-    """A contender that cannot run here; the message says why."""
+class UnsupportedError(RuntimeError):
+    """A runner cannot run on this device or at this size; the message says why."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds until every sequence has its first token, seconds of each further one, and the tokens themselves."""
+    """The times and tokens of one generation."""
 
-    first_s: float
-    steps_s: list[float]
+    ttft_s: float  # time until every sequence has its first token
+    steps_s: list[float]  # time of each further decoding step
     tokens: Tensor  # [batch, new]
 
     @classmethod
     def of(cls, began: float, times: Sequence[float], tokens: Tensor) -> Run:
-        """By the times at which tokens were there."""
+        """From the clock readings at the start and after each token of the batch."""
         return cls(times[0] - began, [after - before for before, after in pairwise(times)], tokens)
 
 
@@ -43,8 +43,11 @@ Generate = Callable[[Tensor, int], Run]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """`load` gives what `start` needs of a model; `start` takes it and the most (batch, prompt, new) there will be."""
+class Runner:
+    """One way to generate: `load(model)` prepares the weights, `start(loaded, batch, prompt, new)` the buffers.
+
+    `batch`, `prompt` and `new` are the largest sizes that the returned function will be called with.
+    """
 
     kind: str  # "backend" (ours) or "baseline"
     load: Callable[[Transformer], Any]
@@ -52,22 +55,23 @@ class Contender:
 
 
 def _start_engine(model: Transformer, batch: int, prompt: int, new: int) -> Generate:
-    """The engine with a cache of just the size it takes. Prompts go in chunks, as they do in service."""
+    """An engine whose KV cache has just the size needed; prompts are prefilled in chunks, as in serving."""
     page = 16 if model.device.type == "cuda" else 64
     step_tokens = max(8192 if model.device.type == "cuda" else 1024, 2 * batch)
-    early = -(-batch * prompt // (step_tokens - batch)) + 2  # tokens of the first sequences while the last ones start
+    early = -(-batch * prompt // (step_tokens - batch)) + 2  # tokens that the first sequences get before the last
     context = prompt + new + early
-    if context > model.config.context:
-        raise AbsentError(f"{context} tokens do not fit the model's context of {model.config.context}")
+    longest = model.config.max_position_embeddings
+    if context > longest:
+        raise UnsupportedError(f"{context} tokens do not fit the model's context of {longest}")
     llm = LLM(
-        model, most_sequences=batch, step_tokens=step_tokens, context=context, page_size=page, prefix_caching=False,
-        cache_tokens=batch * (-(-context // page) + 1) * page,
+        model, max_num_seqs=batch, max_num_batched_tokens=step_tokens, max_model_len=context, block_size=page,
+        enable_prefix_caching=False, kv_cache_tokens=batch * (-(-context // page) + 1) * page,
     )  # fmt: skip
     return partial(_run_engine, llm, early)
 
 
 def _run_engine(llm: LLM, early: int, prompts: Tensor, new: int) -> Run:
-    """Steps until all have their first token, then `new` - 1 in which every sequence gets one."""
+    """Runs engine steps until all sequences have a first token, then `new` - 1 steps in which each gets one more."""
     engine, params = llm.engine, SamplingParams(max_tokens=new + early, ignore_eos=True)
     given = prompts.tolist()
     began = time.perf_counter()
@@ -76,10 +80,11 @@ def _run_engine(llm: LLM, early: int, prompts: Tensor, new: int) -> Run:
 
     def step() -> None:
         for event in engine.step():
-            if event.token is not None and event.request_id in tokens:
-                tokens[event.request_id].append(event.token)
-            if event.completion is not None:
-                raise RuntimeError(f"a sequence ended early, by {event.completion.reason}") from engine.failure
+            if event.token_id is not None and event.request_id in tokens:
+                tokens[event.request_id].append(event.token_id)
+            if event.request_output is not None:
+                reason = event.request_output.outputs[0].finish_reason
+                raise RuntimeError(f"a sequence ended early, by {reason}") from engine.failure
 
     try:
         while not all(tokens.values()):
@@ -90,15 +95,18 @@ def _run_engine(llm: LLM, early: int, prompts: Tensor, new: int) -> Run:
             times.append(time.perf_counter())
     finally:
         for name in names:
-            engine.abort(name)
-        while engine.busy:
+            engine.abort_request(name)
+        while engine.has_unfinished_requests():
             engine.step()
     return Run.of(began, times, torch.tensor([tokens[name][:new] for name in names]))
 
 
 class _Clock:
-    """A stopping criterion that never stops and notes the time: exactly for the first token; later ones are on their
-    way, but `generate` waits for each before it goes on, so that the differences are right."""
+    """A stopping criterion that never stops and reads the clock after every token.
+
+    The first reading waits for the GPU. Later ones do not; `generate` itself waits for each token, so their
+    differences are right.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.times = device, list[float]()
@@ -112,19 +120,19 @@ class _Clock:
 
 
 def _load_transformers(model: Transformer, attention: str, patched: bool = False) -> Any:
-    made = twin(model, attention)
+    hf_model = build_hf_equivalent(model, attention)
     if patched:
         import flashkernel.hf
 
-        flashkernel.hf.patch(made)
-    return made
+        flashkernel.hf.patch(hf_model)
+    return hf_model
 
 
 def _start_transformers(model: Any, batch: int, prompt: int, new: int, static: bool = False) -> Generate:
     options: dict[str, Any] = {}
     if static:
         if model.device.type != "cuda":
-            raise AbsentError("generate compiles for a static cache on a GPU alone")
+            raise UnsupportedError("Transformers compiles generate() for a static cache on a GPU only")
         from transformers import StaticCache
 
         options["past_key_values"] = StaticCache(config=model.config, max_cache_len=prompt + new)
@@ -132,7 +140,7 @@ def _start_transformers(model: Any, batch: int, prompt: int, new: int, static: b
 
 
 def run_transformers(model: Any, options: dict[str, Any], prompts: Tensor, new: int) -> Run:
-    """`model.generate`, greedily, with the time of the first token; a static cache among the options starts anew."""
+    """Runs `model.generate` greedily; resets a static cache that is among the options."""
     from transformers import StoppingCriteriaList
 
     ids, clock = prompts.to(model.device), _Clock(model.device)
@@ -145,7 +153,7 @@ def run_transformers(model: Any, options: dict[str, Any], prompts: Tensor, new: 
         stopping_criteria=StoppingCriteriaList([clock]), **options,
     )  # fmt: skip
     tokens = found[:, ids.shape[1] :].cpu()
-    clock.times[-1] = time.perf_counter()  # the last one is there now
+    clock.times[-1] = time.perf_counter()  # .cpu() has waited for the last token
     return Run.of(began, clock.times, tokens)
 
 
@@ -154,12 +162,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-CONTENDERS: dict[str, Contender] = {
-    "engine": Contender("backend", lambda model: model, _start_engine),
-    "hf_sdpa": Contender("baseline", partial(_load_transformers, attention="sdpa"), _start_transformers),
-    "hf_eager": Contender("baseline", partial(_load_transformers, attention="eager"), _start_transformers),
-    "hf_patch": Contender("backend", partial(_load_transformers, attention="sdpa", patched=True), _start_transformers),
-    "hf_compile": Contender(
+RUNNERS: dict[str, Runner] = {
+    "engine": Runner("backend", lambda model: model, _start_engine),
+    "hf_sdpa": Runner("baseline", partial(_load_transformers, attention="sdpa"), _start_transformers),
+    "hf_eager": Runner("baseline", partial(_load_transformers, attention="eager"), _start_transformers),
+    "hf_patch": Runner("backend", partial(_load_transformers, attention="sdpa", patched=True), _start_transformers),
+    "hf_compile": Runner(
         "baseline", partial(_load_transformers, attention="sdpa"), partial(_start_transformers, static=True)
     ),
 }

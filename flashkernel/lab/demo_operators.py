@@ -1,4 +1,4 @@
-"""The demonstration: every operator checked against its reference on this machine, then timed against plain PyTorch."""
+"""The demo of operators: each is checked against its reference on this machine and timed against PyTorch eager."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from flashkernel.core.device import facts
+from flashkernel.core.device import properties
 from flashkernel.core.op import Case, Op
 from flashkernel.lab import checks, selection, tables
-from flashkernel.lab.bench import Settings, bench
+from flashkernel.lab.bench import BenchOptions, bench
 from flashkernel.lab.results import Record
 
 CPU_BUDGET_S, GPU_BUDGET_S = 0.15, 0.5
-PLAIN = "eager"
+EAGER = "eager"
 
 
 @dataclass
 class Summary:
-    """One operator's line in the table."""
+    """The checks and times of one operator: a row of the table."""
 
     op: str
     backend: str = ""
@@ -32,15 +32,15 @@ class Summary:
     records: list[Record] = field(default_factory=list)
 
     def timed(self, *directions: str) -> tuple[Record | None, Record | None]:
-        """The measurements of one of the directions: ours, and plain PyTorch's."""
+        """(our record, PyTorch's record) of one of the directions."""
         found = {record.kind: record for record in self.records if record.direction in directions}
         return found.get("backend"), found.get("baseline")
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with our side."""
+        """Failures of our backends, a line each."""
         checked = [f"{one.op} {one.case} {one.dtype} {one.backend}: {one.message}" for one in self.failures]
-        return checked + tables.remarks(record for record in self.records if record.kind == "backend")
+        return checked + tables.failure_messages(record for record in self.records if record.kind == "backend")
 
     def as_dict(self) -> dict[str, Any]:
         failures = [outcome.as_dict() for outcome in self.failures]
@@ -50,15 +50,15 @@ class Summary:
 
 @dataclass(frozen=True)
 class Step:
-    """A piece of the demonstration, to be run in its turn."""
+    """One check or measurement, and what it is called on the progress bar."""
 
     title: str
     run: Callable[[], None]
 
 
 def steps(ops: Sequence[Op], device: torch.device, quick: bool, summaries: list[Summary]) -> Iterator[Step]:
-    """All there is to do; running it fills `summaries`. With `quick`, one dtype is checked and the forward timed."""
-    dtype = selection.default_dtype(facts(device))
+    """Yields all checks and measurements; running them fills `summaries`. `quick`: one dtype, forward times only."""
+    dtype = selection.default_dtype(properties(device))
     for op in ops:
         summary = Summary(op.name)
         summaries.append(summary)
@@ -86,20 +86,20 @@ def _check(task: checks.Task, device: torch.device, summary: Summary) -> None:
 def _time(op: Op, case: Case, dtype: torch.dtype, device: torch.device, quick: bool, summary: Summary) -> None:
     budget = CPU_BUDGET_S if device.type == "cpu" else GPU_BUDGET_S
     summary.case = case.name
-    summary.backend = selection.question(op, case, dtype, facts(device)).chosen or ""
-    settings = Settings(
+    summary.backend = selection.explain_case(op, case, dtype, properties(device)).chosen or ""
+    options = BenchOptions(
         device,
         directions=("fwd",) if quick else None,
-        implementations=(summary.backend, PLAIN),
+        implementations=(summary.backend, EAGER),
         budget_s=budget / (3 if quick else 1),
     )
     with _one_thread():
-        summary.records = list(bench(op, case, dtype, settings))
+        summary.records = list(bench(op, case, dtype, options))
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """On a busy machine threads wait for one another, and a short run measures little else."""
+    """Runs torch on one thread: on a busy machine a short multi-threaded run measures waiting threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

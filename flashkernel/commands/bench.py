@@ -1,0 +1,194 @@
+"""Operators timed: `flashkernel bench` against baselines, `flashkernel tune` over launch configs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from flashkernel.commands.options import Cases, Commit, Direction, Dtypes, Formatted, Names, OnDevice, Save
+from flashkernel.lab import host_tables, output, progress
+from flashkernel.lab.output import Format
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashkernel.core.op import Case, Op
+    from flashkernel.core.roofline import Ceilings
+    from flashkernel.lab.bench import BenchOptions
+    from flashkernel.lab.results import Record
+
+CPU_BUDGET_S, GPU_BUDGET_S = 0.1, 1.0
+
+
+def bench(
+    names: Names = None,
+    case: Cases = None,
+    dtype: Dtypes = None,
+    direction: Annotated[list[Direction] | None, typer.Option(help="Only this direction; repeatable.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Only this backend or baseline; repeatable.")] = None,
+    device: OnDevice = None,
+    save: Save = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0.01, help="Seconds per measurement; 1 on a GPU, 0.1 on a CPU.")
+    ] = None,
+    scale: Annotated[
+        int | None, typer.Option(min=0, help="Shrink cases to this many input elements; 0: never. On a CPU 2^20.")
+    ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Time the host side of calls instead, against torch's own functions.")
+    ] = False,
+    commit: Commit = None,
+    format: Formatted = Format.table,
+) -> None:
+    """Time operators against their baselines in one run; each is checked first. Ctrl-C keeps finished results."""
+    if host:
+        return _bench_host(names, case, device, save, commit, format)
+    with progress.report_errors():
+        from flashkernel.lab import selection
+        from flashkernel.lab.bench import BenchOptions
+
+        target = selection.device(device)
+        chosen = selection.operators(names)
+        on_cpu = target.type == "cpu"
+        most = scale if scale is not None else selection.CPU_ELEMENTS if on_cpu else 0
+        work = selection.bench_work(chosen, case, selection.dtypes(dtype), selection.hardware(str(target)), most)
+        options = BenchOptions(
+            target,
+            directions=[one.value for one in direction] if direction else None,
+            implementations=selection.implementations(chosen, impl),
+            budget_s=budget or (CPU_BUDGET_S if on_cpu else GPU_BUDGET_S),
+        )
+    if most:
+        progress.log(
+            f"cases are shrunk to at most {most} input elements, as in 16384x4096~256x4096; --scale 0 does not"
+        )
+    run = _Run(work, options, save, commit)
+    with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
+        run.measure(bar)
+    output.show_records(format, run.records, selection.hardware(str(target)).name, run.ceilings)
+    for note in run.notes:
+        progress.log(note)
+    nothing = not run.records and not stopped.code
+    if nothing:
+        progress.log("nothing was timed: no selected implementation can run the selected cases and directions here")
+    wrong = any(record.kind == "backend" and not record.comparable for record in run.records)
+    progress.exit_with(stopped, failed=wrong or nothing)
+
+
+class _Run:
+    """A benchmark run; its attributes keep what was measured when it is interrupted."""
+
+    def __init__(
+        self, work: Sequence[tuple[Op, Case, torch.dtype]], options: BenchOptions, save: Path | None, commit: str | None
+    ) -> None:
+        self.work, self.options, self.save, self.commit = work, options, save, commit
+        self.records: list[Record] = []
+        self.notes: dict[str, None] = {}
+        self.ceilings: Ceilings | None = None
+
+    def measure(self, bar: progress.Bar) -> None:
+        """Measures case by case; a case is saved once all of its implementations are measured."""
+        from flashkernel.core import roofline
+        from flashkernel.lab import tables
+        from flashkernel.lab.bench import bench as measure
+        from flashkernel.lab.results import ResultsFile
+
+        bar.describe("measuring memory bandwidth and matmul rates")
+        dtypes = list(dict.fromkeys(dtype for _, _, dtype in self.work))
+        self.ceilings = roofline.ceilings(self.options.device, dtypes)
+        options = replace(
+            self.options, ceilings=self.ceilings, on_progress=bar.describe, on_note=lambda text: self._note(text)
+        )
+        names = dict.fromkeys(op.name for op, _, _ in self.work)
+        with progress.report_errors():
+            files = {name: ResultsFile.in_folder(self.save, name, self.ceilings, self.commit) for name in names}
+        for op, case, dtype in self.work:
+            of_case = []
+            for record in measure(op, case, dtype, options):
+                of_case.append(record)
+                self.records.append(record)
+            file = files[op.name]
+            if of_case and file is not None:
+                file.add(of_case)
+            bar.advance()
+            if of_case:
+                bar.log_line(tables.line(of_case))
+
+    def _note(self, text: str) -> None:
+        self.notes[text] = None
+
+
+def _bench_host(
+    names: Sequence[str] | None, only: Sequence[str] | None, device: str | None, save: Path | None, commit: str | None,
+    format: Format,
+) -> None:  # fmt: skip
+    """Times the host side of public functions; exits 1 if a result is wrong."""
+    with progress.report_errors():
+        from flashkernel.core import roofline
+        from flashkernel.lab import host, selection
+        from flashkernel.lab.results import ResultsFile
+
+        target = selection.device(device)
+        wanted = {op.name for op in selection.operators(names)}
+        chosen = selection.known_names("case", only, [case.name for case in host.CASES])
+        cases = [case for case in host.CASES if case.op in wanted and case.name in chosen]
+    records: list[Record] = []
+    if target.type == "cpu":
+        progress.log(
+            f"on a CPU the functions compute before they return, so {len(cases)} functions may take many minutes; "
+            "name operators or --case for fewer"
+        )
+    with progress.progress_bar(len(cases)) as bar, progress.keep_results() as stopped:
+        file = None
+        if save is not None:
+            bar.describe("measuring memory bandwidth and matmul rate")
+            with progress.report_errors():
+                file = ResultsFile.in_folder(save, host.OP, roofline.ceilings(target, ["bfloat16"]), commit)
+        for case, found in zip(cases, host.measure(cases, target)):
+            bar.describe(case.name)
+            bar.advance()
+            records += found
+            if file is not None:
+                file.add(found)
+    name = selection.hardware(str(target)).name
+    output.show(format, [record.as_dict() for record in records], [host_tables.rich_table(records, name)])
+    progress.exit_with(stopped, failed=any(not record.correct for record in records))
+
+
+def tune(
+    names: Names = None,
+    case: Cases = None,
+    dtype: Dtypes = None,
+    device: OnDevice = None,
+    format: Formatted = Format.table,
+) -> None:
+    """Search launch configs of benchmark cases on this GPU; the best are saved to disk and used from then on."""
+    with progress.report_errors():
+        from flashkernel.lab import selection, tuning
+
+        target = selection.device(device)
+        if target.type != "cuda":
+            progress.log("tune searches launch configs of GPU kernels; this machine has no GPU, or --device names none")
+            raise typer.Exit(1)
+        chosen, hardware = selection.operators(names), selection.hardware(str(target))
+        work = selection.bench_work(chosen, case, selection.dtypes(dtype), hardware, 0)
+    results: list[tuning.TuningResult] = []
+    with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
+        for op, one, kind in work:
+            for result in tuning.tune_case(op, one, kind, target, bar.describe):
+                results.append(result)
+                bar.log_line(f"{result.op} {result.case} {result.kernel}: {result.ms:.4f} ms, {result.config}")
+            bar.advance()
+    title = f"median time of the whole call on {hardware.name}"
+    table = Table("operator", "case", "kernel", "best config", "best, ms", "default, ms", title=title)
+    for result in results:
+        times = (f"{result.ms:.4f}", f"{result.default_ms:.4f}")
+        table.add_row(result.op, escape(result.case), result.kernel, escape(result.config), *times)
+    output.show(format, [result.as_dict() for result in results], [table])
+    progress.exit_with(stopped, failed=False)

@@ -1,0 +1,253 @@
+"""Generation with whole models: prefill and decoding speed of the engine and of Transformers on the same weights.
+
+Models have the shapes of their namesakes and random weights (SmolLM2 has its trained ones). Prompts are random tokens
+of one length. Decoding is timed from the moment every sequence has its first token. The tokens of each runner are
+checked against Transformers' logits: a token is right if no other token's logit is higher by more than rounding
+explains. Speeds of a runner that fails the check are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.core.shapes import MODELS
+from flashkernel.engine import LLM
+from flashkernel.engine.dummy_weights import dummy_transformer
+from flashkernel.engine.transformer import Transformer
+from flashkernel.lab.bench import free_memory
+from flashkernel.lab.energy import EnergyMeter
+from flashkernel.lab.hf_equivalent import build_hf_equivalent
+from flashkernel.lab.packages import MissingPackageError
+from flashkernel.lab.results import GenerationRecord
+from flashkernel.lab.runners import RUNNERS, Generate, Run, Runner, UnsupportedError, synchronize
+
+SMOLLM2 = "smollm2-135m"
+# name -> (key of MODELS, options where the model differs from a Llama with tied embeddings)
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-124m": ("gpt2", {"learned_positions": True, "max_position_embeddings": 1024}),
+    "llama-3.2-1b": ("llama-3.2-1b", {"max_position_embeddings": 8192}),
+    "llama-3.1-8b": ("llama-3.1-8b", {"max_position_embeddings": 8192, "tie_word_embeddings": False}),
+}
+NAMES = (*SHAPES, SMOLLM2)
+DEFAULTS = ("gpt2-124m", SMOLLM2, "llama-3.2-1b")
+WARM_UP_TOKENS = 8  # enough to compile kernels and capture graphs; the first run after it is discarded too
+MIN_RUNS, MAX_RUNS, MIN_SECONDS = 2, 8, 1.5  # runs are repeated until MIN_SECONDS were timed
+CHECKED = 2  # sequences of a batch that are checked against Transformers
+# Largest gap of a right token's logit below the argmax, in standard deviations of the logits; wrong tokens: 2 to 5.
+MAX_LOGIT_GAP = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every runner generates.
+
+    Args:
+        batches: numbers of sequences, each measured by itself.
+        prompt: tokens of each prompt.
+        new: tokens generated for each sequence.
+        rounds: how often all runners are measured, one after another; a busy host then slows all of them alike.
+    """
+
+    batches: Sequence[int]
+    prompt: int
+    new: int
+    rounds: int = 1
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that models are usually served in on this device."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+class BenchModel:
+    """A model under measurement, and its HF equivalent that the runners' tokens are checked against."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        if name not in NAMES:
+            raise ValueError(f"e2e: unknown model {name!r}; known models: {', '.join(NAMES)}")
+        self.name, self.device, self.dtype = name, device, dtype
+        self.model = _build(name, device, dtype)
+
+    @cached_property
+    def hf_model(self) -> Any:
+        return build_hf_equivalent(self.model)
+
+    def prompts(self, batch: int, length: int) -> Tensor:
+        """Random token ids, int64 [batch, length]."""
+        generator = torch.Generator().manual_seed(batch)
+        return torch.randint(1, self.model.config.vocab_size, (batch, length), generator=generator)
+
+    def logit_gap(self, prompts: Tensor, tokens: Tensor) -> float:
+        """Largest distance of a token's logit below the argmax, in standard deviations of the logits.
+
+        Args:
+            prompts: [batch, prompt] token ids.
+            tokens: [batch, new] generated token ids, which follow the prompts.
+        """
+        ids = torch.cat((prompts, tokens), 1)[:CHECKED].to(self.device)
+        with torch.inference_mode():
+            logits = self.hf_model(
+                input_ids=ids[:, :-1], logits_to_keep=tokens.shape[1], use_cache=False
+            ).logits.float()  # [sequences, new, vocab]
+        chosen = logits.gather(2, ids[:, -tokens.shape[1] :, None])[..., 0]  # [sequences, new]
+        return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
+
+    def step_bytes(self, batch: int, length: int) -> int:
+        """Bytes that a decoding step must read: all weights but the embedding tables, and the K and V of all tokens."""
+        config, top = self.model.config, self.model.weights
+        tables = [] if config.tie_word_embeddings else [top.embedding]
+        tables += [] if top.position_embedding is None else [top.position_embedding]
+        weights = self.model.nbytes - sum(table.nbytes for table in tables)
+        return (
+            weights + 2 * batch * length * config.num_layers * config.kv_heads * config.head_dim * self.dtype.itemsize
+        )
+
+
+def _build(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
+    torch.manual_seed(0)
+    if name != SMOLLM2:
+        shape, how = SHAPES[name]
+        return dummy_transformer(MODELS[shape], device, dtype, **how)
+    precision = str(dtype).removeprefix("torch.")
+    return LLM("smollm2", device=str(device), dtype=precision, kv_cache_tokens=256, max_model_len=256).model
+
+
+@dataclass
+class Measured:
+    """What was measured of one runner on one batch, over all rounds."""
+
+    runs: list[Run] = field(default_factory=list)
+    peak_bytes: int | None = None
+    joules: float | None = 0.0  # None once a round had no energy meter
+    logit_gap: float | None = 0.0  # None where tokens could not be checked
+    unchecked: str = ""  # why not
+
+
+def measure(
+    model: BenchModel,
+    names: Sequence[str],
+    work: Workload,
+    copy_tbs: float,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[GenerationRecord]:
+    """Yields a record for each runner and batch, anew in every round; a runner that cannot run has an `error`.
+
+    Args:
+        model: the model, on its device.
+        names: keys of `RUNNERS`.
+        work: batches, prompt length, new tokens, rounds.
+        copy_tbs: measured copy bandwidth in TB/s, for the `floor` of the records.
+        on_progress: called with what is about to be measured.
+    """
+    measured: dict[tuple[str, int], Measured | str] = {}  # or the reason why nothing was measured
+    for round_index in range(work.rounds):
+        which = f" (round {round_index + 1} of {work.rounds})" if work.rounds > 1 else ""
+        for name in names:
+            runner, loaded, reason = RUNNERS[name], None, None
+            on_progress(f"{model.name} {name}{which}: loading")
+            try:
+                loaded = runner.load(model.model)
+            except Exception as error:  # a runner that cannot load must not end the others
+                reason = _first_line(error)
+            for batch in work.batches:
+                describe = partial(_describe, on_progress, f"{model.name} {name} batch {batch}{which}")
+                so_far = measured.setdefault((name, batch), Measured())
+                if reason is not None:
+                    measured[name, batch] = reason
+                elif isinstance(so_far, Measured):
+                    try:
+                        _measure_runs(so_far, model, runner, loaded, batch, work, describe)
+                    except Exception as error:
+                        measured[name, batch] = _first_line(error)
+                yield _record(model, name, batch, work, measured[name, batch], copy_tbs)
+                free_memory(model.device)
+            del loaded
+            free_memory(model.device)
+
+
+def _describe(on_progress: Callable[[str], None], head: str, phase: str) -> None:
+    on_progress(f"{head}: {phase}")
+
+
+def _measure_runs(
+    measured: Measured,
+    model: BenchModel,
+    runner: Runner,
+    loaded: Any,
+    batch: int,
+    work: Workload,
+    describe: Callable[[str], None],
+) -> None:
+    """Times one runner on one batch; adds to what was measured in earlier rounds."""
+    prompts, on_gpu = model.prompts(batch, work.prompt), model.device.type == "cuda"
+    before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
+    describe("warm-up")
+    generate: Generate = runner.start(loaded, batch, work.prompt, work.new)
+    generate(prompts, min(WARM_UP_TOKENS, work.new))
+    if on_gpu:  # the first full run is discarded
+        generate(prompts, work.new)
+    synchronize(model.device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    runs: list[Run] = []
+    began = time.perf_counter()
+    with EnergyMeter(model.device) as meter:
+        while len(runs) < MIN_RUNS or (len(runs) < MAX_RUNS and time.perf_counter() - began < MIN_SECONDS):
+            describe(f"run {len(runs) + 1}, {work.prompt} + {work.new} tokens")
+            runs.append(generate(prompts, work.new))
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(model.device) - before + model.model.nbytes
+        measured.peak_bytes = max(measured.peak_bytes or 0, peak)
+    del generate
+    measured.runs += runs
+    measured.joules = None if measured.joules is None or meter.joules is None else measured.joules + meter.joules
+    describe("checking tokens against Transformers")
+    try:
+        gaps = [measured.logit_gap or 0.0, *(model.logit_gap(prompts, run.tokens) for run in runs[:MIN_RUNS])]
+    except MissingPackageError as error:
+        measured.logit_gap, measured.unchecked = None, str(error)
+    else:
+        measured.logit_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps)
+
+
+def _record(
+    model: BenchModel, name: str, batch: int, work: Workload, measured: Measured | str, copy_tbs: float
+) -> GenerationRecord:
+    common: dict[str, Any] = {
+        "model": model.name, "implementation": name, "kind": RUNNERS[name].kind,
+        "dtype": str(model.dtype).removeprefix("torch."), "batch": batch, "prompt": work.prompt, "new": work.new,
+    }  # fmt: skip
+    if isinstance(measured, str):
+        return GenerationRecord(**common, correct=False, error=measured)
+    runs, gap = measured.runs, measured.logit_gap
+    correct = None if gap is None else gap <= MAX_LOGIT_GAP[model.dtype]  # a NaN is wrong
+    note = measured.unchecked if gap is None else f"a token is {gap:.2f} standard deviations below the likeliest one"
+    step_s = statistics.median(statistics.mean(run.steps_s) for run in runs)
+    floor_s = model.step_bytes(batch, work.prompt + work.new // 2) / (copy_tbs * 1e12)
+    return GenerationRecord(
+        **common,
+        correct=correct,
+        ttft_ms=statistics.median(run.ttft_s for run in runs) * 1e3,
+        ms_per_token=step_s * 1e3,
+        tokens_per_s=batch / step_s,
+        floor=floor_s / step_s,
+        peak_bytes=measured.peak_bytes,
+        joules_per_token=None if measured.joules is None else measured.joules / (batch * work.new * len(runs)),
+        note=None if correct else note,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """What a record says of an error; the type's name is left out where the message is a sentence of ours."""
+    lines = str(error).strip().splitlines() or [""]
+    known = isinstance(error, (MissingPackageError, UnsupportedError))
+    return lines[0] if known else f"{type(error).__name__}: {lines[0][:300]}"
