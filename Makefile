@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NEWEST := $(VENV)/newest
+DOCS_READY := $(VENV)/.docs-ready
 JOBS ?= auto
 JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
-.PHONY: help demo test cpu-test compile-test compile-test-newest lint format gpu-test sanitize bench e2e tables clean
+.PHONY: help demo test cpu-test compile-test compile-test-newest lint format docs wheel gpu-test sanitize bench e2e tables clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -36,6 +37,13 @@ lint: $(READY)  ## style, types, and tables in the docs that match results/
 format: $(READY)  ## fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a broken link or reference fails
+	$(BIN)/python docs/assemble.py build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: $(READY)  ## the wheel, in build/wheel, with a check of what is in it
+	$(BIN)/python tools/check_wheel.py build/wheel
 
 gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is there: in several processes, then what times
 	@$(PYTHON) -c 'import xdist' 2>/dev/null || \
@@ -68,6 +76,10 @@ clean:
 
 $(NEWEST)/.ready: $(READY)
 	sh tools/setup.sh $(VENV) newest
+	touch $@
+
+$(DOCS_READY): $(READY)
+	sh tools/setup.sh $(VENV) docs
 	touch $@
 
 $(READY): pyproject.toml constraints.txt tools/setup.sh

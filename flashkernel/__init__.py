@@ -1,6 +1,27 @@
-"""FlashKernel: the kernels an LLM is made of, from a laptop's CPU to a Hopper GPU.
+"""LLM kernels in Triton, Gluon and CUDA C++, from a CPU to a Hopper GPU: `import flashkernel as fk`.
 
-Every public function is here; `flashkernel.ops.registry()` lists the operators behind them.
+Every operator is a function of this module. All of them take `backend=`, and `explain` says which one a call runs on.
+
+    attention                attention, attention_varlen, attention_fp8, quantize_fp8
+    masks                    causal, window, sink_tokens, prefix, documents, block_sparse, column_intervals, custom,
+                             tensor_mask; Mask, Table; score_function, where
+    decoding                 decode_attention, paged_attention, append_kv
+    linear layers            linear
+    norms                    rms_norm, layer_norm
+    position embedding       rope, Frequencies
+    activations              gelu, silu, relu, squared_relu, swiglu, geglu, reglu, gpt_oss_glu
+    losses                   cross_entropy, linear_cross_entropy
+    reductions               sum, mean, max, argmax, logsumexp, softmax, weighted_sum
+    backends                 explain, Explanation, use_backend, BackendError
+
+Packages beside it: `flashkernel.hf` (Transformers models on these kernels), `flashkernel.engine` (generation and
+serving), `flashkernel.kvcache` (the paged KV cache), `flashkernel.compat.flash_attn` (flash-attn's functions).
+
+Example:
+    >>> import torch, flashkernel as fk
+    >>> q, k, v = torch.randn(3, 1, 16, 4, 32)
+    >>> fk.attention(q, k, v, mask=fk.causal()).shape
+    torch.Size([1, 16, 4, 32])
 """
 
 from flashkernel.blocks.expression import score_function, where

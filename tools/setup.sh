@@ -1,8 +1,9 @@
 #!/bin/sh
-# Make a virtual environment with FlashKernel and all it needs for tests. Usage: setup.sh FOLDER [newest]
+# Make a virtual environment with FlashKernel and all it needs for tests. Usage: setup.sh FOLDER [newest|docs]
 # On a machine without a GPU the CPU build of torch is taken where the package index has one.
 # With "newest", add to the environment the newest triton that pyproject.toml allows, in FOLDER/newest: what runs with
 # that folder in PYTHONPATH takes it instead of the pinned one.
+# With "docs", add what builds the documentation.
 set -eu
 venv=$1
 test -x "$venv/bin/python" || "${PYTHON:-python3}" -m venv "$venv"
@@ -12,6 +13,11 @@ if [ "${2:-}" = newest ]; then
     echo "Installing the newest $allowed beside the pinned one ..."
     rm -rf "$venv/newest"
     $pip install -q --no-deps --target "$venv/newest" "$allowed"
+    exit
+fi
+if [ "${2:-}" = docs ]; then
+    echo "Installing what builds the documentation ..."
+    $pip install -q -c constraints.txt -e ".[docs]"
     exit
 fi
 if command -v nvidia-smi >/dev/null 2>&1; then
@@ -27,4 +33,4 @@ if ! "$venv/bin/python" -c "import torch" >/dev/null 2>&1; then
     }
 fi
 echo "Installing FlashKernel and its test tools ..."
-$pip install -q -c constraints.txt -e ".[cuda,hf,plot,test,lint]"
+$pip install -q -c constraints.txt -e ".[all,test,lint]"
