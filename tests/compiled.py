@@ -1,25 +1,52 @@
-"""Kernels compiled for GPUs that need not be here, each once in a process."""
+"""Kernels compiled for GPUs that need not be here, each once in a process: resources and SASS."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from flashkernel.core.launch import Launch, Machine, compile_for
+import torch
 
-_done: dict[tuple[Any, ...], Machine] = {}
+from flashkernel.core import versions
+from flashkernel.core.launch import Launch, tuple_like
 
-
-def compiled(launch: Launch, arch: int) -> Machine:
-    """The machine code of a launch. Launches of one kernel with the same constants and types of arguments share it:
-    that a number happens to be divisible by 16 is not compiled for again."""
-    key = (launch.kernel, arch, _kinds(launch), tuple(sorted(launch.constants.items())))
-    if key not in _done:
-        _done[key] = compile_for(launch, arch)
-    return _done[key]
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion", "ptx_options")
 
 
-def _kinds(launch: Launch) -> tuple[Any, ...]:
-    """The types of the arguments; those of None and of 1 are values, which are compiled in."""
+@dataclass(frozen=True)
+class MachineCode:
+    """The compiled code of a launch and the resources it takes."""
+
+    registers: int  # per thread
+    stack: int  # bytes per thread; above zero: spilled registers or an array indexed at run time
+    shared: int  # bytes per block
+    cubin: bytes
+
+    @cached_property
+    def sass(self) -> str:
+        """The disassembly."""
+        return disassemble(self.cubin)
+
+
+_compiled: dict[tuple[Any, ...], MachineCode] = {}
+
+
+def compiled(launch: Launch, arch: int) -> MachineCode:
+    """The machine code of a launch. Launches of a kernel with equal constants and argument types share it, whether or
+    not their integers are divisible by 16."""
+    key = (launch.kernel, arch, _argument_types(launch), tuple(sorted(launch.constants.items())))
+    if key not in _compiled:
+        _compiled[key] = compile_for(launch, arch)
+    return _compiled[key]
+
+
+def _argument_types(launch: Launch) -> tuple[Any, ...]:
+    """The types of the arguments. None and 1 are compiled in, so they stand for themselves."""
     from triton.runtime.jit import mangle_type
 
     def kind(value: Any) -> Any:
@@ -30,3 +57,75 @@ def _kinds(launch: Launch) -> tuple[Any, ...]:
         return mangle_type(value)
 
     return tuple(kind(value) for value in launch.args)
+
+
+def compile_for(launch: Launch, arch: int) -> MachineCode:
+    """Compile a launch for `sm_<arch>`, with the specialisations that its real arguments would have."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    options = versions.compile_options(arch) | {
+        name: value for name, value in launch.constants.items() if name in _OPTIONS
+    }
+    constants = {name: value for name, value in launch.constants.items() if name not in _OPTIONS}
+    signature: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    tuple_constants: dict[tuple[int, ...], Any] = {}  # elements of tuples that are compiled in
+    values = {**dict(zip(launch.kernel.arg_names, launch.args)), **constants}
+    for position, name in enumerate(launch.kernel.arg_names):
+        value = values[name]
+        if isinstance(value, tuple) and name not in constants:
+            kinds = [_argument(element, constexpr=False) for element in value]
+            signature[name] = tuple_like(value, [kind for kind, _ in kinds])
+            attributes |= {(position, index): [["tt.divisibility", 16]] for index, kind in enumerate(kinds) if kind[1]}
+            tuple_constants |= {
+                (position, index): value[index] for index, kind in enumerate(kinds) if kind[0] == "constexpr"
+            }
+            continue
+        kind, divisible = _argument(value, constexpr=name in constants)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = value
+        elif divisible:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    constexprs: dict[tuple[int, ...], Any] = {
+        (launch.kernel.arg_names.index(name),): value for name, value in constants.items()
+    }
+    constexprs |= tuple_constants
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = language(launch.kernel, signature, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    cubin = compiled.asm["cubin"]
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
+    if found is None:
+        raise RuntimeError(f"cuobjdump gave no resource usage of {launch.name}")
+    return MachineCode(int(found[1]), int(found[2]), compiled.metadata.shared, cubin)
+
+
+def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
+    """Triton's type name of an argument, and whether Triton takes it as divisible by 16."""
+    from triton.runtime.jit import mangle_type
+
+    if constexpr or value is None or (type(value) is int and value == 1):
+        return "constexpr", False
+    if isinstance(value, torch.Tensor):
+        return mangle_type(value), True  # torch aligns allocations far beyond 16 bytes
+    return mangle_type(value), type(value) is int and value % 16 == 0
+
+
+def disassemble(cubin: bytes) -> str:
+    """The SASS of a cubin."""
+    return _cuobjdump("-sass", cubin)
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    """The output of cuobjdump, which comes in Triton's wheel, for a cubin."""
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

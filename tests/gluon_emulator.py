@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.core.launch import Launch, heard
+from flashkernel.core.launch import Launch, notify_launch
 
 
 class Deadlock(AssertionError):
@@ -423,6 +423,13 @@ def _specialize(functions: Any, warps: Any, registers: Any) -> None:
     machine.happen()
 
 
+def _specialize_warps(
+    consumer: Any, consumer_args: Any, num_consumers: int, registers: int, producer: Any, producer_args: Any, *_: int
+) -> None:
+    consumers = [(consumer, (w, *consumer_args)) for w in range(num_consumers)]
+    _specialize([*consumers, (producer, producer_args)], None, None)
+
+
 def _allocate(dtype: torch.dtype, shape: Any, layout: Any) -> Any:
     sizes = [int(size) for size in shape]
     if layout == "barrier":
@@ -476,6 +483,7 @@ _BARRIER = types.SimpleNamespace(
 _KNOWN: dict[str, Any] = {
     "gl": _NAMES, "tl": _NAMES, "mbarrier": _BARRIER, "tma": types.SimpleNamespace(store_wait=_store_wait),
     "load_tile": _load_tile, "store_tile": _store_tile, "add_tile": _add_tile,
+    "specialize_warps": _specialize_warps,
     "reinterpret": _reinterpret, "fence_async_shared": lambda: None, "synchronize": lambda: None,
     "consumer_release": lambda barrier: _arrive(barrier, 128),
     "named_barrier_arrive": _named_barrier_arrive, "named_barrier_sync": _named_barrier_sync,
@@ -505,7 +513,8 @@ def _plain(function: Any, done: dict[int, Any]) -> Any:
 
 def _argument(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, tuple):
-        return tuple(_argument(element, done) for element in value)
+        elements = [_argument(element, done) for element in value]
+        return type(value)(*elements) if hasattr(value, "_fields") else tuple(elements)
     if isinstance(value, Tensor):
         # Kernels take addresses, not shapes.
         size = value.untyped_storage().nbytes() // value.element_size()
@@ -519,7 +528,7 @@ def _argument(value: Any, done: dict[int, Any]) -> Any:
 
 def run(launch: Launch, programs: int | None = None, seed: int = 0) -> None:
     """Execute a recorded launch on its CPU tensors, over its own grid or as many programs as given."""
-    heard("the emulator runs it")
+    notify_launch("the emulator runs it")
     done: dict[int, Any] = {}
     kernel = _plain(launch.kernel, done)
     names = launch.kernel.arg_names

@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator runs, also those that a CPU leaves to Transformers."""
-    monkeypatch.setattr(forwards, "_own", lambda x: False)
+    monkeypatch.setattr(forwards, "_keeps_own_code", lambda x: False)
 
 
 def model(name: str, **changes: Any) -> Any:

@@ -16,9 +16,9 @@ import openai
 
 from flashkernel.engine import LLM
 from flashkernel.engine import server as serving
-from flashkernel.engine.server import ServerOptions
-from flashkernel.engine.server.app import Api
-from flashkernel.engine.server.run import Server
+from flashkernel.engine.server import ServerArgs
+from flashkernel.engine.server.api_server import ApiServer
+from flashkernel.engine.server.launcher import Server
 
 NAME = "tiny"
 
@@ -28,7 +28,7 @@ class Running:
     """A server in a thread."""
 
     llm: LLM
-    api: Api
+    api: ApiServer
     server: Server
     port: int
     thread: threading.Thread
@@ -62,7 +62,11 @@ class Running:
     def idle(self) -> bool:
         """The engine has nothing to do and holds no page."""
         engine = self.llm.engine
-        return not engine.busy and engine.stats().pages_in_use == 0 and engine.stats().running == 0
+        return (
+            not engine.has_unfinished_requests()
+            and engine.stats().num_used_blocks == 0
+            and engine.stats().num_running == 0
+        )
 
     def stop(self) -> None:
         self.server.should_exit = True
@@ -72,9 +76,9 @@ class Running:
 
 @contextmanager
 def serve(llm: LLM, **options: Any) -> Iterator[Running]:
-    chosen = ServerOptions(**{"port": 0, "name": NAME, "access_log": False, **options})
+    chosen = ServerArgs(**{"port": 0, "served_model_name": NAME, "access_log": False, **options})
     listener = serving.bind(chosen)
-    api = Api(llm, chosen)
+    api = ApiServer(llm, chosen)
     server = Server(api)
     thread = threading.Thread(target=server.run, args=([listener],))
     running = Running(llm, api, server, listener.getsockname()[1], thread)
@@ -98,7 +102,7 @@ def comes(condition: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 def other(base: LLM, **options: Any) -> LLM:
-    return LLM(base.model, base.tokenizer, **{"cache_tokens": 2048, "page_size": 16, **options})
+    return LLM(base.model, base.tokenizer, **{"kv_cache_tokens": 2048, "block_size": 16, **options})
 
 
 def slow(base: LLM, seconds: float = 0.02, **options: Any) -> LLM:

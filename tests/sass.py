@@ -1,4 +1,4 @@
-"""What the machine code of a kernel does in its loops: reads of and writes to the stack, found in its disassembly."""
+"""Finds the loops of a kernel in its SASS, and counts their loads from and stores to the stack (spills)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _LAST = re.compile(r"BRA 0x|BRX|EXIT|RET|JMP")
 
 @dataclass(frozen=True)
 class StackTraffic:
-    """Accesses to the stack inside the loops where they cost: the innermost ones, and the innermost of those that
-    issue asynchronous products, in which a small loop that waits for a barrier may lie."""
+    """Stack accesses in the hot loops: the innermost loops, and the innermost ones with asynchronous products (GMMA),
+    which may contain a small loop that waits for a barrier."""
 
     stores: int
-    loads: int  # also of values that were stored outside: cheap while L1 has them
+    loads: int  # also of values stored outside the loop; cheap while they are in L1
 
 
 def stack_traffic(sass: str) -> StackTraffic:
+    """The stack accesses in the hot loops of a disassembled kernel."""
     if "STL" not in sass and "LDL" not in sass:
         return StackTraffic(0, 0)
     blocks, after = _flow([(int(found[1], 16), found[2]) for found in _INSTRUCTION.finditer(sass)])
@@ -31,7 +32,7 @@ def stack_traffic(sass: str) -> StackTraffic:
 
 
 def _flow(code: list[tuple[int, str]]) -> tuple[list[list[str]], list[list[int]]]:
-    """Basic blocks (their instructions) and where each leads, of code given as addresses and instructions."""
+    """(basic blocks as lists of instructions, successors of each block) of code given as (address, instruction)."""
     addresses = {address for address, _ in code}
     targets = [int(jump[1], 16) if (jump := _JUMP.search(text)) else None for _, text in code]
     heads = {target for target in targets if target in addresses}
@@ -55,10 +56,10 @@ def _flow(code: list[tuple[int, str]]) -> tuple[list[list[str]], list[list[int]]
 
 
 def _loops(after: list[list[int]]) -> list[set[int]]:
-    """The blocks of each loop.
+    """The natural loops of a control-flow graph, as sets of blocks.
 
-    A loop ends in a jump back to a block that every way to the jump leads through. Not every jump back is one: waiting
-    for a barrier is compiled out of line, and returns to where it was left.
+    A loop has a jump back to a block that dominates the jump. Other jumps back are no loops: the code that waits for a
+    barrier is placed out of line and jumps back to where it came from.
     """
     before: list[list[int]] = [[] for _ in after]
     for block, ways in enumerate(after):
@@ -66,7 +67,7 @@ def _loops(after: list[list[int]]) -> list[set[int]]:
             before[way].append(block)
     reached: set[int] = set()
     entries = []
-    for block in range(len(after)):  # beside the first, only where jumps through a table lead
+    for block in range(len(after)):  # the first block, and targets of jump tables
         if block not in reached:
             entries.append(block)
             reached |= _reachable([block], after)
@@ -86,7 +87,7 @@ def _innermost(loops: list[set[int]]) -> list[set[int]]:
 
 
 def _reachable(starts: list[int], ways: list[list[int]], without: int = -1) -> set[int]:
-    """Where `ways` lead from `starts`, themselves included, never through one block."""
+    """The blocks reachable from `starts`, these included, on paths that avoid the block `without`."""
     found: set[int] = set()
     waiting = [start for start in starts if start != without]
     while waiting:

@@ -36,7 +36,7 @@ def folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", name="base")
 def base_fixture(folder: Path) -> LLM:
     """The model without a server, whose answers the server's are held against."""
-    return LLM(folder, device="cpu", cache_tokens=4096)
+    return LLM(folder, device="cpu", kv_cache_tokens=4096)
 
 
 @pytest.fixture(scope="module", name="running")

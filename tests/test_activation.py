@@ -10,10 +10,11 @@ from compiled import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core import device as devices
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 from flashkernel.ops import activation
-from flashkernel.ops.activation import api, reference, spec
+from flashkernel.ops.activation import library, spec
 from flashkernel.ops.activation.configs import FEW
 
 GATED = ("swiglu", "geglu", "reglu", "gpt_oss_glu")
@@ -105,14 +106,14 @@ def test_packed_equals_separate(name: str, packed: str) -> None:
     """A packed tensor gives what its two parts give, and its gradient is theirs, packed."""
     function = getattr(activation, name)
     both = torch.randn(2, 3, 22, requires_grad=True)
-    gate, up = (part.detach().contiguous().requires_grad_() for part in reference.unpack(both, None, packed))
+    gate, up = (part.detach().contiguous().requires_grad_() for part in split_gate_up(both, packed))
     cotangent = torch.randn(2, 3, 11)
     together = function(both, packed=packed, backend="triton")
     apart = function(gate, up, backend="triton")
     assert torch.equal(together, apart)
     together.backward(cotangent)
     apart.backward(cotangent)
-    dgate, dup = reference.unpack(both.grad, None, packed)
+    dgate, dup = split_gate_up(both.grad, packed)
     assert torch.equal(dgate, gate.grad)
     assert torch.equal(dup, up.grad)
 
@@ -171,10 +172,10 @@ def test_opcheck(layout: str) -> None:
     gate = torch.randn(3, 8, requires_grad=True)
     up = torch.randn(3, 8, requires_grad=True) if layout == "separate" else None
     settings = ("silu" if layout == "plain" else "gpt_oss", layout, 1.7, 7.0, KERNELS)
-    torch.library.opcheck(api._activation.registered, (gate, up, *settings))
+    torch.library.opcheck(library.activation.registered, (gate, up, *settings))
     dy = torch.randn(3, 8 if layout in ("plain", "separate") else 4)
     arguments = (dy, gate.detach(), None if up is None else up.detach(), *settings)
-    torch.library.opcheck(api._activation_backward.registered, arguments)
+    torch.library.opcheck(library.activation_backward.registered, arguments)
 
 
 def test_compiles_without_graph_breaks() -> None:
@@ -233,7 +234,7 @@ def _launches(op, case, dtype: torch.dtype, gpu: str):
     gate = torch.empty((case.axes["rows"], case.axes["columns"]), dtype=dtype, device="meta")
     up = gate if "up" in case.present else None
     layout = "separate" if up is not None else case.options.get("packed", "plain")
-    with devices.pretend(devices.KNOWN[gpu]), recording() as launches:
+    with devices.pretend(devices.KNOWN[gpu]), collect_launches() as launches:
         y = kernels.forward(gate, up, kind, layout, 1.7, 7.0)
         if case.gradients:
             kernels.backward(y, gate, up, kind, layout, 1.7, 7.0)

@@ -10,9 +10,12 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.blocks.codec_triton import encode_e4m3, encode_int8
-from flashkernel.blocks.heads import Heads
 from flashkernel.core import tune
+from flashkernel.core.check import verify
+from flashkernel.core.head_configs import HeadSplit
+from flashkernel.ops.append_kv.baselines import eager
 from flashkernel.ops.append_kv.configs import APPEND
+from flashkernel.ops.append_kv.spec import APPEND_KV
 
 BACKENDS = ["reference", "torch", "triton"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -139,6 +142,14 @@ def test_codes_and_scales_bit_by_bit(backend: str, dtype: torch.dtype, most: flo
     assert bool((k_scale.flatten(0, 1)[untouched] == -1).all())
 
 
+@pytest.mark.parametrize("pages", ["fp8", "int8"])
+def test_the_eager_baseline_is_right_for_quantized_pages(pages: str) -> None:
+    """Its scales are those of keys rotated in float32, as the reference has them."""
+    found = next(case for case in APPEND_KV.benches if case.name == f"{pages}-16384-32/8x128").at(tokens=16, pages=64)
+    reports = verify(APPEND_KV, found, torch.bfloat16, eager(APPEND_KV, found), "cpu")
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
 @by_backend
 @pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
 def test_heads_of_zeros_tiny_values_and_nan(backend: str, dtype: torch.dtype) -> None:
@@ -181,7 +192,7 @@ def test_any_split_of_the_heads(splits: int) -> None:
     results = []
     for backend in ("torch", "triton"):
         pages, scale = [_pages(heads=3, dtype=INT8) for _ in range(2)], [torch.zeros((3, 16, 3)) for _ in range(2)]
-        with tune.override(APPEND, Heads(splits, 1)):
+        with tune.override(APPEND, HeadSplit(splits, 1)):
             turned = fk.append_kv(
                 k, k, *pages, slots, k_scale=scale[0], v_scale=scale[1], q=q, positions=positions,
                 frequencies=frequencies, backend=backend,

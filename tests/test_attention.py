@@ -17,7 +17,9 @@ import flashkernel as fk
 from flashkernel.blocks import dropout as dropping
 from flashkernel.blocks import expression as ex
 from flashkernel.core import device as devices
+from flashkernel.core import recording, replay
 from flashkernel.core.check import execute, verify
+from flashkernel.core.dispatch import explain
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import (
     Mask,
@@ -29,15 +31,19 @@ from flashkernel.ops.attention import (
     custom,
     documents,
     prefix,
+    reference,
     spec,
+    tiled,
     window,
 )
-from flashkernel.ops.attention import torch as tiled
+from flashkernel.ops.attention import torch as native
+from flashkernel.ops.attention.params import AttentionParams
 
 # Gluon kernels have no interpreter: tests/test_attention_hopper.py has theirs.
 BACKENDS = [backend.name for backend in spec.ATTENTION.backends if backend.name != "hopper"]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 FAST = [name for name in BACKENDS if name != "reference"]
+PACKED = torch.arange(20) // 7  # documents of 7 tokens
 by_fast_backend = pytest.mark.parametrize("backend", FAST)
 
 
@@ -87,9 +93,9 @@ def test_two_rows_by_hand() -> None:
 
 @pytest.mark.parametrize("case", spec.ATTENTION.cases, ids=lambda case: case.name)
 def test_every_case_in_small_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk over tiles, where torch's operator would serve the call too, with several tiles both ways."""
+    """The loop over tiles, where torch's operator would serve the call too, with several tiles both ways."""
     monkeypatch.setattr(tiled, "TILE", 8)
-    monkeypatch.setattr(tiled, "_fused_can", lambda *_: False)
+    monkeypatch.setattr(native, "_fused_can", lambda *_: False)
     reports = verify(spec.ATTENTION, case, torch.float32, "torch")
     assert all(report.ok for report in reports), [report.message for report in reports if not report.ok]
 
@@ -114,26 +120,115 @@ def test_masks_with_tables(name: str, backend: str, return_lse: bool) -> None:
     _agree(_inputs(2, 200, 200), {"mask": _table_masks()[name], "return_lse": return_lse}, backend)
 
 
+def _tiled(mask: Mask, batch: int, heads: int, kv_heads: int, length: int) -> tiled.TiledAttention:
+    params = AttentionParams(mask, 1.0, 0.0, None, 0.0, 0)
+    return tiled.TiledAttention(batch, heads, kv_heads, length, length, params)
+
+
 @pytest.mark.parametrize("name", list(_table_masks()))
-def test_the_walk_visits_what_is_visible(name: str) -> None:
-    """No visible pair lies outside the tiles walked, nor a hidden one in a tile that is not masked."""
+def test_tiles_hold_what_is_visible(name: str) -> None:
+    """No visible pair lies outside the visited tiles, nor a hidden one in a tile that is not masked."""
     mask = _table_masks()[name] & window(40)
-    problem = tiled.Problem(2, 4, 2, 200, 200, 1.0, 0.0, None, mask, 0.0, 0)
+    call = _tiled(mask, 2, 4, 2, 200)
     visible = mask.visible(2, 4, 200, 200).expand(2, 4, 200, 200)
-    walked = torch.zeros_like(visible)
-    for tile in (tile for tiles in problem.walk(torch.device("cpu")) for tile in tiles):
-        place = (slice(None), slice(None), slice(tile.first, tile.last), slice(tile.start, tile.stop))
-        walked[place] = True
-        assert tile.masked or visible[place].all()
-    assert not (visible & ~walked).any()
+    visited = torch.zeros_like(visible)
+    for tile in (tile for tiles in call.visible_tiles(torch.device("cpu")) for tile in tiles):
+        pairs = (slice(None), slice(None), slice(tile.first, tile.last), slice(tile.start, tile.stop))
+        visited[pairs] = True
+        assert tile.masked or visible[pairs].all()
+    assert not (visible & ~visited).any()
 
 
-def test_the_walk_skips_empty_tiles() -> None:
-    problem = tiled.Problem(1, 1, 1, 1024, 1024, 1.0, 0.0, None, causal() & window(100), 0.0, 0)
-    rows = problem.walk(torch.device("cpu"))
+def test_empty_tiles_are_skipped() -> None:
+    rows = _tiled(causal() & window(100), 1, 1, 1, 1024).visible_tiles(torch.device("cpu"))
     assert [len(tiles) for tiles in rows] == [1] + [2] * 7
-    unmasked = tiled.Problem(1, 1, 1, 1024, 1024, 1.0, 0.0, None, causal(), 0.0, 0).walk(torch.device("cpu"))
+    unmasked = _tiled(causal(), 1, 1, 1, 1024).visible_tiles(torch.device("cpu"))
     assert [[tile.masked for tile in tiles] for tiles in unmasked] == [[False] * row + [True] for row in range(8)]
+
+
+@by_backend
+@pytest.mark.parametrize(
+    "given, mask",
+    [
+        ({"causal": True}, causal()),
+        ({"causal": True, "window": 5}, causal() & window(5)),
+        ({"window": 5}, causal() & window(5)),  # as in attention_varlen, no later key is visible
+        ({"causal": False, "window": None}, None),
+        ({"causal": True, "mask": window(None, 3) | prefix(2)}, causal() & (window(None, 3) | prefix(2))),
+        ({"window": 6, "mask": documents(PACKED)}, causal() & window(6) & documents(PACKED)),
+        ({"causal": True, "mask": PACKED > 0}, causal() & (PACKED > 0)),
+    ],
+    ids=["causal", "both", "window", "neither", "with a mask", "with documents", "with a tensor"],
+)
+def test_causal_and_window(given: dict[str, Any], mask: Mask | None, backend: str) -> None:
+    inputs = _inputs()
+    found, expected = attention(**inputs, **given, backend=backend), attention(**inputs, mask=mask, backend=backend)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_reference_has_causal_and_window_of_its_own() -> None:
+    inputs = _inputs(queries=11, keys=17)
+    for given in ({"causal": True}, {"causal": True, "window": 4}, {"window": 4}, {"window": 4, "mask": prefix(9)}):
+        torch.testing.assert_close(
+            reference.attention(**inputs, **given), attention(**inputs, **given, backend="torch"), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"window": 0}, ValueError, "window is 0; a query sees itself at least"),
+        ({"window": -3, "causal": True}, ValueError, "1 or more"),
+        ({"window": (4, 0)}, TypeError, r"mask=flashkernel.window\(left, right\)"),
+        ({"window": 4.0}, TypeError, "it must be a number, of the keys"),
+        ({"window": True}, TypeError, "window is True"),
+        ({"window": window(4)}, TypeError, "window is Mask"),
+        ({"causal": causal()}, TypeError, "causal is a Mask; it must be True or False; a mask goes into mask="),
+        ({"causal": causal}, TypeError, "a mask goes into mask="),
+        ({"causal": 1}, TypeError, "causal is a int"),
+    ],
+)
+def test_senseless_causal_and_window(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention(**_inputs(), **given)
+    x = torch.randn(6, 2, 16)
+    with pytest.raises(error, match=message):
+        fk.attention_varlen(x, x, x, torch.tensor([0, 6]), **given)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_causal_and_window_under_compile(backend: str) -> None:
+    inputs = _inputs()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
+        return attention(q, k, v, causal=True, window=size, backend=backend)
+
+    for size in (3, 7):
+        expected = attention(**inputs, mask=causal() & window(size), backend=backend)
+        torch.testing.assert_close(run(*inputs.values(), size), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_causal_and_window_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with causal=True is recorded as one with a mask is: its arguments are plain values."""
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    inputs = _inputs()
+    known = attention.launch_cache.entries  # type: ignore[attr-defined]
+    before = set(known)
+    expected = attention(**inputs, mask=causal() & window(5), backend="triton")
+    with torch.no_grad():
+        for _ in range(3):
+            found = attention(**inputs, causal=True, window=5, backend="triton")
+    assert torch.equal(found, expected)
+    assert [type(known[key]) for key in set(known) - before if "causal" in key] == [recording.Recording]
+
+
+def test_a_window_is_explained() -> None:
+    inputs = {name: x.bfloat16() for name, x in _inputs(1, 4096, 4096, 2, 2, 128).items()}
+    with devices.pretend(devices.KNOWN["h200"]):
+        wide, narrow = (explain(attention, **inputs, causal=True, window=size) for size in (2048, 128))
+    assert (wide.chosen, narrow.chosen) == ("hopper", "triton")
+    assert "at most 384 keys" in str(narrow)
 
 
 @by_backend
@@ -344,9 +439,9 @@ def test_torch_operator_is_used_where_it_can_serve(monkeypatch: pytest.MonkeyPat
     for beyond in ({"softcap": 1.0}, {"dropout": 0.1}, {"return_lse": True}, {"sinks": torch.zeros(4)}):
         attention(**inputs, **beyond, backend="torch")
     assert len(seen) == 4
-    monkeypatch.setattr(tiled, "DENSE_LIMIT", 20 * 20 - 1)
+    monkeypatch.setattr(native, "DENSE_LIMIT", 20 * 20 - 1)
     attention(**inputs, mask=causal() & window(4), backend="torch")
-    assert len(seen) == 4, "a mask too large for memory is walked over"
+    assert len(seen) == 4, "a mask too large for memory is applied tile by tile"
 
 
 def test_visible_pairs_are_counted() -> None:

@@ -20,13 +20,13 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case
 from flashkernel.core.versions import triton_version
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.attention.fp8 import hopper
 from flashkernel.ops.attention.fp8 import reference as plain
-from flashkernel.ops.attention.fp8.configs import HOPPER, Hopper
+from flashkernel.ops.attention.fp8.configs import HOPPER, HopperFp8
 from flashkernel.ops.attention.fp8.hopper import assembly
 from flashkernel.ops.attention.fp8.quantize import rotation
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8, _axes
@@ -88,7 +88,7 @@ def _ptx(text: str, constraints: str, args: Any, dtype: torch.dtype, is_pure: bo
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An H200 with 3 multiprocessors, in the emulator."""
+    """An H200 with 3 SMs, in the emulator."""
     monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
     monkeypatch.setattr(gluon_emulator._NAMES, "inline_asm_elementwise", _ptx)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
@@ -136,27 +136,28 @@ def test_several_tiles(name: str, emulated: None) -> None:
 
 
 CONFIGS = [
-    Hopper(2, 128, 2, 1, 240), Hopper(3, 64, 4, 2, 160), Hopper(2, 256, 2, 2, 240), Hopper(3, 128, 3, 1, 160),
-    Hopper(2, 128, 2, 1, 240, 2), Hopper(3, 64, 2, 2, 160, 4), Hopper(3, 128, 4, 1, 160, 1),
-    Hopper(2, 128, 2, 1, 240, 0, True), Hopper(3, 64, 6, 2, 160, 1, True), Hopper(2, 64, 2, 1, 240, 8, True),
+    HopperFp8(2, 128, 2, 1, 240), HopperFp8(3, 64, 4, 2, 160), HopperFp8(2, 256, 2, 2, 240),
+    HopperFp8(3, 128, 3, 1, 160),
+    HopperFp8(2, 128, 2, 1, 240, 2), HopperFp8(3, 64, 2, 2, 160, 4), HopperFp8(3, 128, 4, 1, 160, 1),
+    HopperFp8(2, 128, 2, 1, 240, 0, True), HopperFp8(3, 64, 6, 2, 160, 1, True), HopperFp8(2, 64, 2, 1, 240, 8, True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_kind_of_config(config: Hopper, emulated: None) -> None:
-    blocks = "q" if config.columns > 128 else "qkv"
+def test_every_kind_of_config(config: HopperFp8, emulated: None) -> None:
+    blocks = "q" if config.block_n > 128 else "qkv"
     case = Case("config", _axes(1, (310, 590), (4, 2), 64, blocks=blocks), {"mask": causal() & window(150)})
     with tune.override(HOPPER, config):
         _check(case)
 
 
 @pytest.mark.parametrize("by_polynomial", [1, 3, 8])
-def test_powers_by_polynomial(by_polynomial: int) -> None:
-    """2^x to float32's accuracy in the weights and the sum of them, whatever unit it is computed on; 0 for -inf."""
+def test_exp2_by_polynomial(by_polynomial: int) -> None:
+    """2^x to float32's accuracy in P and its sums, by the SFU or by FMAs; 0 for -inf."""
     x = torch.cat([torch.linspace(-130, 8, 8 * 4000), torch.full((8,), float("-inf"))])
     factor, shift = torch.tensor(0.37), torch.tensor(-3.0)
     numbers = [(x - shift) / factor, factor, shift, factor / 254, (shift + 127) / 254]
-    text, operands = assembly.POWERS.value[by_polynomial], assembly.POWERS_OPERANDS.value
+    text, operands = assembly.EXP2.value[by_polynomial], assembly.EXP2_CONSTRAINTS.value
     assert text.count("ex2") == 8 - by_polynomial
     found = _ptx(text, operands, numbers, torch.float32, True, 8)
     assert bool((found[-8:] == 0).all())
@@ -181,16 +182,17 @@ def _call(**changed: Any) -> dict[str, Any]:
     return {**ATTENTION_FP8.make_inputs(case, torch.float32), "mask": causal(), "out_dtype": torch.float32, **changed}
 
 
-GROWTHS = {"level": 1.0, "lifted": 6.0, "flagged": 400.0}
+GROWTHS = {"constant": 1.0, "rescaled": 6.0, "flagged": 400.0}
 
 
 @pytest.mark.parametrize("mask", [None, causal(), causal() & window(200)], ids=["full", "causal", "window"])
 @pytest.mark.parametrize("blocks", ["", "qkv"])
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_keys_that_outgrow_the_first_tile(
+def test_keys_that_outgrow_the_first_block(
     growth: str, blocks: str, mask: Any, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights grow with the keys: what e4m3 cannot hold is lifted, and what float32 cannot is done again with care."""
+    """P grows with the keys: rows that e4m3 cannot represent are rescaled, and those that float32 cannot are flagged
+    and computed again with the online softmax."""
     flagged: list[Any] = []
     monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_retries(flagged))
     torch.manual_seed(0)
@@ -229,7 +231,7 @@ def test_torch_and_triton_do_not_round_probabilities_to_fp8() -> None:
 
 def _descriptors(**given: Any) -> tuple[Any, Any]:
     """(keys, values) as the Hopper kernel is given them."""
-    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
         fk.attention_fp8(**given, backend="hopper")
     found = [value for value in launches[0].args if hasattr(value, "block_shape")]
     return found[1], found[2]
@@ -356,37 +358,37 @@ def test_hopper_declines_other_widths(emulated: None) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["d64-n16384", "d128-n16384", "d128-n16384-causal", "blocks-d128-n16384"])
 def test_machine_code(name: str) -> None:
-    """The loops are what they were written to be: nothing moves between threads but rows' maxima and sums, a weight
-    costs half a conversion and a quarter of a byte permutation, exponentials run while the second product does, and
-    what is multiplied after it is so behind branches only. The lazy loop compares sums of weights and no scores."""
+    """Properties of the main loops: threads exchange only row maxima and sums; an element of P costs half a conversion
+    and a quarter of a byte permutation; exponentials run beside O += P V; O is rescaled behind a branch only. The lazy
+    loop compares sums of P and no scores."""
     case = next(case for case in ATTENTION_FP8.benches if case.name == name)
     inputs = shapes_only(ATTENTION_FP8, case, torch.bfloat16)
-    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
         fk.attention_fp8(**inputs, **case.options, backend="hopper")
     machine = compiled(launches[0], 90)
-    constants = launches[0].constants
-    assert constants["LAZY"]
-    groups, tile = constants["GROUPS"], constants["COLUMNS"] // 2  # a thread's scores of a tile
+    traits = launches[0].constants["TRAITS"]
+    assert traits.LAZY_RESCALE
+    consumers, tile = traits.NUM_CONSUMERS, traits.BLOCK_N // 2  # a thread's elements of S
     sass = machine.sass
     assert "HGMMA" not in sass
     packed = len(re.findall(r"F2FP\.SATFINITE\.E4M3", sass))
-    assert packed == 4 * groups * tile // 2  # in the loop and behind it for the last tile, lazy and with care
+    assert packed == 4 * consumers * tile // 2  # in the loop and behind it, lazy and online
     assert sass.count("PRMT") <= packed // 2
-    assert sass.count("SHFL") <= 2 + groups * (3 + 3) * 4  # two maxima and one sum, of two rows, among four threads
+    assert sass.count("SHFL") <= 2 + consumers * (3 + 3) * 4  # two maxima and one sum, of two rows, among four threads
     loops = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1", sass)[1:]  # from where the scores are there
-    assert len(loops) == 2 * groups
-    by_unit = tile * (8 - constants["POLYNOMIAL"]) // 8
-    # With care, which few tiles need, ptxas moves one of them behind the wait, and that of triton 3.9 up to half.
-    moved = 1 if triton_version() == (3, 6) else by_unit // 2
-    lazy = 0
+    assert len(loops) == 2 * consumers
+    by_sfu = tile * (8 - traits.POLYNOMIAL_EXP2) // 8
+    # In the online loop, which few work tiles need, ptxas moves one of them behind the wait, that of triton 3.9 half.
+    moved = 1 if triton_version() == (3, 6) else by_sfu // 2
+    lazy = 0  # loops without row maxima
     for loop in loops:
         before, after = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", loop, maxsplit=1)
-        careful = before.count("FMNMX") >= 8
-        lazy += not careful
-        assert before.count("MUFU.EX2") >= by_unit - careful * moved
+        online = before.count("FMNMX") >= 8
+        lazy += not online
+        assert before.count("MUFU.EX2") >= by_sfu - online * moved
         assert before.count("BAR.SYNC") <= 1  # what the compiler adds; releases arrive at named barriers
         step = re.split(r"@!?P\d+ BRA", after)
         assert "VOTE.ANY" in before + step[0]
         assert step[0].count("FMUL") < 8
-        assert step[1].count("FMUL") >= constants["WIDTH"] // 2
-    assert lazy == groups
+        assert step[1].count("FMUL") >= traits.HEAD_DIM // 2
+    assert lazy == consumers

@@ -25,23 +25,31 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.core.launch import Launch, launch, recording
+from flashkernel.core.launch import Launch, collect_launches, launch
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
-from flashkernel.ops.attention.hopper.configs import BACKWARD, FORWARD, WIDE, Backward, Forward, Wide
-from flashkernel.ops.attention.hopper.order import Lines, lengths, order
-from flashkernel.ops.attention.hopper.walks import walks
+from flashkernel.ops.attention.hopper.backward_configs import (
+    BACKWARD,
+    WIDE_BACKWARD,
+    BackwardConfig,
+    WideBackwardConfig,
+)
+from flashkernel.ops.attention.hopper.block_ranges import block_ranges
+from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
+from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_costs, tile_schedule
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 from flashkernel.ops.attention.spec import ATTENTION, _axes
 
 
 @pytest.fixture(autouse=True)
 def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An H200 whose Gluon kernels run in the emulator, on 3 multiprocessors, and others in Triton's interpreter."""
+    """An H200 whose Gluon kernels run in the emulator, on 3 SMs, and others in Triton's interpreter."""
     if request.node.get_closest_marker("gpu"):
         yield
         return
 
-    monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
+    for launcher in (hopper.forward_launch, hopper.backward_launch):
+        monkeypatch.setattr(launcher, "launch", gluon_emulator.launch)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield
 
@@ -126,9 +134,9 @@ def test_heads_that_differ_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [8, (16, 8)], ids=["each", "shared"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
-def test_several_items_a_program_on_a_gpu(masked: bool, heads: Any, head_dim: int) -> None:
+def test_several_work_tiles_per_program_on_a_gpu(masked: bool, heads: Any, head_dim: int) -> None:
     """With 320 tiles of keys, every program takes two or three, one after another."""
-    case = Case("items", _axes(8, 600, heads, head_dim), {"mask": causal()} if masked else {})
+    case = Case("work-tiles", _axes(8, 600, heads, head_dim), {"mask": causal()} if masked else {})
     reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
@@ -161,15 +169,15 @@ def test_wide_heads(name: str) -> None:
 @pytest.mark.parametrize("mask", ["few", "window", "full"])
 @pytest.mark.parametrize(
     "dims, config",
-    [(256, Wide(2)), ((192, 128), Wide(3)), ((192, 128), Wide(2))],
+    [(256, WideBackwardConfig(2)), ((192, 128), WideBackwardConfig(3)), ((192, 128), WideBackwardConfig(2))],
     ids=str,
 )
-def test_many_items_of_wide_heads_in_a_program(dims: Any, config: Wide, mask: str) -> None:
-    """Items one after another, of many steps, of one, and of none."""
+def test_many_work_tiles_of_wide_heads_in_a_program(dims: Any, config: WideBackwardConfig, mask: str) -> None:
+    """Work tiles one after another, of many blocks of queries, of one, and of none."""
     masks = {"few": _few_see(), "window": causal() & window(64), "full": None}
     options = {} if masks[mask] is None else {"mask": masks[mask]}
-    with tune.override(WIDE, config):
-        _check(Case("items", _axes(1, (200, 530), (4, 2), dims), options))
+    with tune.override(WIDE_BACKWARD, config):
+        _check(Case("work-tiles", _axes(1, (200, 530), (4, 2), dims), options))
 
 
 @pytest.mark.gpu
@@ -182,27 +190,27 @@ def test_wide_heads_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [4, (8, 4)], ids=["each", "shared"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
-def test_several_items_of_wide_heads_a_program_on_a_gpu(masked: bool, heads: Any) -> None:
+def test_several_work_tiles_of_wide_heads_a_program_on_a_gpu(masked: bool, heads: Any) -> None:
     """With 320 tiles of keys, every program takes two or three, one after another."""
-    case = Case("items", _axes(8, 600, heads, 256), {"mask": causal()} if masked else {})
+    case = Case("work-tiles", _axes(8, 600, heads, 256), {"mask": causal()} if masked else {})
     reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
 CONFIGS = [
-    (Forward(2, 128, 2, 1, 240, overlap=True), Backward(64, 2, False, False)),
-    (Forward(3, 64, 4, 2, 160, overlap=True), Backward(64, 3, True, True)),
-    (Forward(3, 128, 3, 1, 160), Backward(128, 2, False, True)),
-    (Forward(3, 128, 3, 1, 160, overlap=True), Backward(64, 2, False, True)),
-    (Forward(2, 128, 4, 1, 240), Backward(128, 3, False, False, held=1)),
-    (Forward(4, 64, 5, 1, 112, overlap=True), Backward(128, 2, False, True, held=1)),
-    (Forward(3, 64, 4, 2, 160, overlap=True), Backward(128, 2, False, True, dq="sent")),
-    (Forward(2, 128, 4, 1, 240), Backward(64, 3, True, True, dq="apart")),
+    (Forward(2, 128, 2, 1, 240, overlap=True), BackwardConfig(64, 2, False, False)),
+    (Forward(3, 64, 4, 2, 160, overlap=True), BackwardConfig(64, 3, True, True)),
+    (Forward(3, 128, 3, 1, 160), BackwardConfig(128, 2, False, True)),
+    (Forward(3, 128, 3, 1, 160, overlap=True), BackwardConfig(64, 2, False, True)),
+    (Forward(2, 128, 4, 1, 240), BackwardConfig(128, 3, False, False, kv_stages=1)),
+    (Forward(4, 64, 5, 1, 112, overlap=True), BackwardConfig(128, 2, False, True, kv_stages=1)),
+    (Forward(3, 64, 4, 2, 160, overlap=True), BackwardConfig(128, 2, False, True, dq_mode="tma_reduce")),
+    (Forward(2, 128, 4, 1, 240), BackwardConfig(64, 3, True, True, dq_mode="dq_warpgroup")),
 ]
 
 
 @pytest.mark.parametrize("forward, backward", CONFIGS, ids=str)
-def test_every_kind_of_config(forward: Forward, backward: Backward) -> None:
+def test_every_kind_of_config(forward: Forward, backward: BackwardConfig) -> None:
     case = Case("config", _axes(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
     with tune.override(FORWARD, forward), tune.override(BACKWARD, backward):
         _check(case)
@@ -218,16 +226,16 @@ def test_random_shapes(seed: int) -> None:
 
 
 def _far_apart() -> Mask:
-    """Neighbouring rows of queries that see keys far apart: warpgroups hand back many tiles at once."""
+    """Neighbouring consumers see keys far apart: they skip many K blocks."""
     return custom(lambda b, h, q, k: ((q // 64) % 2 == 0) & (k < 70) | ((q // 64) % 2 == 1) & (k > 500) & (k < 640))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("mask", [_far_apart(), causal() & window(64), ~window(300)], ids=["far", "window", "outside"])
-def test_many_items_in_a_walk(mask: Mask, stages: int, overlap: bool) -> None:
-    """Items of few tiles, one after another in a program, with and without tiles to hand back between them."""
-    case = Case("items", _axes(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
+def test_many_short_work_tiles(mask: Mask, stages: int, overlap: bool) -> None:
+    """Work tiles of few K blocks, one after another in a program, with and without skipped blocks between them."""
+    case = Case("tiles", _axes(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
     with tune.override(FORWARD, Forward(2, 64, stages, 1, 240, overlap)):
         _check(case)
 
@@ -240,23 +248,23 @@ def _few_see() -> Mask:
 @pytest.mark.parametrize(
     "config",
     [
-        Backward(64, 2, False, True, held=1),
-        Backward(64, 2, False, True),
-        Backward(64, 3, False, False, held=1),
-        Backward(64, 3, False, False),
-        Backward(128, 2, False, False),
-        Backward(128, 2, False, True),
-        Backward(128, 2, False, True, dq="sent"),
-        Backward(128, 2, False, True, held=1, dq="sent"),
-        Backward(64, 3, True, True, dq="apart"),
-        Backward(64, 2, False, False, held=1, dq="apart"),
+        BackwardConfig(64, 2, False, True, kv_stages=1),
+        BackwardConfig(64, 2, False, True),
+        BackwardConfig(64, 3, False, False, kv_stages=1),
+        BackwardConfig(64, 3, False, False),
+        BackwardConfig(128, 2, False, False),
+        BackwardConfig(128, 2, False, True),
+        BackwardConfig(128, 2, False, True, dq_mode="tma_reduce"),
+        BackwardConfig(128, 2, False, True, kv_stages=1, dq_mode="tma_reduce"),
+        BackwardConfig(64, 3, True, True, dq_mode="dq_warpgroup"),
+        BackwardConfig(64, 2, False, False, kv_stages=1, dq_mode="dq_warpgroup"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("mask", [_few_see(), causal() & window(64), None], ids=["few", "window", "full"])
-def test_many_items_of_keys_in_a_program(mask: Mask | None, config: Backward) -> None:
-    """Items one after another (10 in 3 programs), of many steps, of fewer than there are stages, and of none."""
-    case = Case("items", _axes(1, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
+def test_many_tiles_of_keys_in_a_program(mask: Mask | None, config: BackwardConfig) -> None:
+    """Work tiles one after another (10 in 3 programs), of many blocks of queries, of fewer than stages, of none."""
+    case = Case("work-tiles", _axes(1, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
     with tune.override(BACKWARD, config):
         _check(case)
 
@@ -264,101 +272,107 @@ def test_many_items_of_keys_in_a_program(mask: Mask | None, config: Backward) ->
 @pytest.mark.parametrize(
     "config, reason",
     [
-        (Backward(64, 2, True, True, dq="apart"), "heads at most 64 wide"),
-        (Backward(64, 2, True, True, dq="sent"), "tiles of 128 queries"),
-        (Backward(64, 2, True, True, dq="part"), "one of halves, sent, apart, not part"),
+        (BackwardConfig(64, 2, True, True, dq_mode="dq_warpgroup"), "heads at most 64 wide"),
+        (BackwardConfig(64, 2, True, True, dq_mode="tma_reduce"), "blocks of 128 queries"),
+        (BackwardConfig(64, 2, True, True, dq_mode="third"), "one of atomic, tma_reduce, dq_warpgroup, not third"),
     ],
-    ids=["apart", "sent", "unknown"],
+    ids=["dq_warpgroup", "tma_reduce", "unknown"],
 )
-def test_configs_that_cannot_be(config: Backward, reason: str) -> None:
+def test_invalid_backward_configs(config: BackwardConfig, reason: str) -> None:
     shape = {"head_dim": 128, "value_dim": 128}
     assert reason in str(BACKWARD.valid(config, devices.KNOWN["h200"], shape))
 
 
-def test_backward_programs_stay_where_lengths_are_known() -> None:
-    """As many programs as multiprocessors; where tables decide what is seen, one for each of the 8 items."""
+def test_backward_programs_are_persistent_if_lengths_are_known() -> None:
+    """Persistent programs, one per SM; if the mask has tables, one program for each of the 8 work tiles."""
     q, k = (torch.zeros(2, 256, heads, 64, dtype=torch.float16) for heads in (4, 2))
     lse = torch.zeros(2, 4, 256)
     for mask, programs in ((None, 3), (causal(), 3), (_documents(), 8)):
-        problem = hopper.Problem(mask, 1.0, 0.0, None, 0.0, 0)
-        with pytest.MonkeyPatch.context() as patch, recording() as launches:
-            patch.setattr(hopper, "launch", launch)
-            hopper.backward(q, None, q, k, k, None, None, None, q, lse, problem, False)
+        params = AttentionParams(mask, 1.0, 0.0, None, 0.0, 0)
+        with pytest.MonkeyPatch.context() as patch, collect_launches() as launches:
+            patch.setattr(hopper.backward_launch, "launch", launch)
+            hopper.backward(q, None, AttentionInputs(q, k, k, None, None, None), q, lse, params, False)
         kernel = next(each for each in launches if each.name == "attention_backward")
         assert kernel.grid == (programs,)
-        items = kernel.args[kernel.kernel.arg_names.index("orders")]
-        assert (items[..., 0] >= 0).sum() == 8
+        schedule = kernel.args[kernel.kernel.arg_names.index("tables")].schedule
+        assert (schedule[..., 0] >= 0).sum() == 8
 
 
-@pytest.mark.parametrize("spare_first", [False, True])
-@pytest.mark.parametrize("keys", [230, 288, 330])
+@pytest.mark.parametrize("pad_front", [False, True])
+@pytest.mark.parametrize("seqlen_k", [230, 288, 330])
 @pytest.mark.parametrize(
     "mask", [None, causal(), causal() & window(70), ~window(100), custom(lambda b, h, q, k: k < 0)]
 )
-def test_walks_cover_what_is_visible(mask: Mask | None, keys: int, spare_first: bool) -> None:
-    """Every visible pair lies in a tile that its warpgroup walks over and its program loads."""
-    rows, columns, groups, queries = 16, 32, 3, 200
-    found = walks(mask, 1, 1, queries, keys, rows, columns, groups, torch.device("cpu"), spare_first=spare_first)
-    spare = (-queries // rows) % groups if spare_first else 0
-    seen = torch.ones(queries, keys, dtype=torch.bool) if mask is None else mask.visible(1, 1, queries, keys)[0, 0]
-    for program in range(found.counts.shape[2]):
-        runs = found.loads[0, 0, program, : found.counts[0, 0, program], :2].tolist()
-        loaded = [tile for begin, end in runs for tile in range(begin, end)]
-        for group in range(groups):
-            lead, own, trail = found.plans[0, 0, program, group].tolist()
-            assert lead + own + trail == len(loaded)
-            walked = [
-                (tile, masked)
-                for begin, end, masked in found.runs[0, 0, program, group].tolist()
-                for tile in range(begin, end)
+def test_block_ranges_cover_what_is_visible(mask: Mask | None, seqlen_k: int, pad_front: bool) -> None:
+    """Every visible (query, key) lies in a K block that its consumer visits and its producer loads."""
+    block_m, block_n, consumers, seqlen_q = 16, 32, 3, 200
+    shape = (1, 1, seqlen_q, seqlen_k, block_m, block_n, consumers, torch.device("cpu"))
+    found = block_ranges(mask, *shape, pad_front=pad_front)
+    padding = (-seqlen_q // block_m) % consumers if pad_front else 0
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if mask is not None:
+        visible = mask.visible(1, 1, seqlen_q, seqlen_k)[0, 0]
+    for work_tile in range(found.load_counts.shape[2]):
+        loads = found.loads[0, 0, work_tile, : found.load_counts[0, 0, work_tile], :2].tolist()
+        loaded = [block for first, end in loads for block in range(first, end)]
+        for consumer in range(consumers):
+            before, visits, after = found.counts[0, 0, work_tile, consumer].tolist()
+            assert before + visits + after == len(loaded)
+            visited = [
+                (block, masked)
+                for first, end, masked in found.ranges[0, 0, work_tile, consumer].tolist()
+                for block in range(first, end)
             ]
-            assert [tile for tile, _ in walked] == loaded[lead : lead + own]
+            assert [block for block, _ in visited] == loaded[before : before + visits]
             assert len(set(loaded)) == len(loaded)
-            first = (program * groups + group - spare) * rows
-            assert first >= 0 or own == 0
-            block = seen[max(first, 0) : max(first + rows, 0)]
-            full = {tile for tile, masked in walked if not masked}
-            for tile in range(-(-keys // columns)):
-                part = block[:, tile * columns : (tile + 1) * columns]
-                assert not part.any() or tile in dict(walked)
-                assert tile not in full or (bool(part.all()) and part.shape[1] == columns)
+            first_query = (work_tile * consumers + consumer - padding) * block_m
+            assert first_query >= 0 or visits == 0
+            rows = visible[max(first_query, 0) : max(first_query + block_m, 0)]
+            unmasked = {block for block, masked in visited if not masked}
+            for block in range(-(-seqlen_k // block_n)):
+                part = rows[:, block * block_n : (block + 1) * block_n]
+                assert not part.any() or block in dict(visited)
+                assert block not in unmasked or (bool(part.all()) and part.shape[1] == block_n)
 
 
-def test_the_shortest_walk_is_short_of_rows() -> None:
-    """4096 queries are 64 parts, for 22 tiles of three warpgroups each: the two without any save a walk to the end."""
-    tiles = []
-    for spare_first in (False, True):
+def test_padding_in_front_shortens_the_longest_consumers() -> None:
+    """4096 queries are 64 blocks, 22 work tiles of three consumers: two consumers without queries cost no K blocks."""
+    visited = []
+    for pad_front in (False, True):
         shape = (4096, 4096, 64, 64, 3, torch.device("cpu"))
-        found = walks(causal(), 1, 1, *shape, spare_first=spare_first)
-        tiles.append(int(found.plans[..., 1].amax(-1).sum()))
-    assert tiles == [757, 715]
+        found = block_ranges(causal(), 1, 1, *shape, pad_front=pad_front)
+        visited.append(int(found.counts[..., 1].amax(-1).sum()))
+    assert visited == [757, 715]
 
 
-def _numbers(items: torch.Tensor, lines: Lines) -> torch.Tensor:
-    """Items as line * tiles + tile, and -1 after the last."""
-    tile, b, h = items.unbind(-1)
-    return torch.where(tile < 0, -1, (b * lines.per_batch + h // lines.pack) * lines.tiles + tile).int()
+def _tile_numbers(schedule: torch.Tensor, grid: TileGrid) -> torch.Tensor:
+    """Work tiles as head * tiles_per_head + tile, and -1 after the last."""
+    tile, b, h = schedule.unbind(-1)
+    number = (b * grid.heads_per_batch + h // grid.pack_gqa) * grid.tiles_per_head + tile
+    return torch.where(tile < 0, -1, number).int()
 
 
-def _makespan(mask: Mask | None, batch: int, heads: int, length: int, config: Forward, together: int) -> float:
-    """The longest program's work over the mean, on 132 multiprocessors; every item must be taken once."""
-    found = walks(mask, batch, heads, length, length, config.rows, config.columns, config.groups, torch.device("cpu"))
-    lines = Lines(batch * heads // config.pack, found.counts.shape[2], heads // config.pack, config.pack, together)
-    shape = (length, config.rows, config.columns, config.groups)
-    table = _numbers(order(mask, found, lines, 132, shape), lines)
+def _makespan(mask: Mask | None, batch: int, heads: int, seqlen: int, config: Forward, head_group: int) -> float:
+    """The longest program's work over the mean, on 132 SMs; every work tile must be taken once."""
+    shape = (seqlen, seqlen, config.block_m, config.block_n, config.num_consumers)
+    found = block_ranges(mask, batch, heads, *shape, torch.device("cpu"))
+    packed = heads // config.pack_gqa
+    grid = TileGrid(batch * packed, found.load_counts.shape[2], packed, config.pack_gqa, head_group)
+    table = _tile_numbers(tile_schedule(mask, found, grid, 132, shape), grid)
     taken = table[table >= 0]
-    assert torch.equal(taken.sort().values, torch.arange(lines.count * lines.tiles, dtype=torch.int32))
+    assert torch.equal(taken.sort().values, torch.arange(grid.batch_heads * grid.tiles_per_head, dtype=torch.int32))
     assert (table[:, -1] == -1).all()
-    assert not ((table[:, :-1] < 0) & (table[:, 1:] >= 0)).any(), "an item after the end"
-    costs = torch.from_numpy(lengths(found, lines)).flatten()
+    assert not ((table[:, :-1] < 0) & (table[:, 1:] >= 0)).any(), "a work tile after the end"
+    costs = torch.from_numpy(tile_costs(found, grid)).flatten()
     work = torch.where(table >= 0, costs[table.clamp(min=0).long()], 0.0).sum(1)
     return (work.max() / work.mean()).item()
 
 
-@pytest.mark.parametrize("length, together", [(512, 137), (1024, 68), (4096, 17), (16384, 4)])
+@pytest.mark.parametrize("seqlen, head_group", [(512, 137), (1024, 68), (4096, 17), (16384, 4)])
 @pytest.mark.parametrize("config", [Forward(2, 128, 2, 1, 240), Forward(3, 128, 3, 1, 160)], ids=["d128", "d64"])
-def test_programs_have_equal_work(length: int, together: int, config: Forward) -> None:
-    assert _makespan(causal(), 16384 // length, 16 * (config.groups - 1), length, config, together) < 1.025
+def test_programs_have_equal_work(seqlen: int, head_group: int, config: Forward) -> None:
+    heads = 16 * (config.num_consumers - 1)
+    assert _makespan(causal(), 16384 // seqlen, heads, seqlen, config, head_group) < 1.025
 
 
 def test_windows_and_packed_heads_have_equal_work() -> None:
@@ -366,16 +380,16 @@ def test_windows_and_packed_heads_have_equal_work() -> None:
     assert _makespan(causal(), 1, 32, 4096, Forward(2, 128, 2, 4, 240), 8) < 1.02
 
 
-def test_keys_of_heads_that_differ_have_equal_work() -> None:
-    """The lengths of a tile of keys are summed over the heads that share it, and the longest are taken first."""
+def test_key_tiles_of_heads_that_differ_have_equal_work() -> None:
+    """The cost of a tile of keys is summed over the query heads of its kv head, and the longest are taken first."""
     mask = custom(lambda b, h, q, k: (k <= q) & ((h % 4 == 0) | (k < 200)))
-    found = walks(mask, 2, 16, 2048, 2048, 128, 64, 1, torch.device("cpu"), turned=True)
-    lines = Lines(2 * 4, 16, 4, 1, 8, turned=True, group=4)
-    costs = torch.from_numpy(lengths(found, lines))
+    found = block_ranges(mask, 2, 16, 2048, 2048, 64, 128, 1, torch.device("cpu"), transposed=True)
+    grid = TileGrid(2 * 4, 16, 4, 1, 8, transposed=True, group_size=4)
+    costs = torch.from_numpy(tile_costs(found, grid))
     assert costs.shape == (8, 16)
     assert costs[0, 0] == 4 * 32 + 1  # all four heads see the first tile
     assert costs[0, 8] == 16 + 1  # and one the ninth
-    table = _numbers(order(mask, found, lines, 5, (2048, 2048, 64)), lines)
+    table = _tile_numbers(tile_schedule(mask, found, grid, 5, (2048, 2048, 64)), grid)
     assert torch.equal(table[table >= 0].sort().values, torch.arange(8 * 16, dtype=torch.int32))
     work = torch.where(table >= 0, costs.flatten()[table.clamp(min=0).long()], 0.0)
     assert (work[:, :-1] >= work[:, 1:]).all()

@@ -1,4 +1,4 @@
-"""The Hopper forward kernel with a fixed row max, under the emulator: items that overflow are computed again."""
+"""The Hopper forward kernel with a fixed row max, under the emulator: work tiles that overflow are computed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
-from flashkernel.ops.attention.hopper.configs import FORWARD, Forward
+from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.spec import ATTENTION, _axes
 
 ALIKE, FAR_APART = 0.1, 30.0  # scales: scores that differ by a few units, and by hundreds
@@ -24,10 +24,10 @@ ALIKE, FAR_APART = 0.1, 30.0  # scales: scores that differ by a few units, and b
 
 @pytest.fixture
 def flagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """An emulated H200 of 3 multiprocessors, and for each forward pass how many items it flagged; None where it has no
+    """An emulated H200 of 3 SMs, and for each forward pass how many work tiles it flagged; None where it has no
     fixed row max."""
     counts: list[Any] = []
-    monkeypatch.setattr(hopper, "launch", gluon_emulator.counting_retries(counts))
+    monkeypatch.setattr(hopper.forward_launch, "launch", gluon_emulator.counting_retries(counts))
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield counts
 
@@ -61,7 +61,7 @@ def test_scores_that_are_alike_are_not_flagged(shape: str, flagged: list[Any]) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flagged_items_are_computed_again(shape: str, flagged: list[Any]) -> None:
+def test_flagged_work_tiles_are_computed_again(shape: str, flagged: list[Any]) -> None:
     mask, axes, more = SHAPES[shape]
     _check(_case(mask, FAR_APART, axes, **more))
     assert len(flagged) == 1
@@ -85,8 +85,8 @@ def test_every_kind_of_config(config: Forward, scale: float, flagged: list[Any])
 
 
 @pytest.mark.parametrize("stages", range(4, 9))
-def test_items_do_not_begin_where_the_last_one_has_no_room_for_them(stages: int, flagged: list[Any]) -> None:
-    """The first of four warpgroups hands back three tiles between items: with five stages, its next one must wait."""
+def test_work_tiles_overlap_only_if_the_pipeline_has_enough_stages(stages: int, flagged: list[Any]) -> None:
+    """The first of four consumers skips three K blocks between work tiles: with five stages, they must not overlap."""
     config = Forward(4, 64, stages, 1, 112, overlap=True)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=1)), tune.override(FORWARD, config):
         _check(_case(causal(), ALIKE, _axes(1, 700, 2, 64)))
@@ -94,8 +94,8 @@ def test_items_do_not_begin_where_the_last_one_has_no_room_for_them(stages: int,
 
 
 @pytest.mark.parametrize("outgrown", [[], [1], [0, 2]], ids=str)
-def test_only_flagged_items_are_computed_again(outgrown: list[int], flagged: list[Any]) -> None:
-    """One item for each of three heads; the keys of some outgrow their first tile."""
+def test_only_flagged_work_tiles_are_computed_again(outgrown: list[int], flagged: list[Any]) -> None:
+    """One work tile for each of three heads; the scores of some outgrow those of their first K block."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, length, 3, 64, dtype=torch.bfloat16) for length in (64, 300, 300))
     for head in outgrown:
@@ -108,7 +108,7 @@ def test_only_flagged_items_are_computed_again(outgrown: list[int], flagged: lis
 
 
 def test_calls_without_a_fixed_max(flagged: list[Any]) -> None:
-    """float16 has no room for weights beyond 1; and rows that see nothing could not be told from vanished ones."""
+    """float16 has no range for P > 1; and a row without a visible key cannot be told from one that underflowed."""
     blind = custom(lambda b, h, q, k: (q > 5) & (k <= q))
     for dtype, mask, lengths in (
         (torch.float16, None, (70, 70)),
@@ -121,13 +121,13 @@ def test_calls_without_a_fixed_max(flagged: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_numbers_that_are_none_come_out_as_with_care(value: float, flagged: list[Any]) -> None:
+def test_infinities_and_nans_come_out_as_with_the_online_softmax(value: float, flagged: list[Any]) -> None:
     q = torch.randn(1, 70, 1, 64, dtype=torch.bfloat16)
     k = torch.randn(1, 200, 1, 64, dtype=torch.bfloat16)
     k[0, 150, 0, 3] = value
     o = attention(q, k, k, backend="hopper")
-    careful = attention(q.half(), k.half(), k.half(), backend="hopper")
-    assert torch.equal(o.isnan(), careful.isnan())
+    online = attention(q.half(), k.half(), k.half(), backend="hopper")
+    assert torch.equal(o.isnan(), online.isnan())
     assert o.isnan().any()
     assert flagged[0] > 0
     assert flagged[1] is None
@@ -143,6 +143,6 @@ def test_retries_on_a_gpu(shape: str, scale: float) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_flagged_items_on_a_gpu(head_dim: int) -> None:
-    """Several items a program, all of them done twice."""
+def test_many_flagged_work_tiles_on_a_gpu(head_dim: int) -> None:
+    """Several work tiles per program, all of them computed twice."""
     _check(_case(causal(), FAR_APART, _axes(8, 1100, (16, 8), head_dim)), "cuda")

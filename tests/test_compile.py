@@ -16,7 +16,7 @@ from sass import StackTraffic, stack_traffic
 from flashkernel.core import device as devices
 from flashkernel.core.check import execute, wanted_gradients
 from flashkernel.core.dispatch import BackendError
-from flashkernel.core.launch import Launch, recording
+from flashkernel.core.launch import Launch, collect_launches
 from flashkernel.core.op import Case, Op
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops import registry
@@ -58,7 +58,7 @@ def _kind(case: Case) -> tuple[str, object]:
 def launches_of(op: Op, case: Case, dtype: torch.dtype, arch: int, backend: str = "triton") -> list[Launch]:
     """What a call and its backward would launch, found by running them on meta tensors."""
     inputs = shapes_only(op, case, dtype)
-    with devices.pretend(devices.KNOWN[GPUS[arch]]), recording() as launches:
+    with devices.pretend(devices.KNOWN[GPUS[arch]]), collect_launches() as launches:
         execute(op.call, inputs, {**case.options, "backend": backend}, wanted_gradients(op, case, inputs))
     return launches
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled import compile_for
 
 import flashkernel as fk
 from flashkernel.blocks import expression as ex
 from flashkernel.core import device as devices
-from flashkernel.core.launch import compile_for, recording
+from flashkernel.core.launch import collect_launches
 
 pytestmark = pytest.mark.compile
 
@@ -45,7 +46,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_compile(name: str, backend: str) -> None:
     q, k, v = (torch.empty((2, 512, 2, 64), dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(3))
-    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
         out = fk.attention(q, k, v, mask=fk.custom(MASKS[name]), backend=backend)
         if name != "everything":
             out.sum().backward()
@@ -64,7 +65,7 @@ def test_score_functions_compile() -> None:
         lambda s, b, h, q, k: ex.minimum(s, 3.0) * fk.where(s < 0, 2, h) + ex.absolute(q - k) / 3,
     ):
         q, k = (torch.empty((1, size, 2, 64), dtype=torch.float16, device="meta") for size in (1, 64))
-        with devices.pretend(devices.KNOWN["a100"]), recording() as launches:
+        with devices.pretend(devices.KNOWN["a100"]), collect_launches() as launches:
             fk.attention(q.requires_grad_(), k, k, score=function, backend="triton").sum().backward()
         for launch in launches:
             compile_for(launch, 80)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.core import device as devices
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 
 pytestmark = pytest.mark.compile
 
@@ -85,7 +85,7 @@ EXTREMES = {
 @pytest.mark.parametrize("arch, call", EXTREMES.values(), ids=EXTREMES)
 def test_compiles_and_fits(arch: int, call: Callable[[], Any]) -> None:
     gpu = devices.KNOWN[GPUS[arch]]
-    with devices.pretend(gpu), recording() as launches:
+    with devices.pretend(gpu), collect_launches() as launches:
         call()
     assert launches
     for launch in launches:

@@ -10,7 +10,7 @@ import torch
 import flashkernel as fk
 from flashkernel.core import device as devices
 from flashkernel.core.device import Device
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Call
 from flashkernel.core.tune import Tunable
 from flashkernel.ops.attention import configs as attention_configs
@@ -43,8 +43,8 @@ def test_attention(device: Device) -> None:
         accepted += 1
         for queries, keys, gathers in product(LENGTHS, LENGTHS, (0, 1)):
             shape = {
-                "queries": queries, "keys": keys, "span": min(keys, 4096), "head_dim": head_dim, "value_dim": value_dim,
-                "bytes": dtype.itemsize, "gathers": gathers,
+                "seqlen_q": queries, "seqlen_k": keys, "max_visible_keys": min(keys, 4096), "head_dim": head_dim,
+                "value_dim": value_dim, "bytes": dtype.itemsize, "gathers": gathers,
             }  # fmt: skip
             for tunable in ("FORWARD", "BACKWARD_QUERIES", "BACKWARD_KEYS"):
                 choice(getattr(attention_configs, tunable), device, shape)
@@ -56,20 +56,22 @@ def test_decoding_and_prefill(device: Device) -> None:
     stored = (None, torch.int8, torch.float8_e4m3fn)
     for head_dim, dtype, kept, group in product(DIMS, FLOATS, stored, (1, 7, 64, 256)):
         facts = {
-            "head_dim": head_dim, "value_dim": head_dim, "stored": kept or dtype, "batch": 1, "group": group,
+            "head_dim": head_dim, "value_dim": head_dim, "cache_dtype": kept or dtype, "batch": 1, "group_size": group,
         }  # fmt: skip
         call = Call(device, dtype, facts)
         shape = {
-            "head_dim": head_dim, "value_dim": head_dim, "group": group, "bytes": (kept or dtype).itemsize,
-            "compute": dtype.itemsize,
+            "head_dim": head_dim, "value_dim": head_dim, "group_size": group, "cache_bytes": (kept or dtype).itemsize,
+            "q_bytes": dtype.itemsize,
         }  # fmt: skip
         for page, span in product((16, 256), LENGTHS):
             if decode_spec._prefill(call) is None:
-                choice(decode_configs.TILES, device, {**shape, "tokens": span, "span": span, "page": page})
+                more = {"tokens": span, "visible_keys": span, "page_size": page}
+                choice(decode_configs.PREFILL, device, {**shape, **more})
             if decode_spec._kernels(call) is None:
                 for batch, queries, kv_heads in product((1, 4096), (1, 16), (1, 8)):
-                    more = {"batch": batch, "queries": queries, "kv_heads": kv_heads, "page": page, "span": span}
-                    choice(decode_configs.WALK, device, {**shape, **more})
+                    more = {"batch": batch, "queries": queries, "kv_heads": kv_heads}
+                    more |= {"page_size": page, "visible_keys": span}
+                    choice(decode_configs.SPLIT_KV, device, {**shape, **more})
 
 
 def test_decoding_on_hopper() -> None:
@@ -78,9 +80,10 @@ def test_decoding_on_hopper() -> None:
         (8, 64, 72, 128, 136, 256), (0, 16, 256), (513, 4096, 131072), (1, 64, 4096), (1, 2, 8), (1, 64)
     ):
         shape = {
-            "batch": batch, "rows": rows, "kv_heads": kv_heads, "head_dim": head_dim, "page": page, "span": span,
+            "batch": batch, "rows": rows, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page,
+            "visible_keys": span,
         }  # fmt: skip
-        choice(decode_configs.RING, device, shape)
+        choice(decode_configs.HOPPER, device, shape)
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
@@ -91,7 +94,7 @@ def test_attention_of_many_sequences_fits_a_grid(backend: str) -> None:
         torch.empty((batch, length, heads, 64), dtype=torch.bfloat16, device="meta", requires_grad=True)
         for _ in range(3)
     )
-    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
         out = fk.attention(q, k, v, backend=backend)
         out.backward(torch.empty_like(out))
     assert len(launches) >= 3

@@ -188,7 +188,7 @@ def test_launch_config_of_cuda_core_knows_the_early_start() -> None:
 
 def test_launch_configs_do_not_pile_up(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StandIn(monkeypatch, (8, 4, 8, 1))
-    monkeypatch.setattr(cuda, "MOST_LAUNCH_CONFIGS", 10)
+    monkeypatch.setattr(cuda, "MAX_LAUNCH_CONFIGS", 10)
     kernel = Module(source).kernel("fill", FILL)
     for grid in range(1, 50):
         kernel.launch(grid, 32, (None, 1.0, 1, True))

@@ -1,4 +1,4 @@
-"""Device facts, pretence, folder names, versions, NVML readings, and the environment variables."""
+"""Device properties, pretence, folder names, versions, NVML readings, and the environment variables."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from flashkernel.core.device import KNOWN, Device
 CPU = torch.device("cpu")
 
 
-def test_cpu_facts_are_kept_and_plain() -> None:
-    found = devices.facts(CPU)
+def test_cpu_properties_are_kept_and_plain() -> None:
+    found = devices.properties(CPU)
     assert (found.kind, found.arch, found.sms, found.l2_bytes) == ("cpu", 0, 1, 0)
     assert found.name
     assert found.memory_bytes > 2**28
-    assert devices.facts(CPU) is found
+    assert devices.properties(CPU) is found
 
 
 def test_interpreting_does_not_change_what_a_cpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(devices, "_facts", {})
+    monkeypatch.setattr(devices, "_known_devices", {})
     assert env.interpreting()
-    assert devices.facts(CPU).kind == "cpu"
+    assert devices.properties(CPU).kind == "cpu"
 
 
 def test_pretend_is_scoped_nests_and_stays_on_its_thread() -> None:
-    real = devices.facts(CPU)
+    real = devices.properties(CPU)
     seen: list[Device] = []
     with devices.pretend(KNOWN["h200"]):
         assert devices.pretending()
-        assert devices.facts(CPU) is KNOWN["h200"]
+        assert devices.properties(CPU) is KNOWN["h200"]
         with devices.pretend(KNOWN["t4"]):
-            assert devices.facts(torch.device("cuda", 0)).arch == 75
-        assert devices.facts(CPU).arch == 90
-        thread = threading.Thread(target=lambda: seen.append(devices.facts(CPU)))
+            assert devices.properties(torch.device("cuda", 0)).arch == 75
+        assert devices.properties(CPU).arch == 90
+        thread = threading.Thread(target=lambda: seen.append(devices.properties(CPU)))
         thread.start()
         thread.join()
     assert seen == [real]
     with pytest.raises(KeyError), devices.pretend(KNOWN["t4"]):
         raise KeyError
     assert not devices.pretending()
-    assert devices.facts(CPU) is real
+    assert devices.properties(CPU) is real
 
 
-def test_facts_can_be_traced_by_torch_compile() -> None:
+def test_properties_can_be_traced_by_torch_compile() -> None:
     def double_on_a_cpu(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if devices.facts(x.device).kind == "cpu" else x * 3
+        return x * 2 if devices.properties(x.device).kind == "cpu" else x * 3
 
     compiled = torch.compile(double_on_a_cpu, fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
@@ -63,18 +63,20 @@ def test_facts_can_be_traced_by_torch_compile() -> None:
 
 
 def test_a_cuda_device_without_index_follows_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_facts", {torch.device("cuda", 0): KNOWN["t4"], torch.device("cuda", 1): KNOWN["l4"]})
+    monkeypatch.setattr(
+        devices, "_known_devices", {torch.device("cuda", 0): KNOWN["t4"], torch.device("cuda", 1): KNOWN["l4"]}
+    )
     for index, name in ((0, "t4"), (1, "l4"), (0, "t4")):
         monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
-        assert devices.facts(torch.device("cuda")) is KNOWN[name]
+        assert devices.properties(torch.device("cuda")) is KNOWN[name]
 
 
 def test_an_unknown_kind_of_device_is_refused() -> None:
     with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
-        devices.facts(torch.device("xpu"))
+        devices.properties(torch.device("xpu"))
 
 
-def test_gpu_facts_come_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_properties_come_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
         name="NVIDIA H200",
         major=9,
@@ -88,8 +90,8 @@ def test_gpu_facts_come_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         total_memory=140 * 2**30,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(devices, "_facts", {})
-    assert devices.facts(torch.device("cuda", 0)) == KNOWN["h200"]
+    monkeypatch.setattr(devices, "_known_devices", {})
+    assert devices.properties(torch.device("cuda", 0)) == KNOWN["h200"]
 
 
 @pytest.mark.parametrize("name, arch", [("t4", 75), ("a100", 80), ("a10", 86), ("l4", 89), ("h100", 90), ("b200", 100)])
@@ -116,7 +118,7 @@ def test_slugs(name: str, expected: str) -> None:
 
 
 def test_any_cpu_has_one_slug() -> None:
-    assert devices.slug(devices.facts(CPU)) == "cpu"
+    assert devices.slug(devices.properties(CPU)) == "cpu"
 
 
 def test_versions_name_what_runs() -> None:
@@ -202,10 +204,10 @@ def test_cache_folder_prefers_its_own_variable(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.gpu
 def test_a_real_gpu_agrees_with_the_table() -> None:
-    found = devices.facts(torch.device("cuda"))
+    found = devices.properties(torch.device("cuda"))
     assert found.kind == "cuda"
     assert found.arch == 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    assert devices.facts(torch.device("cuda", torch.cuda.current_device())) == found
+    assert devices.properties(torch.device("cuda", torch.cuda.current_device())) == found
     known = KNOWN.get(devices.slug(found))
     if known is None:
         pytest.skip(f"{found.name} is not in the table")

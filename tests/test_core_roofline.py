@@ -10,42 +10,42 @@ import pytest
 import torch
 
 from flashkernel.core import roofline
-from flashkernel.core.roofline import Ceilings, ceilings, place
+from flashkernel.core.roofline import Ceilings, ceilings, point
 from flashkernel.core.timing import measure
 
 ROOF = Ceilings("a machine", copy_tbs=4.0, matmul_tflops={"bfloat16": 800.0, "float32": 50.0})
 
 
 def test_a_memory_bound_computation() -> None:
-    found = place(flops=1e9, bytes=4e9, ms=2.0, dtype=torch.bfloat16, ceilings=ROOF)
+    found = point(flops=1e9, bytes=4e9, ms=2.0, dtype=torch.bfloat16, ceilings=ROOF)
     assert found.bound == "memory"
     assert found.roof == pytest.approx(0.5)  # 4 GB at 4 TB/s take 1 ms
     assert (found.tflops, found.tbs) == pytest.approx((0.5, 2.0))
 
 
 def test_a_compute_bound_computation_depends_on_the_dtype() -> None:
-    fast = place(flops=8e11, bytes=1e6, ms=2.0, dtype="bfloat16", ceilings=ROOF)
-    slow = place(flops=8e11, bytes=1e6, ms=20.0, dtype=torch.float32, ceilings=ROOF)
+    fast = point(flops=8e11, bytes=1e6, ms=2.0, dtype="bfloat16", ceilings=ROOF)
+    slow = point(flops=8e11, bytes=1e6, ms=20.0, dtype=torch.float32, ceilings=ROOF)
     assert fast.bound == slow.bound == "compute"
     assert fast.roof == pytest.approx(0.5)
     assert slow.roof == pytest.approx(0.8)
 
 
 def test_without_operations_no_matmul_ceiling_is_needed() -> None:
-    found = place(flops=0, bytes=4e9, ms=1.0, dtype=torch.float16, ceilings=ROOF)
+    found = point(flops=0, bytes=4e9, ms=1.0, dtype=torch.float16, ceilings=ROOF)
     assert (found.bound, found.tflops) == ("memory", 0.0)
     assert found.roof == pytest.approx(1.0)
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(ValueError, match="no matmul ceiling was measured for float16"):
-        place(1.0, 1.0, 1.0, torch.float16, ROOF)
+        point(1.0, 1.0, 1.0, torch.float16, ROOF)
     with pytest.raises(ValueError, match="ms is 0"):
-        place(1.0, 1.0, 0.0, torch.float32, ROOF)
+        point(1.0, 1.0, 0.0, torch.float32, ROOF)
     with pytest.raises(ValueError, match="ms is nan"):
-        place(1.0, 1.0, float("nan"), torch.float32, ROOF)
+        point(1.0, 1.0, float("nan"), torch.float32, ROOF)
     with pytest.raises(ValueError, match="is no dtype"):
-        place(1.0, 1.0, 1.0, "bf17", ROOF)
+        point(1.0, 1.0, 1.0, "bf17", ROOF)
 
 
 def test_ceilings_survive_json() -> None:
@@ -121,7 +121,7 @@ def test_gpu_ceilings_are_sane() -> None:
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), device="cuda", mode="events")
-    assert place(0, 2 * source.nbytes, copy.p50, torch.float32, found).roof == pytest.approx(1.0, rel=0.1)
+    assert point(0, 2 * source.nbytes, copy.p50, torch.float32, found).roof == pytest.approx(1.0, rel=0.1)
 
 
 @pytest.mark.gpu

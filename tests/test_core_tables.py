@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from flashkernel.blocks.runs import plan
+from flashkernel.blocks import tile_ranges
 from flashkernel.core import tables
-from flashkernel.core.tables import DeviceTables, pin
+from flashkernel.core.tables import DeviceTables, keep_alive
 from flashkernel.ops.attention import causal
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -22,7 +22,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     state = {"on": False}
     monkeypatch.setattr(tables, "capturing", lambda: state["on"])
     monkeypatch.setattr(tables, "_made", lambda make, device: make())
-    monkeypatch.setattr(tables, "_pinned", {})
+    monkeypatch.setattr(tables, "_kept_alive", {})
     return state
 
 
@@ -66,41 +66,38 @@ def test_a_capture_does_not_make_tables(capture: dict[str, bool]) -> None:
     with pytest.raises(RuntimeError, match="run the call once before the capture"):
         cache.get("new", GPU, lambda: torch.ones(3))
     assert cache.get("new", CPU, lambda: torch.ones(3)) is not None, "the host's are no part of a graph"
-    assert not tables._pinned
+    assert not tables._kept_alive
 
 
 def test_pin_keeps_what_it_is_given() -> None:
     kept = torch.ones(2)
     seen = weakref.ref(kept)
-    pin(kept, [kept])
+    keep_alive(kept, [kept])
     del kept
     gc.collect()
     assert seen() is not None
-    tables._pinned.clear()
+    tables._kept_alive.clear()
 
 
-def test_plans_are_evicted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashkernel.blocks import runs
+def test_tile_ranges_are_evicted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_ranges, "_cached", DeviceTables(2))
 
-    monkeypatch.setattr(runs, "_plans", DeviceTables(2))
+    def ranges(keys: int) -> object:
+        return tile_ranges.tile_ranges(causal(), 1, 1, 16, keys, 16, 16, CPU)
 
-    def planned(keys: int) -> object:
-        return plan(causal(), 1, 1, 16, keys, 16, 16, CPU)
-
-    first, second = planned(16), planned(32)
-    assert planned(16) is first
-    planned(48)
-    assert planned(16) is first
-    assert planned(32) is not second
+    first, second = ranges(16), ranges(32)
+    assert ranges(16) is first
+    ranges(48)
+    assert ranges(16) is first
+    assert ranges(32) is not second
 
 
 @pytest.mark.gpu
 def test_a_graph_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured call gives the same result after its tables were evicted and their memory would have been reused."""
     import flashkernel as fk
-    from flashkernel.blocks import runs
 
-    monkeypatch.setattr(runs, "_plans", DeviceTables(2))
+    monkeypatch.setattr(tile_ranges, "_cached", DeviceTables(2))
     q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.float16)
     expected = fk.attention(q, q, q, mask=fk.causal(), backend="triton")
     for _ in range(3):

@@ -22,7 +22,7 @@ from flashkernel.core.device import KNOWN, Device
 from flashkernel.core.timing import Timing
 from flashkernel.core.tune import Tunable, cache_path, override, pick, search
 
-CPU = devices.facts(torch.device("cpu"))
+CPU = devices.properties(torch.device("cpu"))
 GPU = KNOWN["h200"]
 
 
@@ -59,9 +59,9 @@ SHAPE = {"width": 128}
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    tune.forget()
+    tune.clear_cache()
     yield
-    tune.forget()
+    tune.clear_cache()
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_fastest_valid_config_is_found_kept_and_read_back(clock: dict[Config
     assert isinstance(heard[Config(128)], Timing)
     assert len(heard) == 6  # the heuristic's config is part of the space and timed once
     assert pick(TUNABLE, CPU, SHAPE) == best
-    tune.forget()
+    tune.clear_cache()
     assert pick(TUNABLE, CPU, SHAPE) == best
     assert pick(TUNABLE, CPU, {"width": 64}) == Config(64)  # another bucket
     assert pick(TUNABLE, GPU, SHAPE) == Config(128)  # another device
@@ -201,8 +201,8 @@ def test_a_pretended_device_is_not_searched(clock: dict[Config, float]) -> None:
         assert pick(TUNABLE, GPU, SHAPE) == Config(128)
 
 
-def test_watching_collects_what_is_picked() -> None:
-    with tune.watching() as outer, tune.watching() as inner:
+def test_picks_are_collected() -> None:
+    with tune.collect_picks() as outer, tune.collect_picks() as inner:
         pick(TUNABLE, CPU, SHAPE)
         pick(TUNABLE, CPU, SHAPE)
     pick(TUNABLE, CPU, {**SHAPE, "width": 4096})
@@ -251,7 +251,7 @@ def test_every_truncation_of_a_file_is_ignored_with_a_warning() -> None:
     text = _stored()
     for length in range(0, len(text), 7):
         _write(text[:length])
-        tune.forget()
+        tune.clear_cache()
         with pytest.warns(UserWarning, match="ignored"):
             assert pick(TUNABLE, CPU, SHAPE) == Config(128)
 
@@ -285,7 +285,7 @@ def test_a_damaged_file_is_replaced_by_the_next_search(clock: dict[Config, float
     _write("{not json")
     with pytest.warns(UserWarning, match="cannot be read as JSON"):
         search(TUNABLE, CPU, SHAPE, _identity)
-    tune.forget()
+    tune.clear_cache()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pick(TUNABLE, CPU, SHAPE) == Config(256, 8)
@@ -316,7 +316,6 @@ def test_a_read_only_folder_is_warned_about(
         def refuse(*args: object, **kwargs: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(files, "open", refuse, raising=False)
         monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
     with pytest.warns(UserWarning, match="Permission denied"):
         search(TUNABLE, CPU, SHAPE, _identity)
@@ -348,10 +347,7 @@ def _write_many(me: int, each: int, together: Barrier) -> None:
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("without_fcntl", [False, True])
-def test_processes_that_write_at_once_lose_nothing(monkeypatch: pytest.MonkeyPatch, without_fcntl: bool) -> None:
-    if without_fcntl:
-        monkeypatch.setattr(files, "fcntl", None)
+def test_processes_that_write_at_once_lose_nothing() -> None:
     writers, each = 4, 25
     forked = multiprocessing.get_context("fork")
     together = forked.Barrier(writers)
@@ -371,21 +367,6 @@ def test_processes_that_write_at_once_lose_nothing(monkeypatch: pytest.MonkeyPat
     assert not list(_file().parent.glob("*.tmp"))
 
 
-def test_a_lock_held_too_long_is_an_error_and_a_stale_one_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "fcntl", None)
-    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.05)
-    lock = tmp_path / "table.lock"
-    lock.touch()
-    with pytest.raises(TimeoutError, match="another process has held"), files.locked(lock):
-        pass
-    os.utime(lock, (time.time() - 120, time.time() - 120))
-    with files.locked(lock):
-        assert lock.exists()
-    assert not lock.exists()
-
-
 def test_names_must_fit_a_file() -> None:
     with pytest.raises(ValueError, match="it names a file"):
         _make("../escape")
@@ -402,7 +383,7 @@ def test_a_pick_is_cheap() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_search_on_a_gpu_prefers_less_work() -> None:
-    gpu = devices.facts(torch.device("cuda"))
+    gpu = devices.properties(torch.device("cuda"))
     x = torch.randn(1 << 22, device="cuda")
     tunable = Tunable("work", Config, _heuristic, _space, lambda config, device, shape: None, lambda shape: (1,))
 
@@ -415,5 +396,5 @@ def test_a_search_on_a_gpu_prefers_less_work() -> None:
 
     best = search(tunable, gpu, {"width": 256}, run, warmup=5, repeats=50)
     assert best.block == 64
-    tune.forget()
+    tune.clear_cache()
     assert pick(tunable, gpu, {"width": 256}).block == 64

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel.core import tune
 from flashkernel.core.check import compare
-from flashkernel.ops.decode.configs import COMBINE, WALK, Combine, Walk
+from flashkernel.ops.decode.configs import COMBINE, SPLIT_KV, CombineConfig, SplitKVConfig
 from flashkernel.ops.decode.spec import DECODE_ATTENTION
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -63,11 +63,11 @@ def test_against_one_query_at_a_time(backend: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("per_sm", [1, 3, 8, 29])
+@pytest.mark.parametrize("programs_per_sm", [1, 3, 8, 29])
 @pytest.mark.parametrize("page", [0, 16])
-def test_any_number_of_shares_gives_the_same(per_sm: int, page: int, device: str) -> None:
+def test_any_number_of_programs_gives_the_same(programs_per_sm: int, page: int, device: str) -> None:
     """Shares end inside units, at their ends, and where lengths are zero; more programs than tiles idle."""
-    if device == "cuda" and per_sm > 3:
+    if device == "cuda" and programs_per_sm > 3:
         pytest.skip("more programs than fit at once are for the interpreter, which has one multiprocessor")
     lengths = [70, 0, 16, 131, 1, 64]
     q = draw(6, 2, 4, 16, device=device)
@@ -76,9 +76,9 @@ def test_any_number_of_shares_gives_the_same(per_sm: int, page: int, device: str
     table = None
     if page:
         (k, table), (v, _) = paged(k, page), paged(v, page)
-    for heads, merge in ((1, Combine(1, 2, 4)), (2, Combine(4, 8, 4))):
-        config = Walk(16, heads, 16, 4, 2, per_sm, split=True, overlap=False)
-        with tune.override(WALK, config), tune.override(COMBINE, merge):
+    for heads, merge in ((1, CombineConfig(1, 2, 4)), (2, CombineConfig(4, 8, 4))):
+        config = SplitKVConfig(16, heads, 16, 4, 2, programs_per_sm, split_kv=True, overlap_combine=False)
+        with tune.override(SPLIT_KV, config), tune.override(COMBINE, merge):
             found = fk.decode_attention(q, k, v, int32(lengths, device), table, backend="triton")
         torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
 

@@ -19,15 +19,15 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import compare, verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case
 from flashkernel.lab.selection import shapes_only
 from flashkernel.ops.decode import hopper
-from flashkernel.ops.decode.configs import RING, Ring
+from flashkernel.ops.decode.configs import HOPPER, HopperConfig
 from flashkernel.ops.decode.spec import DECODE_ATTENTION, _axes
 
 H200 = devices.KNOWN["h200"]
-SMALL = Ring(32, 2, 1)
+SMALL = HopperConfig(32, 2, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +42,8 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield
 
 
-def _check(case: Case, config: Ring = SMALL) -> None:
-    with tune.override(RING, config):
+def _check(case: Case, config: HopperConfig = SMALL) -> None:
+    with tune.override(HOPPER, config):
         reports = list(verify(DECODE_ATTENTION, case, torch.float16, "hopper", "cpu"))
     assert reports
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
@@ -85,11 +85,11 @@ LONGER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [SMALL, Ring(64, 3, 2), Ring(128, 2, 1)], ids=str)
+@pytest.mark.parametrize("config", [SMALL, HopperConfig(64, 3, 2), HopperConfig(128, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", LONGER)
-def test_several_tiles(name: str, config: Ring) -> None:
+def test_several_tiles(name: str, config: HopperConfig) -> None:
     wide = LONGER[name].axes["head_dim"] == 256
-    _check(LONGER[name], Ring(32, config.stages, 1) if wide else config)
+    _check(LONGER[name], HopperConfig(32, config.num_stages, 1) if wide else config)
 
 
 @pytest.mark.parametrize("page", [0, 16])
@@ -111,13 +111,13 @@ def test_whole_units_leave_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def only_the_first(kernel: Any, *args: Any, **constants: Any) -> None:
         started.append(kernel.fn.__name__)
-        if started[-1] == "decode_stream":
+        if started[-1] == "decode_split_kv_hopper":
             emulated(kernel, *args, **constants)
 
     monkeypatch.setattr(hopper, "launch", only_the_first)
-    with tune.override(RING, Ring(32, 3, 2)):
+    with tune.override(HOPPER, HopperConfig(32, 3, 2)):
         found = fk.decode_attention(**inputs, backend="hopper")
-    assert started == ["decode_stream", "decode_combine"]
+    assert started == ["decode_split_kv_hopper", "decode_combine"]
     report = compare("whole", found, expected, tolerance=DECODE_ATTENTION.tolerance)
     assert report.ok, report.message
 
@@ -156,7 +156,7 @@ def test_what_was_never_written_does_not_show(page: int, window: int | None, sin
     q, lengths, whole, holes = _with_holes(page, window, sink_tokens)
     settings: dict[str, Any] = {"window": window, "sink_tokens": sink_tokens}
     expected = fk.decode_attention(q, *whole, lengths, **settings, backend="torch")
-    with tune.override(RING, Ring(keys, 2, 2)):
+    with tune.override(HOPPER, HopperConfig(keys, 2, 2)):
         found = fk.decode_attention(q, *holes[:2], lengths, holes[2], **settings, backend="hopper")
     assert bool(found.isfinite().all())
     report = compare("holes", found, expected, tolerance=DECODE_ATTENTION.tolerance)
@@ -206,12 +206,12 @@ def test_declines_with_a_reason(changes: dict[str, Any], why: str) -> None:
 
 
 COMPILED = {
-    "wide": (_axes(16, 1, (32, 8), 128, 8192), {}, Ring(64, 7, 1)),
-    "wide-128-keys": (_axes(16, 1, (32, 8), 128, 8192, 16), {}, Ring(128, 3, 1)),
-    "two-a-multiprocessor": (_axes(16, 1, (32, 8), 128, 8192, 16), {"window": 700, "softcap": 2.0}, Ring(64, 3, 2)),
-    "narrow-two": (_axes(64, 1, (64, 8), 64, 4096, 16), {"window": 700, "sink_tokens": 4}, Ring(128, 3, 2)),
-    "wider": (_axes(4, 4, (32, 8), 256, 8192, 16), {"window": 700, "sink_tokens": 4}, Ring(32, 6, 1)),
-    "many-sequences": (_axes(4096, 1, (8, 8), 64, 1024, 64), {}, Ring(128, 6, 1)),
+    "wide": (_axes(16, 1, (32, 8), 128, 8192), {}, HopperConfig(64, 7, 1)),
+    "wide-128-keys": (_axes(16, 1, (32, 8), 128, 8192, 16), {}, HopperConfig(128, 3, 1)),
+    "two-per-sm": (_axes(16, 1, (32, 8), 128, 8192, 16), {"window": 700, "softcap": 2.0}, HopperConfig(64, 3, 2)),
+    "narrow-two": (_axes(64, 1, (64, 8), 64, 4096, 16), {"window": 700, "sink_tokens": 4}, HopperConfig(128, 3, 2)),
+    "wider": (_axes(4, 4, (32, 8), 256, 8192, 16), {"window": 700, "sink_tokens": 4}, HopperConfig(32, 6, 1)),
+    "many-sequences": (_axes(4096, 1, (8, 8), 64, 1024, 64), {}, HopperConfig(128, 6, 1)),
 }  # fmt: skip
 
 
@@ -222,12 +222,12 @@ def test_compiles_to_tile_copies_and_asynchronous_products(name: str) -> None:
     axes, options, config = COMPILED[name]
     case = Case(name, axes, options, present=("page_table",) if "most_pages" in axes else ())
     inputs = shapes_only(DECODE_ATTENTION, case, torch.bfloat16)
-    with devices.pretend(H200), tune.override(RING, config), recording() as launches:
+    with devices.pretend(H200), tune.override(HOPPER, config), collect_launches() as launches:
         fk.decode_attention(**inputs, **options, backend="hopper")
     machine = compiled(launches[0], 90)
     assert stack_traffic(machine.sass).stores == 0
     assert machine.stack <= 64
-    assert config.per_sm * (machine.shared + 1024) <= H200.shared_per_sm
-    assert config.per_sm * machine.registers * 256 <= H200.registers_per_sm
+    assert config.programs_per_sm * (machine.shared + 1024) <= H200.shared_per_sm
+    assert config.programs_per_sm * machine.registers * 256 <= H200.registers_per_sm
     assert "HGMMA" in machine.sass
     assert "UTMALDG.4D" in machine.sass

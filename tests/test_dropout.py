@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_graphs import capture
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -116,15 +117,7 @@ def test_a_compiled_function_draws_anew(backend: str, device: str) -> None:
 @pytest.mark.gpu
 def test_replays_of_a_cuda_graph_drop_others() -> None:
     inputs = [x.half() for x in _inputs("cuda")]
-    run = lambda: fk.attention(*inputs, dropout=0.5)  # noqa: E731
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.no_grad():
-        run()
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        captured = run()
+    graph, captured = capture(lambda: fk.attention(*inputs, dropout=0.5))
     found = []
     torch.cuda.manual_seed(11)
     for _ in range(2):

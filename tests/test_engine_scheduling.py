@@ -24,103 +24,105 @@ from tiny_engine import (  # noqa: F401
     folder_fixture,
 )
 
-from flashkernel.engine import LLM, EngineOptions, Event, Transformer, build_engine
-from flashkernel.engine.core import Engine
-from flashkernel.engine.runner import Runner, ladder, prompt_ladder
+from flashkernel.engine import LLM, EngineArgs, LLMEngine, StepOutput, Transformer, build_engine
+from flashkernel.engine.model_runner import ModelRunner, decode_graph_sizes, prefill_graph_sizes
 
 
 def test_a_batch_of_mixed_lengths_is_each_alone(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048, prefix_caching=False), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048, enable_prefix_caching=False), ahead)
     prompts = tiny_models.prompts(LENGTHS)
     params = [_greedy(count) for count in (5, 12, 1, 7, 20, 3)]
-    alone = [base.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
+    alone = [base.generate([prompt], one)[0].outputs[0].token_ids for prompt, one in zip(prompts, params)]
     assert _tokens(llm, prompts, params) == alone
     assert [len(tokens) for tokens in alone] == [5, 12, 1, 7, 20, 3]
     assert _drained(llm)
 
 
 def test_prompts_in_chunks(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048, step_tokens=16, most_sequences=4), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048, max_num_batched_tokens=16, max_num_seqs=4), ahead)
     prompts = tiny_models.prompts(LENGTHS)
     assert _tokens(llm, prompts, _greedy(6)) == _tokens(base, prompts, _greedy(6))
-    assert llm.engine.stats().steps >= sum(LENGTHS) // 16
+    assert llm.engine.stats().num_steps >= sum(LENGTHS) // 16
 
 
 def test_preemption_loses_nothing(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=160, step_tokens=32, most_sequences=8), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=160, max_num_batched_tokens=32, max_num_seqs=8), ahead)
     prompts = tiny_models.prompts((30, 25, 40, 10, 33, 18))
     params = [_greedy(count, temperature=1.0 * (count % 2), seed=count) for count in (60, 41, 50, 71, 30, 80)]
     done = llm.generate(prompts, params)
-    assert [one.tokens for one in done] == _tokens(base, prompts, params)
-    assert llm.engine.stats().preemptions > 0
-    assert sum(one.preemptions for one in done) == llm.engine.stats().preemptions
-    assert {one.reason for one in done} == {"length"}
+    assert [one.outputs[0].token_ids for one in done] == _tokens(base, prompts, params)
+    assert llm.engine.stats().num_preemptions > 0
+    assert sum(one.num_preemptions for one in done) == llm.engine.stats().num_preemptions
+    assert {one.outputs[0].finish_reason for one in done} == {"length"}
     assert _drained(llm)
 
 
 def test_preemption_keeps_what_penalties_count(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=96, most_sequences=4), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=96, max_num_seqs=4), ahead)
     prompts = tiny_models.prompts((20, 20, 20))
     params = _greedy(60, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
     assert _tokens(llm, prompts, params) == _tokens(base, prompts, params)
-    assert llm.engine.stats().preemptions > 0
+    assert llm.engine.stats().num_preemptions > 0
 
 
 def test_one_sequence_may_fill_the_pool(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=48), ahead)
-    assert llm.engine.context == 48
+    llm = _set_ahead(_other(base, kv_cache_tokens=48), ahead)
+    assert llm.engine.max_model_len == 48
     prompts = tiny_models.prompts((20, 40))
     done = llm.generate(prompts, _greedy(100))
-    assert [len(one.tokens) for one in done] == [28, 8]
-    assert [one.reason for one in done] == ["length", "length"]
+    assert [len(one.outputs[0].token_ids) for one in done] == [28, 8]
+    assert [one.outputs[0].finish_reason for one in done] == ["length", "length"]
     assert _drained(llm)
 
 
 def test_a_thousand_requests_on_a_small_pool(base: LLM) -> None:
-    llm = _other(base, cache_tokens=256, most_sequences=16)
+    llm = _other(base, kv_cache_tokens=256, max_num_seqs=16)
     engine = llm.engine
     names = [engine.add_request([1 + number % 300, 2, 3], _greedy(2), streaming=False) for number in range(1000)]
-    assert engine.stats().waiting == 1000
+    assert engine.stats().num_waiting == 1000
     order = []
-    while engine.busy:
-        order += [event.request_id for event in engine.step() if event.completion is not None]
+    while engine.has_unfinished_requests():
+        order += [event.request_id for event in engine.step() if event.request_output is not None]
     assert order == names, "first come, first served"
-    assert engine.stats().finished == 1000
+    assert engine.stats().num_finished == 1000
     assert _drained(llm)
 
 
 def test_prefixes_are_computed_once(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
     (shared,) = tiny_models.prompts((64,))
     prompts = [[*shared, number + 1] for number in range(8)]
     done = llm.generate(prompts, _greedy(4))
-    assert [one.cached_tokens for one in done] == [0] + [64] * 7
+    assert [one.num_cached_tokens for one in done] == [0] + [64] * 7
     pages = llm.engine.scheduler.cache.pool
     assert pages.index.idle <= 4 + 8  # the shared ones, and at most one more for each
-    assert [one.tokens for one in done] == _tokens(
-        _other(base, cache_tokens=2048, prefix_caching=False), prompts, _greedy(4)
+    assert [one.outputs[0].token_ids for one in done] == _tokens(
+        _other(base, kv_cache_tokens=2048, enable_prefix_caching=False), prompts, _greedy(4)
     )
     again = llm.generate(prompts[:1], _greedy(4))[0]
-    assert again.cached_tokens == 64
-    assert again.tokens == done[0].tokens
+    assert again.num_cached_tokens == 64
+    assert again.outputs[0].token_ids == done[0].outputs[0].token_ids
 
 
 def test_a_conversation_finds_its_earlier_turns(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=2048), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
     (prompt,) = tiny_models.prompts((30,))
     first = llm.generate([prompt], _greedy(40))[0]
-    second = llm.generate([[*prompt, *first.tokens, 5, 6, 7]], _greedy(4))[0]
-    assert second.cached_tokens == 64  # 70 tokens, of which full pages are found
-    assert second.tokens == base.generate([[*prompt, *first.tokens, 5, 6, 7]], _greedy(4))[0].tokens
+    second = llm.generate([[*prompt, *first.outputs[0].token_ids, 5, 6, 7]], _greedy(4))[0]
+    assert second.num_cached_tokens == 64  # 70 tokens, of which full pages are found
+    assert (
+        second.outputs[0].token_ids
+        == base.generate([[*prompt, *first.outputs[0].token_ids, 5, 6, 7]], _greedy(4))[0].outputs[0].token_ids
+    )
 
 
 def test_threads_share_a_model(base: LLM) -> None:
-    llm = _other(base, cache_tokens=2048)
+    llm = _other(base, kv_cache_tokens=2048)
     prompts = tiny_models.prompts(LENGTHS)
     expected, found = _tokens(base, prompts, _greedy(8)), {}
 
     def ask(number: int) -> None:
-        found[number] = llm.generate([prompts[number]], _greedy(8))[0].tokens
+        found[number] = llm.generate([prompts[number]], _greedy(8))[0].outputs[0].token_ids
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
     for thread in threads:
@@ -132,7 +134,7 @@ def test_threads_share_a_model(base: LLM) -> None:
 
 
 def test_a_server_drives_the_engine_in_a_thread(base: LLM) -> None:
-    llm = _other(base, cache_tokens=512)
+    llm = _other(base, kv_cache_tokens=512)
     engine, events, leave = llm.engine, [], threading.Event()
 
     def serve() -> None:
@@ -145,15 +147,15 @@ def test_a_server_drives_the_engine_in_a_thread(base: LLM) -> None:
     try:
         names = [engine.add_request("the sea", _greedy(5), request_id=f"mine-{number}") for number in range(3)]
         long = engine.add_request("the wind", _greedy(200))
-        engine.abort(long)
-        engine.abort("nobody")
-        assert _waits_for(lambda: sum(event.completion is not None for event in events) == 4)
+        engine.abort_request(long)
+        engine.abort_request("nobody")
+        assert _waits_for(lambda: sum(event.request_output is not None for event in events) == 4)
     finally:
         leave.set()
         thread.join(10)
-    ends = {event.request_id: event.completion for event in events if event.completion}
-    assert [ends[name].reason for name in names] == ["length"] * 3
-    assert ends[long].reason == "abort"
+    ends = {event.request_id: event.request_output for event in events if event.request_output}
+    assert [ends[name].outputs[0].finish_reason for name in names] == ["length"] * 3
+    assert ends[long].outputs[0].finish_reason == "abort"
     assert _drained(llm)
 
 
@@ -167,25 +169,28 @@ def _waits_for(condition: Any, seconds: float = 30) -> bool:
 
 
 def test_aborts_at_every_stage(base: LLM, ahead: bool) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=256, most_sequences=2, step_tokens=16), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=256, max_num_seqs=2, max_num_batched_tokens=16), ahead)
     engine = llm.engine
     names = [engine.add_request(prompt, _greedy(50)) for prompt in tiny_models.prompts((40, 40, 5))]
     events = engine.step()  # the first is in the middle of its prompt, the others wait
     for name in (names[2], names[0]):
-        engine.abort(name)
-    while engine.busy:
+        engine.abort_request(name)
+    while engine.has_unfinished_requests():
         events += engine.step()
-    ends = {event.request_id: event.completion for event in events if event.completion}
-    assert [ends[name].reason for name in names] == ["abort", "length", "abort"]
-    assert ends[names[1]].tokens == base.generate([tiny_models.prompts((40, 40, 5))[1]], _greedy(50))[0].tokens
-    assert ends[names[0]].tokens == ()
+    ends = {event.request_id: event.request_output for event in events if event.request_output}
+    assert [ends[name].outputs[0].finish_reason for name in names] == ["abort", "length", "abort"]
+    assert (
+        ends[names[1]].outputs[0].token_ids
+        == base.generate([tiny_models.prompts((40, 40, 5))[1]], _greedy(50))[0].outputs[0].token_ids
+    )
+    assert ends[names[0]].outputs[0].token_ids == ()
     assert _drained(llm)
 
 
 def test_a_failed_step_ends_its_requests_and_nothing_else(
     base: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
-    llm = _set_ahead(_other(base, cache_tokens=512), ahead)
+    llm = _set_ahead(_other(base, kv_cache_tokens=512), ahead)
     (prompt,) = tiny_models.prompts((40,))
     forward, calls = Transformer.forward, []
 
@@ -200,28 +205,34 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
         llm.generate([prompt, prompt], _greedy(10))
     assert _drained(llm)
     assert llm.engine.scheduler.cache.pool.index.idle == 0, "what a failed step wrote cannot be found"
-    assert llm.generate([prompt], _greedy(10))[0].tokens == base.generate([prompt], _greedy(10))[0].tokens
+    assert (
+        llm.generate([prompt], _greedy(10))[0].outputs[0].token_ids
+        == base.generate([prompt], _greedy(10))[0].outputs[0].token_ids
+    )
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.2, "logprobs": 2}])
 def test_logits_that_are_nan_end_their_request_alone(base: LLM, ahead: bool, how: dict[str, Any]) -> None:
     """A token whose embedding is NaN, in one prompt or drawn on the way."""
     good, bad = tiny_models.prompts((20, 20))
-    outer = base.model.outer
+    weights = base.model.weights
     poisoned = next(token for token in bad if token not in good)
     params = _greedy(12, **how)
     expected = base.generate([good], params)[0]
-    assert poisoned not in expected.tokens
-    embedding = outer.embedding.clone()
+    assert poisoned not in expected.outputs[0].token_ids
+    embedding = weights.embedding.clone()
     embedding[poisoned] = torch.nan
-    head = outer.head.clone() if outer.head.data_ptr() == outer.embedding.data_ptr() else outer.head
-    model = Transformer(base.config, dataclasses.replace(outer, embedding=embedding, head=head), base.model.layers)
-    llm = _set_ahead(LLM(model, base.tokenizer, page_size=16, cache_tokens=512), ahead)
+    tied = weights.lm_head.data_ptr() == weights.embedding.data_ptr()
+    lm_head = weights.lm_head.clone() if tied else weights.lm_head
+    model = Transformer(
+        base.config, dataclasses.replace(weights, embedding=embedding, lm_head=lm_head), base.model.layers
+    )
+    llm = _set_ahead(LLM(model, base.tokenizer, block_size=16, kv_cache_tokens=512), ahead)
     done = llm.generate([good, bad, good], params)
-    assert [one.reason for one in done] == ["length", "error", "length"]
+    assert [one.outputs[0].finish_reason for one in done] == ["length", "error", "length"]
     assert "NaN" in str(done[1].error)
-    assert done[1].tokens == ()
-    assert [done[0].tokens, done[2].tokens] == [expected.tokens] * 2
+    assert done[1].outputs[0].token_ids == ()
+    assert [done[0].outputs[0].token_ids, done[2].outputs[0].token_ids] == [expected.outputs[0].token_ids] * 2
     assert llm.engine.failure is None
     assert _drained(llm)
     with pytest.raises(RuntimeError, match="logits are NaN"):
@@ -229,17 +240,22 @@ def test_logits_that_are_nan_end_their_request_alone(base: LLM, ahead: bool, how
     with pytest.raises(RuntimeError, match="logits are NaN"):
         list(llm.stream(bad, params))
 
-    middle = expected.tokens[4]  # now a token that is drawn after four good ones
-    embedding = outer.embedding.clone()
+    middle = expected.outputs[0].token_ids[4]  # now a token that is drawn after four good ones
+    embedding = weights.embedding.clone()
     embedding[middle] = torch.nan
-    model = Transformer(base.config, dataclasses.replace(outer, embedding=embedding, head=head), base.model.layers)
-    llm = _set_ahead(LLM(model, base.tokenizer, page_size=16, cache_tokens=512), ahead)
-    events = llm.stream_many([good], params)
+    model = Transformer(
+        base.config, dataclasses.replace(weights, embedding=embedding, lm_head=lm_head), base.model.layers
+    )
+    llm = _set_ahead(LLM(model, base.tokenizer, block_size=16, kv_cache_tokens=512), ahead)
+    events = llm.stream_batch([good], params)
     *_, (_, last) = events
-    assert last.completion is not None
-    assert last.completion.reason == "error"
+    assert last.request_output is not None
+    assert last.request_output.outputs[0].finish_reason == "error"
     if middle not in good:
-        assert last.completion.tokens == expected.tokens[: expected.tokens.index(middle) + 1]
+        assert (
+            last.request_output.outputs[0].token_ids
+            == expected.outputs[0].token_ids[: expected.outputs[0].token_ids.index(middle) + 1]
+        )
     assert _drained(llm)
 
 
@@ -257,22 +273,22 @@ class _EagerGraph:
 
 def test_padded_steps_at_fixed_addresses(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
-    llm = _other(base, cache_tokens=1024, most_sequences=6, prefix_caching=False)
-    llm.engine.runner.graphs = True
+    llm = _other(base, kv_cache_tokens=1024, max_num_seqs=6, enable_prefix_caching=False)
+    llm.engine.runner.use_graphs = True
 
-    def capture(runner: Runner, compute: Callable[[], Any], plan: Any) -> tuple[_EagerGraph, Any]:
+    def capture(runner: ModelRunner, compute: Callable[[], Any], metadata: Any) -> tuple[_EagerGraph, Any]:
         made = _EagerGraph(compute)
         return made, made.result
 
-    monkeypatch.setattr(Runner, "_capture", capture)
+    monkeypatch.setattr(ModelRunner, "_capture", capture)
     prompts = tiny_models.prompts((5, 40, 17, 9, 30))
     params = [_greedy(count, temperature=0.9 * (count % 2), seed=count) for count in (9, 14, 3, 11, 20)]
     expected = _tokens(base, prompts, params)
     for _ in range(3):  # a size of prompts is captured when it comes again
         assert _tokens(llm, prompts, params) == expected
-    graphs = llm.engine.runner._captured
-    assert {graph.sequences for graph in graphs if not graph.prompts} == {1, 2, 4, 6}
-    assert {(graph.sequences, graph.tokens) for graph in graphs if graph.prompts} == {(6, 128)}
+    graphs = llm.engine.runner._graphs
+    assert {graph.num_seqs for graph in graphs if not graph.is_prefill} == {1, 2, 4, 6}
+    assert {(graph.num_seqs, graph.num_tokens) for graph in graphs if graph.is_prefill} == {(6, 128)}
 
 
 @pytest.mark.gpu
@@ -281,35 +297,38 @@ def test_padded_steps_at_fixed_addresses(base: LLM, monkeypatch: pytest.MonkeyPa
 def test_a_gpu_says_what_transformers_says(name: str, graphs: bool, tmp_path: Path) -> None:
     """In float32, with preemption, penalties and draws among the requests."""
     model = tiny_models.save(name, tmp_path)
-    llm = LLM(tmp_path, device="cuda", dtype="float32", cache_tokens=256, most_sequences=8, graphs=graphs)
+    llm = LLM(tmp_path, device="cuda", dtype="float32", kv_cache_tokens=256, max_num_seqs=8, enforce_eager=not graphs)
     prompts = tiny_models.prompts((3, 17, 41, 30, 60))
-    greedy = [done.tokens for done in llm.generate(prompts, _greedy(24))]
+    greedy = [done.outputs[0].token_ids for done in llm.generate(prompts, _greedy(24))]
     assert greedy == [tuple(tiny_models.hf_greedy(model, prompt, 24)) for prompt in prompts]
     params = [_greedy(60, temperature=1.0, top_k=20, repetition_penalty=1.1, logprobs=1, seed=one) for one in range(5)]
-    drawn = [done.tokens for done in llm.generate(prompts, params)]
-    assert drawn == [llm.generate([prompt], one)[0].tokens for prompt, one in zip(prompts, params)]
-    assert llm.engine.stats().preemptions > 0
-    assert bool(llm.engine.runner._captured) == graphs
+    drawn = [done.outputs[0].token_ids for done in llm.generate(prompts, params)]
+    assert drawn == [llm.generate([prompt], one)[0].outputs[0].token_ids for prompt, one in zip(prompts, params)]
+    assert llm.engine.stats().num_preemptions > 0
+    assert bool(llm.engine.runner._graphs) == graphs
     assert _drained(llm)
 
 
-PROMPTS = prompt_ladder(4096)
+PROMPTS = prefill_graph_sizes(4096)
 
 
-def test_the_ladder() -> None:
-    assert ladder(1) == [1]
-    assert ladder(6) == [1, 2, 4, 6]
-    assert ladder(256)[-3:] == [192, 224, 256]
-    assert prompt_ladder(300) == [64, 128, 192, 256]
+def test_graph_sizes() -> None:
+    assert decode_graph_sizes(1) == [1]
+    assert decode_graph_sizes(6) == [1, 2, 4, 6]
+    assert decode_graph_sizes(256)[-3:] == [192, 224, 256]
+    assert prefill_graph_sizes(300) == [64, 128, 192, 256]
     assert all(after <= max(before + 64, 1.25 * before) for before, after in pairwise(PROMPTS))
-    assert all(after <= max(2 * before, before + 64) for before, after in zip(ladder(1000), ladder(1000)[1:]))
+    assert all(
+        after <= max(2 * before, before + 64)
+        for before, after in zip(decode_graph_sizes(1000), decode_graph_sizes(1000)[1:])
+    )
 
 
 def test_the_engine_can_be_built_alone(base: LLM) -> None:
-    engine: Engine = build_engine(base.model, None, EngineOptions(cache_tokens=64))
+    engine: LLMEngine = build_engine(base.model, None, EngineArgs(kv_cache_tokens=64))
     name = engine.add_request([1, 2, 3], _greedy(2))
-    events: list[Event] = []
-    while engine.busy:
+    events: list[StepOutput] = []
+    while engine.has_unfinished_requests():
         events += engine.step()
     assert [event.request_id for event in events] == [name, name]
     assert engine.step() == []

@@ -11,9 +11,9 @@ import flashkernel as fk
 from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Gate, Operands, Residual, Scale
 from flashkernel.core import device as devices
 from flashkernel.core import tune
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 from flashkernel.ops import registry
-from flashkernel.ops.gemm.configs import LINEAR, Stream, row_tile
+from flashkernel.ops.gemm.configs import LINEAR, LinearConfig, row_tile
 
 LINEAR_OP = registry()["linear"]
 
@@ -80,11 +80,13 @@ def test_gradients_of_splits_and_of_frozen_weights() -> None:
     assert weight.grad is None
 
 
-SHARED = [Stream("tensor", columns, 16, 4, 1, programs) for columns in (16, 32) for programs in (1, 2, 3, 5, 7, 19, 40)]
+SHARED = [
+    LinearConfig("tensor", columns, 16, 4, 1, programs) for columns in (16, 32) for programs in (1, 2, 3, 5, 7, 19, 40)
+]
 
 
-@pytest.mark.parametrize("config", SHARED, ids=lambda config: f"{config.columns}x{config.programs}")
-def test_shared_tiles_add_up_whatever_the_shares(config: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", SHARED, ids=lambda config: f"{config.block_n}x{config.programs}")
+def test_shared_tiles_add_up_whatever_the_shares(config: LinearConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one program for everything to many for a tile; the counters are left as they were found."""
     from flashkernel.ops.gemm import triton as kernels
 
@@ -111,8 +113,8 @@ def test_shared_tiles_add_up_whatever_the_shares(config: Stream, monkeypatch: py
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("config", [Stream("vector", 4, 64, 2, 1), Stream("vector", 1, 32, 1, 3)])
-def test_the_vector_kernel_for_other_tiles(rows: int, config: Stream) -> None:
+@pytest.mark.parametrize("config", [LinearConfig("vector", 4, 64, 2, 1), LinearConfig("vector", 1, 32, 1, 3)])
+def test_the_vector_kernel_for_other_tiles(rows: int, config: LinearConfig) -> None:
     x, weight, residual = torch.randn(rows, 100), torch.randn(9, 100), torch.randn(rows, 9)
     with tune.override(LINEAR, config):
         _close(fk.linear(x, weight, None, residual, backend="triton"), x @ weight.t() + residual)
@@ -208,7 +210,7 @@ def test_one_launch_for_all_outputs() -> None:
     x = torch.empty(16, 4096, dtype=torch.bfloat16, device="meta")
     matrix = torch.empty(1024, 4096, dtype=torch.bfloat16, device="meta")
     norm_weight = torch.empty(4096, device="meta")
-    with devices.pretend(devices.KNOWN["h200"]), recording() as launches:
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
         fk.linear(x, [matrix, matrix, matrix], norm_weight=norm_weight, backend="triton")
         fk.linear(x[:1], [matrix, matrix], norm_weight=norm_weight, activation="swiglu", backend="triton")
     assert [launch.name for launch in launches] == ["linear_tensor", "linear_vector"]
@@ -249,7 +251,7 @@ def test_heuristics_are_valid_and_spread_the_work(gpu: str) -> None:
             config = LINEAR.heuristic(device, given)
             assert LINEAR.valid(config, device, given) is None, f"{config} for {given}"
             if config.kernel == "tensor" and config.programs:
-                tiles, steps = -(-shape["columns"] // config.columns), -(-shape["inner"] // config.inner)
+                tiles, steps = -(-shape["columns"] // config.block_n), -(-shape["inner"] // config.block_k)
                 share = -(-tiles * steps // config.programs)
                 assert share >= 4
                 # Nobody has more than a few steps beyond an equal share of two programs a multiprocessor.
@@ -262,17 +264,17 @@ def test_configs_that_cannot_run_are_refused() -> None:
     shape = {"rows": 16, "columns": 64, "inner": 64, "bytes": 2, "streams": 1, "outer": 0, "norm": 0}
     device = devices.KNOWN["h200"]
     refused = {
-        Stream("vector", 4, 256, 4, 1): "too many",
-        Stream("tensor", 128, 256, 4, 6): "shared memory",
-        Stream("tensor", 64, 8, 4, 1): "at least 16",
-        Stream("abacus", 64, 64, 4, 1): "no kernel",
+        LinearConfig("vector", 4, 256, 4, 1): "too many",
+        LinearConfig("tensor", 128, 256, 4, 6): "shared memory",
+        LinearConfig("tensor", 64, 8, 4, 1): "at least 16",
+        LinearConfig("abacus", 64, 64, 4, 1): "no kernel",
     }
     for config, reason in refused.items():
         assert reason in (LINEAR.valid(config, device, shape) or ""), config
     one = {**shape, "rows": 1}
-    assert "registers" in (LINEAR.valid(Stream("vector", 16, 2048, 1, 1), device, one) or "")
-    assert "one program" in (LINEAR.valid(Stream("vector", 4, 256, 4, 1, 132), device, one) or "")
-    assert "contiguous" in (LINEAR.valid(Stream("vector", 4, 256, 4, 1), device, {**one, "outer": 1}) or "")
+    assert "registers" in (LINEAR.valid(LinearConfig("vector", 16, 2048, 1, 1), device, one) or "")
+    assert "one program" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1, 132), device, one) or "")
+    assert "contiguous" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1), device, {**one, "outer": 1}) or "")
     assert row_tile(17) == 32
 
 
@@ -328,7 +330,7 @@ def test_shared_tiles_on_a_gpu(programs: int) -> None:
 
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16) / 64
-    with torch.no_grad(), tune.override(LINEAR, Stream("tensor", 64, 128, 4, 4, programs)):
+    with torch.no_grad(), tune.override(LINEAR, LinearConfig("tensor", 64, 128, 4, 4, programs)):
         first = fk.linear(x, weight, backend="triton")
         torch.testing.assert_close(first.float(), x.float() @ weight.float().t(), rtol=1e-2, atol=2e-2)
         for _ in range(50):

@@ -308,7 +308,7 @@ def test_a_function_that_cannot_be_recorded_is_kept_in_full_with_a_warning() -> 
         return (q.float() / 3).round() >= k
 
     arguments = {"mask_function": odd, "attention_mask": torch.arange(8) > torch.tensor([[-1], [2]])}
-    with pytest.warns(UserWarning, match=r"cannot be recorded \(it uses \.float of an index\)"):
+    with pytest.warns(UserWarning, match=r"cannot be traced \(it uses \.float of an index\)"):
         found = layer_mask(2, 8, 8, **arguments)
     expected = theirs.sdpa_mask(2, 8, 8, **arguments, allow_is_causal_skip=False)
     assert torch.equal(found.mask.visible(2, 1, 8, 8), expected)

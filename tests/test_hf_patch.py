@@ -40,12 +40,12 @@ REPLACED = {  # part -> kernel, besides attention and the loss
     "gpt_oss": {"rope": "rope", "norm": "rms_norm", "mlp": "gpt_oss_glu"},
     "gpt2": {"norm": "layer_norm", "mlp": "gelu_tanh"},
 }
-OWN = forwards._own
+OWN = forwards._keeps_own_code
 
 
 @by_family
 def test_a_cpu_keeps_what_it_would_not_gain_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards, "_own", OWN)
+    monkeypatch.setattr(forwards, "_keeps_own_code", OWN)
     for operator in ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "gelu", "gpt_oss_glu"):
         monkeypatch.setattr(forwards, operator, None)
     theirs, ours = pair(name)
@@ -66,7 +66,9 @@ def test_fused_linear_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     linear = forwards.linear
     monkeypatch.setattr(forwards, "linear", spy)
-    monkeypatch.setattr(forwards, "_fused", lambda x, layers: all(forwards._plain(layer) for layer in layers))
+    monkeypatch.setattr(
+        forwards, "_can_fuse", lambda x, layers: all(forwards._is_plain_linear(layer) for layer in layers)
+    )
     theirs, ours = pair(name)
     inputs = test_hf.batch("whole")
     with torch.no_grad():
@@ -137,7 +139,7 @@ def test_the_report(name: str) -> None:
     for part, kernel in {**REPLACED[name], "attention": "attention", "loss": "linear_cross_entropy"}.items():
         assert kernels.pop(part).split(",")[0].split(" ")[0] == kernel, part
     assert not kernels
-    assert not report.left
+    assert not report.skipped
     norms = [entry.count for entry in report.replaced if entry.part == "norm"]
     assert norms == [{"qwen3": 9, "gemma2": 9, "gemma3": 13}.get(name, 5)]
     found = report.as_dict()
@@ -155,7 +157,7 @@ def test_an_unknown_family_says_what_it_keeps() -> None:
     expected = one(tokens).logits
     report = hf.patch(one)
     assert [entry.part for entry in report.replaced] == ["attention"]
-    left = {entry.module: (entry.part, entry.count, entry.reason) for entry in report.left}
+    left = {entry.module: (entry.part, entry.count, entry.reason) for entry in report.skipped}
     reason = "not in the tables; it keeps its own"
     assert left == {
         "Olmo2Attention": ("rope", 2, reason), "Olmo2RMSNorm": ("norm", 9, reason), "Olmo2MLP": ("mlp", 2, reason),
@@ -170,7 +172,7 @@ def test_a_model_without_the_interface_keeps_its_attention() -> None:
     tokens = test_hf.batch("whole")["input_ids"]
     expected = one(tokens).logits
     report = hf.patch(one)
-    assert "does not go through AttentionInterface" in report.left[0].reason
+    assert "does not go through AttentionInterface" in report.skipped[0].reason
     assert [entry.kernel for entry in report.replaced] == ["layer_norm"]
     torch.testing.assert_close(one(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
@@ -179,7 +181,7 @@ def test_what_cannot_be_replaced_says_why() -> None:
     one = model("llama", hidden_act="tanh", output_attentions=True)
     one.model.norm.forward = one.model.norm.forward
     one._loss_function = lambda *args, **kwargs: torch.zeros(())
-    reasons = {(entry.part, entry.count): entry.reason for entry in hf.patch(one).left}
+    reasons = {(entry.part, entry.count): entry.reason for entry in hf.patch(one).skipped}
     assert "never held" in reasons["attention", 1]
     assert "no kernel gates by Tanh" in reasons["mlp", 2]
     assert "something else has replaced its forward" in reasons["norm", 1]
@@ -187,11 +189,11 @@ def test_what_cannot_be_replaced_says_why() -> None:
     hf.unpatch(one)
     assert "forward" in one.model.norm.__dict__
     assert "_loss_function" in one.__dict__
-    reasons = {entry.part: entry.reason for entry in hf.patch(model("gpt2", activation_function="mish")).left}
+    reasons = {entry.part: entry.reason for entry in hf.patch(model("gpt2", activation_function="mish")).skipped}
     assert "no kernel for MishActivation" in reasons["mlp"]
     experts = model("mixtral")
     experts.set_experts_implementation("eager")
-    assert "not a function of its own" in hf.patch(experts).left[0].reason
+    assert "not a function of its own" in hf.patch(experts).skipped[0].reason
 
 
 def test_wrong_inputs() -> None:

@@ -40,9 +40,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         ran.append((x.shape[1], mask.shape[3]))
         return run(parts, x, mask, *args)
 
-    run = layer._run
-    monkeypatch.setattr(layer, "_run", spy)
-    monkeypatch.setattr(forwards, "_lean", lambda x: not torch.is_grad_enabled())
+    run = layer._forward
+    monkeypatch.setattr(layer, "_forward", spy)
+    monkeypatch.setattr(forwards, "_host_bound", lambda x: not torch.is_grad_enabled())
     return ran
 
 
@@ -209,7 +209,7 @@ def test_one_query_goes_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("long", [0, 10**6])
 @by_family
-def test_lean_decoding_steps(name: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_bound_decoding_steps(name: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -218,8 +218,8 @@ def test_lean_decoding_steps(name: str, long: int, monkeypatch: pytest.MonkeyPat
 
     split = forwards.decode_attention
     monkeypatch.setattr(forwards, "decode_attention", spy)
-    monkeypatch.setattr(forwards, "LONG", long)
-    monkeypatch.setattr(forwards, "_lean", lambda x: x.shape[1] == 1)
+    monkeypatch.setattr(forwards, "MIN_SPLIT_KEYS", long)
+    monkeypatch.setattr(forwards, "_host_bound", lambda x: x.shape[1] == 1)
     theirs, ours = pair(name)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     tokens = test_hf.batch("whole")["input_ids"]
@@ -264,7 +264,8 @@ def test_a_bfloat16_decoding_step_on_a_gpu(name: str) -> None:
         one = one.bfloat16() if half else one
         if ours:
             hf.patch(one)
-            assert forwards._lean(torch.zeros(3, 1, 32, dtype=torch.bfloat16, device="cuda")) is False  # with gradients
+            x = torch.zeros(3, 1, 32, dtype=torch.bfloat16, device="cuda")
+            assert forwards._host_bound(x) is False  # with gradients
         with torch.no_grad():
             cache = one(tokens[:, :-1], use_cache=True).past_key_values
             logits.append(one(tokens[:, -1:], past_key_values=cache).logits.float())

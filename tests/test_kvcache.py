@@ -64,7 +64,7 @@ def test_a_window_gives_pages_up() -> None:
     assert (cache.page_table[row, :10] != EMPTY_PAGE).tolist() == [True, *[False] * 7, True, True]
     assert cache.pool.in_use == 3
     assert cache.usage().tokens == 12
-    with pytest.raises(ValueError, match="pages were given up"):
+    with pytest.raises(ValueError, match="pages were released"):
         cache.truncate(row, 35)
     cache.truncate(row, 39)
     cache.truncate(row, 2)  # only sinks are left, and they were kept

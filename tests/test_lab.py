@@ -15,7 +15,7 @@ from flashkernel.core.device import KNOWN
 from flashkernel.core.op import Baseline, Case, Input, Op
 from flashkernel.core.roofline import Ceilings
 from flashkernel.lab import checks, doctor, results, selection, tables
-from flashkernel.lab.bench import Settings, bench, directions_of
+from flashkernel.lab.bench import BenchOptions, bench, directions_of
 from flashkernel.lab.results import Record, ResultsFile
 from flashkernel.ops.norm.spec import RMS_NORM
 
@@ -77,8 +77,8 @@ def norm(*baselines: str, benches: tuple[Case, ...] = (SMALL, OTHER)) -> Op:
 
 def measure(op: Op, case: Case = SMALL, **changes: Any) -> tuple[list[Record], list[str]]:
     notes: list[str] = []
-    settings = Settings(CPU, CEILINGS, budget_s=0.01, note=notes.append, **changes)
-    return list(bench(op, case, torch.float32, settings)), notes
+    options = BenchOptions(CPU, CEILINGS, budget_s=0.01, on_note=notes.append, **changes)
+    return list(bench(op, case, torch.float32, options)), notes
 
 
 def record(**changes: Any) -> Record:
@@ -114,7 +114,7 @@ class TestBench:
             ("right", "bwd", "baseline"),
         ]
         for one in records:
-            assert one.counts
+            assert one.comparable
             assert one.ms is not None
             assert set(one.ms) == set(results.STATISTICS)
             assert one.ms["min"] <= one.ms["p50"] <= one.ms["max"]
@@ -126,7 +126,7 @@ class TestBench:
 
     def test_wrong_implementation_is_flagged(self) -> None:
         records, _ = measure(norm("wrong"), implementations=["wrong"])
-        assert [(one.direction, one.correct, one.counts) for one in records] == [
+        assert [(one.direction, one.correct, one.comparable) for one in records] == [
             ("fwd", False, False),
             ("bwd", False, False),
         ]
@@ -143,9 +143,9 @@ class TestBench:
         found = {one.implementation: one for one in records}
         assert found["crashing"].error == "RuntimeError: the kernel fell over at great length"
         assert found["exhausting"].error == "out of memory: asked for 1 PiB"
-        assert found["right"].counts
+        assert found["right"].comparable
         assert found["crashing"].ms is None
-        assert not found["crashing"].counts
+        assert not found["crashing"].comparable
 
     def test_absent_and_declining_peers_are_notes(self) -> None:
         records, notes = measure(norm("absent", "declining"))
@@ -165,13 +165,13 @@ class TestBench:
 
     def test_baseline_with_bound_options(self) -> None:
         records, _ = measure(norm("bound"), replace(SMALL, options={"eps": 1e-2}), implementations=["bound"])
-        assert all(one.counts for one in records)
+        assert all(one.comparable for one in records)
         assert len(records) == 2
 
     def test_a_peer_without_a_backward_pass_is_timed_forward(self) -> None:
         op = replace(norm(), baselines=(Baseline("forward", f"{__name__}:forward", forward_only=True),))
         records, _ = measure(op, implementations=["forward"])
-        assert [(one.direction, one.counts) for one in records] == [("fwd", True)]
+        assert [(one.direction, one.comparable) for one in records] == [("fwd", True)]
         records, notes = measure(op, implementations=["forward"], directions=["bwd"])
         assert records == []
         assert any("forward left out: it has no backward pass" in note for note in notes)
@@ -184,7 +184,7 @@ class TestBench:
         op = replace(norm(), cost=cost)
         assert directions_of(op, SMALL, torch.float32) == ["fwd", "fwd+bwd"]
         records, _ = measure(op)
-        assert [one.direction for one in records if one.counts] == ["fwd", "fwd+bwd"]
+        assert [one.direction for one in records if one.comparable] == ["fwd", "fwd+bwd"]
 
     def test_no_backward_without_gradients(self) -> None:
         assert directions_of(RMS_NORM, replace(SMALL, gradients=False), torch.float32) == ["fwd"]
@@ -308,19 +308,22 @@ class TestTables:
             ]
         )
         assert text.splitlines() == [
-            "| case | dtype | direction | triton | eager | liger | fa4 | vs best peer |",
+            "| case | dtype | direction | triton | eager | liger | fa4 | vs best baseline |",
             "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
             "| small | float32 | fwd | **2 (50%)** | 4 (50%) | 1 wrong | failed | 2.00x |",
         ]
 
     def test_line(self) -> None:
         records = [timed("triton", 2.0), timed("triton", 3.0, direction="bwd"), timed("eager", 4.0)]
-        assert tables.line(records) == "rms_norm small float32: fwd triton 2 (50%), eager 4 (50%); bwd triton 3 (50%)"
+        assert tables.line(records) == (
+            "rms_norm small float32: fwd triton 2 ms (50% of roof), eager 4 ms (50% of roof); "
+            "bwd triton 3 ms (50% of roof)"
+        )
 
-    def test_remarks(self) -> None:
-        assert tables.remarks([timed("triton", 1.0), timed("eager", 1.0, correct=False, note="output: off")]) == [
-            "rms_norm small float32 fwd eager: wrong: output: off"
-        ]
+    def test_failure_messages(self) -> None:
+        assert tables.failure_messages(
+            [timed("triton", 1.0), timed("eager", 1.0, correct=False, note="output: off")]
+        ) == ["rms_norm small float32 fwd eager: wrong: output: off"]
 
     @pytest.mark.parametrize(
         "value, text", [(0.004123, "0.00412"), (41.23, "41.2"), (4123.4, "4123"), (0.0004, "0.000400")]
@@ -354,7 +357,7 @@ class TestSelection:
     def test_scaling_keeps_sizes_that_belong_together(self) -> None:
         case = Case("grid", {"rows": (64, 512), "width": 512}, present=("weight", "residual"))
         small = selection.scaled(RMS_NORM, case, 2**14)
-        assert selection.question(RMS_NORM, small, torch.float32, KNOWN["h200"]).chosen == "triton"
+        assert selection.explain_case(RMS_NORM, small, torch.float32, KNOWN["h200"]).chosen == "triton"
         inputs = selection.shapes_only(RMS_NORM, small, torch.float32)
         assert sum(value.numel() for value in inputs.values()) <= 2**14
 
@@ -379,7 +382,7 @@ class TestSelection:
         assert selection.with_axes(SMALL, ["rows=2x3", "width=5"], RMS_NORM).axes == {"rows": (2, 3), "width": 5}
         with pytest.raises(selection.UnknownNameError, match="no axis 'depth'; it has rows, width"):
             selection.with_axes(SMALL, ["depth=1"], RMS_NORM)
-        with pytest.raises(selection.UnknownNameError, match="gives axis rows no size"):
+        with pytest.raises(selection.UnknownNameError, match="no size for axis rows"):
             selection.with_axes(SMALL, ["rows=many"], RMS_NORM)
 
 
@@ -424,13 +427,13 @@ class TestDoctor:
             raise ImportError(f"No module named {name!r}")
 
         monkeypatch.setattr(doctor.importlib, "import_module", missing)
-        *_, last = doctor.examine()
+        *_, last = doctor.diagnose()
         assert (last.name, last.status, last.advice) == ("torch", "broken", "pip install torch")
 
     @pytest.mark.parametrize("version, status", [("3.6.0", "ok"), ("3.9.0+git1", "ok"), ("3.10.0", "missing")])
     def test_says_which_triton_was_tried(self, version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "_version", lambda name: version)
-        found = next(one for one in doctor.examine() if one.name == "triton")
+        found = next(one for one in doctor.diagnose() if one.name == "triton")
         assert found.status == status
         assert "3.6.0 and 3.9.0" in found.detail
         assert bool(found.advice) == (status == "missing")
@@ -450,7 +453,7 @@ def test_tuning_searches_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, t
     from flashkernel.ops import registry
 
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
-    tune.forget()
+    tune.clear_cache()
     op = registry()["rms_norm"]
     case = next(case for case in op.cases if case.name == "weight")
     search = tune.search  # over empty spaces, that is the default alone: the interpreter is slow
@@ -458,10 +461,10 @@ def test_tuning_searches_what_a_call_launches(monkeypatch: pytest.MonkeyPatch, t
         tune, "search", lambda tunable, *args, **kwargs: search(replace(tunable, space=lambda *_: []), *args, **kwargs)
     )
     found = list(tune_case(op, case, torch.float32, torch.device("cpu"), backend="triton"))
-    assert [finding.kernel for finding in found] == ["norm_forward", "norm_backward", "norm_column_sum"]
-    assert all(finding.ms > 0 for finding in found)
-    assert sorted(path.stem for path in tmp_path.rglob("*.json")) == sorted(finding.kernel for finding in found)
-    tune.forget()
+    assert [result.kernel for result in found] == ["norm_forward", "norm_backward", "norm_column_sum"]
+    assert all(result.ms > 0 for result in found)
+    assert sorted(path.stem for path in tmp_path.rglob("*.json")) == sorted(result.kernel for result in found)
+    tune.clear_cache()
 
 
 def test_tune_needs_a_gpu() -> None:
@@ -471,27 +474,27 @@ def test_tune_needs_a_gpu() -> None:
 
     result = CliRunner().invoke(app, ["tune", "rms_norm", "--device", "cpu"])
     assert result.exit_code == 1
-    assert "there is no GPU here" in result.output
+    assert "this machine has no GPU" in result.output
 
 
 def test_energy_by_sampled_power() -> None:
-    from flashkernel.lab.energy import Meter, energy_of
+    from flashkernel.lab.energy import EnergyMeter, energy_of
 
     assert energy_of("100.0\n[N/A]\n300.0\n2", 0.5) == pytest.approx((100 + 300 + 2) / 3 * 0.5)
     assert energy_of("", 1.0) is None
-    with Meter(torch.device("cpu")) as meter:
+    with EnergyMeter(torch.device("cpu")) as meter:
         pass
     assert meter.joules is None
 
 
-def test_a_twin_of_a_model_that_has_none() -> None:
+def test_hf_equivalent_of_an_unsupported_architecture() -> None:
     pytest.importorskip("transformers")
     from flashkernel.core.shapes import Model
-    from flashkernel.engine.synthetic import random_transformer
-    from flashkernel.lab.twin import twin
+    from flashkernel.engine.dummy_weights import dummy_transformer
+    from flashkernel.lab.hf_equivalent import build_hf_equivalent
 
-    model = random_transformer(Model(32, 64, 4, 2, 8, 1, 64), "cpu", torch.float32, tied=False)
-    assert not twin(model).config.tie_word_embeddings
+    model = dummy_transformer(Model(32, 64, 4, 2, 8, 1, 64), "cpu", torch.float32, tie_word_embeddings=False)
+    assert not build_hf_equivalent(model).config.tie_word_embeddings
     model.config = replace(model.config, architecture="mixtral")
-    with pytest.raises(ValueError, match="mixtral models have none here"):
-        twin(model)
+    with pytest.raises(ValueError, match="mixtral models are not supported"):
+        build_hf_equivalent(model)

@@ -8,40 +8,29 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import flashkernel as fk
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import (
-    EMPTY,
-    FULL,
-    Mask,
-    block_sparse,
-    causal,
-    column_intervals,
-    custom,
-    documents,
-    prefix,
-    sink_tokens,
-    window,
-)
+from flashkernel.blocks.mask import EMPTY, FULL, Mask
 
 IDS = torch.tensor([0] * 13 + [1] * 20 + [2] * 31)
 LAYOUT = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)) < 0.5
 STARTS = torch.randint(0, 64, (64,), generator=torch.Generator().manual_seed(1))
 MASKS = [
-    causal(),
-    ~causal(),
-    causal() & window(7),
-    window(4, 2),
-    (window(5) | sink_tokens(3)) & causal(),
-    documents(IDS) & causal(),
-    documents(torch.stack([IDS, IDS.flip(0)])),
-    prefix(torch.tensor([5, 9])) | causal(),
-    block_sparse(LAYOUT, 16),
-    block_sparse(torch.stack([LAYOUT, ~LAYOUT]), 16) & causal(),
-    column_intervals(STARTS, torch.full((64,), 64)) & causal(),
-    custom(lambda b, h, q, k: (q - k) % 3 == 0),
-    custom(lambda b, h, q, k: (k <= q) & (2 * k > q - 4 * h)),
-    custom(lambda b, h, q, k: ex.where(h == 0, k <= q, k >= q)),
-    custom(lambda b, h, q, k: ex.absolute(q - k) < 3 + b),
+    fk.causal(),
+    ~fk.causal(),
+    fk.causal() & fk.window(7),
+    fk.window(4, 2),
+    (fk.window(5) | fk.sink_tokens(3)) & fk.causal(),
+    fk.documents(IDS) & fk.causal(),
+    fk.documents(torch.stack([IDS, IDS.flip(0)])),
+    fk.prefix(torch.tensor([5, 9])) | fk.causal(),
+    fk.block_sparse(LAYOUT, 16),
+    fk.block_sparse(torch.stack([LAYOUT, ~LAYOUT]), 16) & fk.causal(),
+    fk.column_intervals(STARTS, torch.full((64,), 64)) & fk.causal(),
+    fk.custom(lambda b, h, q, k: (q - k) % 3 == 0),
+    fk.custom(lambda b, h, q, k: (k <= q) & (2 * k > q - 4 * h)),
+    fk.custom(lambda b, h, q, k: ex.where(h == 0, k <= q, k >= q)),
+    fk.custom(lambda b, h, q, k: ex.absolute(q - k) < 3 + b),
 ]
 
 
@@ -74,17 +63,17 @@ def test_tiles_of_the_named_masks_are_exact(mask: Mask) -> None:
 
 
 def test_a_ragged_last_tile_is_never_full() -> None:
-    assert custom(lambda b, h, q, k: k >= 0).tiles(1, 1, 8, 12, 8, 8).tolist() == [[[[2, 1]]]]
+    assert fk.custom(lambda b, h, q, k: k >= 0).tiles(1, 1, 8, 12, 8, 8).tolist() == [[[[2, 1]]]]
 
 
 def test_named_masks_against_plain_definitions() -> None:
     queries, keys = 5, 8
     for mask, sees in [
-        (causal(), lambda q, k: k <= q + 3),
-        (causal() & window(2), lambda q, k: q + 3 - 2 < k <= q + 3),
-        ((window(2) | sink_tokens(1)) & causal(), lambda q, k: k <= q + 3 and (k > q + 1 or k < 1)),
-        (window(2, 1), lambda q, k: q + 1 < k <= q + 4),
-        (prefix(6) | causal(), lambda q, k: k < 6 or k <= q + 3),
+        (fk.causal(), lambda q, k: k <= q + 3),
+        (fk.causal() & fk.window(2), lambda q, k: q + 3 - 2 < k <= q + 3),
+        ((fk.window(2) | fk.sink_tokens(1)) & fk.causal(), lambda q, k: k <= q + 3 and (k > q + 1 or k < 1)),
+        (fk.window(2, 1), lambda q, k: q + 1 < k <= q + 4),
+        (fk.prefix(6) | fk.causal(), lambda q, k: k < 6 or k <= q + 3),
     ]:
         expected = [[sees(q, k) for k in range(keys)] for q in range(queries)]
         assert mask.visible(1, 1, queries, keys)[0, 0].tolist() == expected
@@ -92,23 +81,23 @@ def test_named_masks_against_plain_definitions() -> None:
 
 def test_a_function_that_branches_is_refused_with_advice() -> None:
     with pytest.raises(TypeError, match="write & for and"):
-        custom(lambda b, h, q, k: k <= q and q - k < 4)
+        fk.custom(lambda b, h, q, k: k <= q and q - k < 4)
     with pytest.raises(TypeError, match="positive integer"):
-        custom(lambda b, h, q, k: q % k == 0)
+        fk.custom(lambda b, h, q, k: q % k == 0)
     with pytest.raises(IndexError, match="give every index"):
-        custom(lambda b, h, q, k: ex.Table(LAYOUT)[q] == 1)
+        fk.custom(lambda b, h, q, k: ex.Table(LAYOUT)[q] == 1)
     with pytest.raises(ValueError, match="at least itself"):
-        window(0)
+        fk.window(0)
 
 
 def test_drawing() -> None:
-    assert causal().draw(4) == "█▄  \n███▄"
+    assert fk.causal().draw(4) == "█▄  \n███▄"
 
 
 def test_image(tmp_path: object) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "mask.png"
-    (causal() & window(40)).image(path, 96)
+    (fk.causal() & fk.window(40)).image(path, 96)
     assert path.stat().st_size > 1000
 
 
@@ -141,10 +130,10 @@ def test_relative_and_bounded_are_true(mask: Mask) -> None:
 
 
 def test_relative_and_bounded_are_found() -> None:
-    found = {(mask.relative, mask.bounded) for mask in (causal(), causal() & window(7), window(4, 0))}
+    found = {(mask.relative, mask.bounded) for mask in (fk.causal(), fk.causal() & fk.window(7), fk.window(4, 0))}
     assert found == {(True, True)}
-    assert (window(4, 2).relative, window(4, 2).bounded) == (True, False)
-    streaming = (window(5) | sink_tokens(3)) & causal()
+    assert (fk.window(4, 2).relative, fk.window(4, 2).bounded) == (True, False)
+    streaming = (fk.window(5) | fk.sink_tokens(3)) & fk.causal()
     assert (streaming.relative, streaming.bounded) == (False, True)
-    loose = sink_tokens(3) | causal()
+    loose = fk.sink_tokens(3) | fk.causal()
     assert (loose.relative, loose.bounded) == (False, False)

@@ -17,7 +17,7 @@ import flashkernel as fk
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import EMPTY, FULL, Mask
 from flashkernel.core.generate import jit_function
-from flashkernel.ops.attention.hopper.walks import all_see
+from flashkernel.ops.attention.hopper.block_ranges import every_row_visible
 from flashkernel.ops.attention.triton.scores import visible
 
 random_masks = given(tree=programs.conditions(3))
@@ -79,7 +79,7 @@ def test_masks_are_relative_and_rows_see_keys_only_where_it_is_true(tree: progra
     mask = programs.mask_of(tree)
     for queries, keys in ((13, 11), (5, 11), (1, 3)):
         seen = mask.visible(2, 2, queries, keys)
-        assert not all_see(mask, queries, keys) or seen.any(-1).all(), mask.text
+        assert not every_row_visible(mask, queries, keys) or seen.any(-1).all(), mask.text
     values = {"b": torch.arange(2).view(2, 1, 1, 1), "h": torch.arange(2).view(1, 2, 1, 1), "sq": 13, "sk": 11}
     q, k = torch.arange(13).view(1, 1, -1, 1), torch.arange(11).view(1, 1, 1, -1)
     if mask.relative:
@@ -88,15 +88,15 @@ def test_masks_are_relative_and_rows_see_keys_only_where_it_is_true(tree: progra
 
 
 @pytest.mark.parametrize("queries, keys", [(16, 16), (9, 16), (16, 9), (1, 5), (7, 1)])
-def test_all_see_is_no_guess(queries: int, keys: int) -> None:
+def test_every_row_visible_is_no_guess(queries: int, keys: int) -> None:
     sees_all = [fk.causal() & fk.window(3), fk.window(4, 2), fk.causal(), fk.prefix(1) | fk.causal(), fk.sink_tokens(1)]
     others = [~fk.window(4), ~fk.causal(), fk.custom(lambda b, h, q, k: q - k > 3), fk.sink_tokens(0)]
     for mask in (*sees_all, *others):
         true = bool(mask.visible(1, 1, queries, keys).any(-1).all())
-        assert not all_see(mask, queries, keys) or true, mask
+        assert not every_row_visible(mask, queries, keys) or true, mask
         if queries <= keys and any(mask is one for one in sees_all):
-            assert all_see(mask, queries, keys), "known masks are known to show every query a key"
-    assert not all_see(fk.custom(lambda b, h, q, k: k < b), queries, keys)
+            assert every_row_visible(mask, queries, keys), "known masks are known to show every query a key"
+    assert not every_row_visible(fk.custom(lambda b, h, q, k: k < b), queries, keys)
 
 
 NAMED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashkernel as fk
-from flashkernel.ops.norm.configs import LEAST_SAMPLED
+from flashkernel.ops.norm.configs import MIN_SHIFTED_WIDTH
 
 
 def test_reference_against_formulas() -> None:
@@ -69,7 +69,7 @@ def test_rows_too_wide_for_the_kernels_are_declined() -> None:
 
 def test_an_outlier_does_not_spoil_the_variance() -> None:
     """Half-precision LayerNorm measures from a few samples: one of them as far off as a value can be."""
-    x = 0.01 * torch.randn(1, LEAST_SAMPLED, generator=torch.Generator().manual_seed(0)).half()
+    x = 0.01 * torch.randn(1, MIN_SHIFTED_WIDTH, generator=torch.Generator().manual_seed(0)).half()
     x[0, 0] = 1000.0
     expected = fk.layer_norm(x.double(), backend="reference")
     torch.testing.assert_close(fk.layer_norm(x, backend="triton").double(), expected, rtol=2e-3, atol=1e-4)

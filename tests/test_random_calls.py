@@ -181,7 +181,7 @@ def test_a_run_that_is_stopped_tells_what_it_found_and_leaves_no_process(
         process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "stopped" in errors
+    assert "interrupted" in errors
     assert "Traceback" not in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)

@@ -243,7 +243,7 @@ def test_masks_fold_into_strides(shape: tuple[int, ...], mask: tuple[int, ...], 
     view = mask_rows(visible, torch.Size(shape))
     assert (view.tensor.data_ptr() != visible.data_ptr()) == copied
     expected = visible.expand(shape).reshape(-1, shape[-1])
-    (middle, inner), (outer_stride, middle_stride, inner_stride, column_stride) = view.sizes, view.strides
+    middle, inner, outer_stride, middle_stride, inner_stride, column_stride = view.layout
     bits = view.tensor.as_strided((view.tensor.untyped_storage().nbytes(),), (1,), 0)
     for row in range(expected.shape[0]):
         begin = (
@@ -344,8 +344,9 @@ def _instances(element: str, vector: int) -> list[str]:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 @pytest.mark.parametrize("element, vector", [("float", 4), ("__half", 8), ("__nv_bfloat16", 8)])
 def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str) -> None:
+    from compiled import disassemble
+
     from flashkernel.core.cuda import can_compile, compile_cubin
-    from flashkernel.core.launch import disassembled
 
     if reason := can_compile():
         pytest.skip(reason)
@@ -354,7 +355,7 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
     assert set(compiled.names) == set(names)
     assert compiled.spilled_bytes == 0, compiled.log
     assert compiled.log.count("registers") >= len(names), "ptxas reported on fewer kernels than were asked for"
-    machine_code = disassembled(compiled.code)
+    machine_code = disassemble(compiled.code)
     assert ("ACQBULK" in machine_code) == (arch == "sm_90"), "kernels that start early wait before they read"
     of_rows = {symbol: name for name, symbol in compiled.names.items() if re.match("row_softmax|spread_rows", name)}
     for function in machine_code.split("Function : ")[1:]:

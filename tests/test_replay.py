@@ -1,4 +1,4 @@
-"""Calls that come again: here they are recorded the second time, and repeated from the third on."""
+"""Replay: in these tests a call is recorded the second time its key is seen, and replayed from the third on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flashkernel.core import launch, replay, tune
 from flashkernel.core.check import verify
 from flashkernel.core.op import Case, Op, grid_of_cases
 from flashkernel.core.recording import Recording
-from flashkernel.core.replay import CallCache
+from flashkernel.core.replay import LaunchCache
 from flashkernel.ops import registry
-from flashkernel.ops.activation import api as activation
-from flashkernel.ops.attention import registered as attention
-from flashkernel.ops.norm import api as norm
+from flashkernel.ops.activation import library as activation
+from flashkernel.ops.attention import library as attention
+from flashkernel.ops.norm import library as norm
 from flashkernel.ops.norm.configs import FORWARD
 
-# torch multiplies, into parts of what it allocated; on a CPU, a workspace of one width is read as another.
+# Uncacheable: one multiplies in torch into views; on a CPU, the other reads a workspace in another width.
 NEVER = {"linear_cross_entropy", "paged_attention"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -32,14 +32,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "RECORD_AFTER", 1)
     for calls in replay._caches:
-        calls.calls.clear()
+        calls.entries.clear()
 
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The recordings that were run, in order."""
+    """The recordings that were replayed, in order."""
     runs: list[Any] = []
-    monkeypatch.setattr(Recording, "hooked", lambda self: runs.append(self))  # asked of each before it is run
+    monkeypatch.setattr(Recording, "hooked", lambda self: runs.append(self))  # called before each replay
     return runs
 
 
@@ -173,12 +173,12 @@ def test_overridden_and_searched_configs_are_used(repeated: list[Any], monkeypat
     asked: list[Any] = []
     pick = tune.pick
     monkeypatch.setattr(tune, "pick", lambda *args: asked.append(args) or pick(*args))
-    config = FORWARD.heuristic(fk.core.device.facts(x.device), {"rows": 12, "width": 64, "bytes": 4, "sums": 1})
+    config = FORWARD.heuristic(fk.core.device.properties(x.device), {"rows": 12, "width": 64, "bytes": 4, "sums": 1})
     with tune.override(FORWARD, config):
         _rms(x)
     assert len(asked) == 1
     assert len(repeated) == 1
-    tune.forget()
+    tune.clear_cache()
     _rms(x)
     assert len(asked) == 2
     assert len(repeated) == 1
@@ -198,7 +198,7 @@ def test_the_precision_of_products_is_what_it_is_now(repeated: list[Any]) -> Non
 
 
 def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) -> None:
-    inner = norm._norm.forward.function
+    inner = norm.norm.forward.function
 
     def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
         """A clone, a sum into zeros, and a kernel on a view of what came of it."""
@@ -210,7 +210,7 @@ def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) ->
     def scaled(x: Tensor) -> Tensor:
         return inner(x * x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
 
-    kept, lost = CallCache(zeroed, "zeroed"), CallCache(scaled, "scaled")
+    kept, lost = LaunchCache(zeroed, "zeroed"), LaunchCache(scaled, "scaled")
     for _ in range(4):
         x = torch.randn(16, 16)
         y, zeros = kept((x,), {})
@@ -224,22 +224,22 @@ def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) ->
 
 def test_memory_is_given_back_when_it_is_not_needed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of kernels, each with an output of its own: two are alive at a time, as when not repeated."""
-    inner = norm._norm.forward.function
+    inner = norm.norm.forward.function
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(5):
             x = inner(x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
         return x
 
-    known = CallCache(chain, "chain")
+    known = LaunchCache(chain, "chain")
     x = torch.randn(4, 32)
     wanted = [known((x,), {}) for _ in range(2)][-1]
     torch.testing.assert_close(known((x,), {}), wanted)
-    call = next(iter(known.calls.values()))
+    call = next(iter(known.entries.values()))
     alive: set[int] = set()
     most = 0
     for step, dead in call.steps:
-        alive.update(step.uses())
+        alive.update(step.slots())
         most = max(most, len([slot for slot in alive if slot > 0]))
         alive -= set(dead)
     assert most <= 2 * 4  # a call of norm has four outputs
@@ -297,12 +297,12 @@ def test_a_graph_captures_a_repeated_call(repeated: list[Any]) -> None:
 
 
 def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST_CALLS", 3)
-    forward = activation._activation.forward
-    forward.calls.clear()
+    monkeypatch.setattr(replay, "MAX_KEYS", 3)
+    forward = activation.activation.forward
+    forward.entries.clear()
     for rows in range(1, 9):
         fk.silu(torch.randn(rows, 16), backend="triton")
-        assert len(forward.calls) <= 3
+        assert len(forward.entries) <= 3
 
 
 def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
@@ -358,7 +358,7 @@ def test_hopper_linear_and_cuda_calls_are_repeated(repeated: list[Any]) -> None:
             total = [(fk.sum(x, backend="cuda"), fk.sum(x, backend="torch"))]
         for found, expected in (*pairs, *linear, *total):
             torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
-    names = {step.launched.name for recording in repeated for step, _ in recording.steps if hasattr(step, "launched")}
+    names = {step.record.name for recording in repeated for step, _ in recording.steps if hasattr(step, "record")}
     assert {"attention_forward", "attention_backward"} <= names
     assert any("linear" in name for name in names)
     assert any("row" in name or "sum" in name or "reduce" in name for name in names)
@@ -370,7 +370,7 @@ def test_a_call_that_cannot_be_recorded_says_why(repeated: list[Any]) -> None:
         fk.attention(x, x, x, mask=fk.documents(torch.zeros(1, 20, dtype=torch.int32)), backend="triton")
         fk.gelu(torch.randn(4, 16), backend="torch")
     assert not repeated
-    reasons = {name: found for name, _, found in replay.report() if found}
+    reasons = {name: found for name, _, found in replay.statistics() if found}
     assert any("asks torch for" in reason for reason in reasons["gelu"])
 
 
@@ -380,8 +380,8 @@ def test_a_launch_that_is_not_understood_is_made_and_not_repeated(
     def unknown(*_: Any) -> Any:
         raise AttributeError("no packed_metadata")
 
-    monkeypatch.setattr(launch, "_launched", unknown)
+    monkeypatch.setattr(launch, "_launch_record", unknown)
     for _ in range(4):
         _rms(torch.randn(7, 32))
     assert not repeated
-    assert any("is not understood" in reason for _, _, found in replay.report() for reason in found)
+    assert any("is not understood" in reason for _, _, found in replay.statistics() for reason in found)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashkernel.core import device as devices
-from flashkernel.core.launch import recording
+from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case
-from flashkernel.ops.rope import Frequencies, api, reference, rope, spec
+from flashkernel.ops.rope import Frequencies, library, reference, rope, spec
 
 KERNELS = "flashkernel.ops.rope.triton"
 BACKENDS = ("reference", "torch", "triton")
@@ -124,10 +124,10 @@ def test_scaling_is_in_tables_and_in_computed_angles() -> None:
 def test_heads_first_memory_is_read_without_a_copy() -> None:
     memory = torch.randn(2, 4, 3, 16)  # (batch, heads, seq, head_dim)
     q = memory.transpose(1, 2)
-    with recording() as launches:
+    with collect_launches() as launches:
         rope(q, frequencies=Frequencies.plain(16), backend="triton")
     assert len(launches) == 1
-    assert launches[0].args[0].data_ptr() == memory.data_ptr()
+    assert launches[0].args[0].q.data_ptr() == memory.data_ptr()
     got = rope(q, frequencies=Frequencies.plain(16), backend="triton")
     torch.testing.assert_close(got, rope(q.contiguous(), frequencies=Frequencies.plain(16), backend="torch"))
 
@@ -135,7 +135,7 @@ def test_heads_first_memory_is_read_without_a_copy() -> None:
 def test_q_and_k_are_one_launch_each_way() -> None:
     q, k = _heads().requires_grad_(), _heads(heads=2).requires_grad_()
     turned = rope(q, k, frequencies=Frequencies.plain(16), backend="triton")
-    with recording() as launches:
+    with collect_launches() as launches:
         rope(q, k, frequencies=Frequencies.plain(16), backend="triton")
         torch.autograd.grad([turned[0].sum(), turned[1].sum()], [q, k])
     assert [launch.name for launch in launches] == ["rope_rotate", "rope_rotate"]
@@ -233,10 +233,10 @@ def test_opcheck(in_place: bool) -> None:
     for keys, tables in zip((k, None), angles):
         if in_place:
             arguments = (q.clone(), None if keys is None else keys.clone(), *tables, 1.0, 16, False, KERNELS)
-            torch.library.opcheck(api._rope_in_place.registered, arguments)
+            torch.library.opcheck(library.rope_in_place.registered, arguments)
         else:
             leaves = (q.clone().requires_grad_(), None if keys is None else keys.clone().requires_grad_())
-            torch.library.opcheck(api._rope.registered, (*leaves, *tables, 1.0, 16, True, False, KERNELS))
+            torch.library.opcheck(library.rope.registered, (*leaves, *tables, 1.0, 16, True, False, KERNELS))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -434,7 +434,7 @@ def _launch(case: Case, dtype: torch.dtype, gpu: str):
     rates = None if "cos" in case.present else meta(dim // 2, dtype=torch.int64)
     positions = meta(*axes["tokens"], dtype=torch.int64) if "positions" in case.present else None
     interleaved = case.options.get("interleaved", False)
-    with devices.pretend(devices.KNOWN[gpu]), recording() as launches:
+    with devices.pretend(devices.KNOWN[gpu]), collect_launches() as launches:
         kernels.forward(q, k, *tables, rates, positions, 1.0, dim, interleaved, inverse=False)
     return launches[0]
 

@@ -1,9 +1,10 @@
-"""The rules of the house: what a declaration must hold, who may import whom, what a room must contain."""
+"""Rules of the code base: which package may import which, what a declaration and an operator package must have."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import flashkernel
+from flashkernel.core import dispatch
 from flashkernel.core.op import LAYOUTS, Case, Op, resolve
 from flashkernel.ops import registry
 
@@ -31,7 +33,7 @@ MAY_IMPORT = {
     "lab": {"core", "ops", "lab", "engine", "hf"},
     "compat": {"core", "blocks", "ops", "compat"},
     "hf": {"core", "blocks", "ops", "compat", "hf"},
-    "engine": {"core", "kvcache", "engine"},  # operators by the package's own public names
+    "engine": {"core", "blocks", "kvcache", "engine"},  # operators by the package's own public names
 }
 
 
@@ -70,12 +72,69 @@ def test_core_names_no_operator_and_env_is_read_in_one_file(path: Path) -> None:
 
 @by_room
 def test_a_room_is_complete(room: Path) -> None:
-    for name in ("spec.py", "reference.py", "api.py", "README.md", "configs.py"):
+    for name in ("spec.py", "reference.py", "api.py", "library.py", "protocol.py", "README.md", "configs.py"):
         assert (room / name).exists(), f"room {room.name} has no {name}"
     names = {op.name for op in OPS if op.function.startswith(f"flashkernel.ops.{room.name}.")}
     assert names, f"room {room.name} declares no operator"
     for name in names:
         assert callable(getattr(flashkernel, name)), f"flashkernel.{name} is not exported"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_operators_are_registered_in_library_files(path: Path) -> None:
+    """`KernelOp(...)` stands in a package's library.py alone, and api.py reaches kernels through it alone."""
+    called = {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    if path.relative_to(ROOT).parts[0] != "core":
+        assert ("KernelOp" in called) == (path.name == "library.py"), "torch operators are registered in library.py"
+    if path.name == "api.py" and path.relative_to(ROOT).parts[0] == "ops":
+        assert "resolve" not in called, "api.py calls the operators of library.py, not kernels"
+
+
+def _protocol(op: Op) -> type:
+    package = op.function.partition(":")[0].rpartition(".")[0]
+    return importlib.import_module(f"{package}.protocol").PROTOCOLS[op.name]
+
+
+@by_name
+def test_kernel_modules_satisfy_the_protocol(op: Op) -> None:
+    """Kernels are called by position: a function takes as many arguments as its protocol says."""
+    protocol = _protocol(op)
+    wanted = {name: value for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert op.backward is None or not op.differentiable or op.backward in wanted
+    for backend in op.backends:
+        if backend.composite:
+            continue
+        for name, declared in wanted.items():
+            function = getattr(backend.run, name, None)
+            if not callable(function):
+                assert name.endswith("backward"), f"{backend.target} has no function {name}: see {protocol.__name__}"
+                continue
+            (_, *parameters), given = inspect.signature(declared).parameters, inspect.signature(function).parameters
+            assert len(given) == len(parameters), (
+                f"{backend.target}.{name} takes {list(given)}, but {protocol.__name__} says {parameters}"
+            )
+
+
+def test_a_backend_may_be_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.delattr("flashkernel.ops.norm.triton.backward")
+    x = torch.randn(3, 16)
+    expected = flashkernel.rms_norm(x, backend="reference")
+    torch.testing.assert_close(flashkernel.rms_norm(x, backend="triton"), expected)
+    x.requires_grad_()
+    with torch.no_grad():
+        torch.testing.assert_close(flashkernel.rms_norm(x, backend="triton"), expected)
+    with pytest.raises(flashkernel.BackendError, match="'triton' cannot serve this call: it has no backward pass"):
+        flashkernel.rms_norm(x, backend="triton")
+    verdicts = {one.backend: one.reason for one in flashkernel.explain(flashkernel.rms_norm, x).verdicts}
+    assert "no backward pass" in str(verdicts["triton"])
+    assert verdicts["torch"] is None
+    with pytest.raises(RuntimeError, match="no backward pass"):  # in torch's own exception
+        torch.compile(lambda x: flashkernel.rms_norm(x, backend="triton"), backend="eager", fullgraph=True)(x)
 
 
 @by_name
@@ -129,3 +188,14 @@ def test_public_names_have_docstrings() -> None:
         value = getattr(flashkernel, name)
         if callable(value):
             assert (value.__doc__ or "").strip(), f"flashkernel.{name} has no docstring"
+
+
+def test_no_function_shadows_a_module() -> None:
+    """A package that imports a name must have no module of that name: `package.name` would be either."""
+    for path in ROOT.rglob("__init__.py"):
+        modules = {item.stem for item in path.parent.iterdir() if item.suffix == ".py"}
+        names: set[str] = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.ImportFrom, ast.Import)):
+                names |= {alias.asname or alias.name for alias in node.names}
+        assert not names & modules, f"{path.parent.name}: {sorted(names & modules)}"

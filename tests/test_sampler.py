@@ -13,25 +13,33 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from flashkernel.engine import SamplingParams
-from flashkernel.engine.sampler import FIELDS, INVALID, Plan, RowSettings, TokenCounts, sample, uniform
+from flashkernel.engine.sampler import (
+    FIELDS,
+    INVALID_TOKEN,
+    SamplingMetadata,
+    SamplingState,
+    TokenCounts,
+    sample,
+    uniform,
+)
 
 VOCAB = 50
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def _draw(
+def _sample(
     logits: Tensor, params: list[SamplingParams], number: int = 0, counts: TokenCounts | None = None
-) -> tuple[Tensor, Plan]:
+) -> tuple[Tensor, SamplingMetadata]:
     """One token for each row of logits, with the rows' own settings."""
     rows = np.arange(len(params))
-    settings_of = RowSettings(len(params))
+    state = SamplingState(len(params))
     for row, one in enumerate(params):
-        settings_of.set(row, one, one.seed or 0)
+        state.set(row, one, one.seed or 0)
     arrays = {name: np.zeros(len(params), dtype=str(dtype).removeprefix("torch.")) for name, dtype in FIELDS.items()}
-    settings_of.write(arrays, rows, np.full(len(params), number))
-    plan = settings_of.plan(rows)
+    state.write(arrays, rows, np.full(len(params), number))
+    metadata = state.metadata(rows)
     tensors = {name: torch.from_numpy(array).to(logits.device) for name, array in arrays.items()}
-    return sample(logits, tensors, plan, torch.from_numpy(rows).to(logits.device), counts).tokens.cpu(), plan
+    return sample(logits, tensors, metadata, torch.from_numpy(rows).to(logits.device), counts).token_ids.cpu(), metadata
 
 
 def _kept(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -67,7 +75,7 @@ def test_draws_follow_transformers_probabilities(how: dict[str, float], device: 
     logits = torch.randn(VOCAB, generator=generator) * 2
     count = 4000
     params = [SamplingParams(seed=seed, **how) for seed in range(count)]  # type: ignore[arg-type]
-    tokens, _ = _draw(logits.expand(count, VOCAB).contiguous().to(device), params)
+    tokens, _ = _sample(logits.expand(count, VOCAB).contiguous().to(device), params)
     expected = _kept(logits, params[0])
     found = torch.bincount(tokens, minlength=VOCAB).float() / count
     assert (found[expected == 0] == 0).all(), "a token was drawn that must be left out"
@@ -79,8 +87,8 @@ def test_draws_follow_transformers_probabilities(how: dict[str, float], device: 
 def test_greedy_and_random_rows_together(device: str) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     params = [SamplingParams(), SamplingParams(temperature=1.0, seed=1, top_k=3)] * 3
-    tokens, plan = _draw(logits, params)
-    assert plan.random
+    tokens, metadata = _sample(logits, params)
+    assert metadata.random
     best = logits.cpu().topk(3).indices
     assert tokens[::2].tolist() == best[::2, 0].tolist()
     assert all(token in row for token, row in zip(tokens[1::2].tolist(), best[1::2].tolist()))
@@ -89,11 +97,11 @@ def test_greedy_and_random_rows_together(device: str) -> None:
 def test_a_draw_depends_on_its_row_alone() -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(temperature=1.0, seed=seed, top_p=0.9) for seed in range(5)]
-    together, _ = _draw(logits, params, number=7)
-    alone = [int(_draw(logits[row : row + 1], [params[row]], number=7)[0]) for row in range(5)]
+    together, _ = _sample(logits, params, number=7)
+    alone = [int(_sample(logits[row : row + 1], [params[row]], number=7)[0]) for row in range(5)]
     assert together.tolist() == alone
     mixed = [*params[:4], SamplingParams(temperature=0.3, seed=9, top_k=4, logprobs=2)]
-    assert _draw(logits, mixed, number=7)[0].tolist()[:4] == alone[:4]
+    assert _sample(logits, mixed, number=7)[0].tolist()[:4] == alone[:4]
 
 
 @pytest.mark.parametrize("how", [{}, {"top_k": 7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8}], ids=str)
@@ -103,26 +111,26 @@ def test_a_draw_does_not_depend_on_what_others_ask_for(how: dict[str, float]) ->
     neighbours = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3, "repetition_penalty": 1.0}]
     for number in range(200):
         mine = SamplingParams(temperature=1.0, seed=number, **how)  # type: ignore[arg-type]
-        alone = int(_draw(logits, [mine])[0])
+        alone = int(_sample(logits, [mine])[0])
         for other in neighbours:
             beside = SamplingParams(temperature=1.0, seed=5, **other)  # type: ignore[arg-type]
-            assert int(_draw(logits.expand(2, 100), [mine, beside])[0][0]) == alone
+            assert int(_sample(logits.expand(2, 100), [mine, beside])[0][0]) == alone
 
 
-def test_the_plan_says_no_more_than_is_needed() -> None:
-    def plan(*params: SamplingParams) -> Plan:
-        return _draw(torch.zeros(len(params), VOCAB), list(params))[1]
+def test_the_metadata_says_no_more_than_is_needed() -> None:
+    def metadata(*params: SamplingParams) -> SamplingMetadata:
+        return _sample(torch.zeros(len(params), VOCAB), list(params))[1]
 
     warm = {"temperature": 1.0}
-    assert plan(SamplingParams()) == Plan()
-    assert plan(SamplingParams(top_k=5, top_p=0.5)) == Plan(), "greedy needs no candidates"
-    assert plan(SamplingParams(**warm), SamplingParams()) == Plan(random=True)
-    assert plan(SamplingParams(**warm, top_k=40)) == Plan(random=True, trimmed=True, candidates=64)
-    assert plan(SamplingParams(**warm, top_k=65)).candidates == 1024
-    assert plan(SamplingParams(**warm, top_k=2000)).candidates == 0
-    assert plan(SamplingParams(**warm, top_k=40), SamplingParams(**warm)).candidates == 0
-    assert plan(SamplingParams(**warm, top_k=40), SamplingParams()).candidates == 64
-    assert plan(SamplingParams(logprobs=0), SamplingParams(logprobs=4)).logprobs == 4
+    assert metadata(SamplingParams()) == SamplingMetadata()
+    assert metadata(SamplingParams(top_k=5, top_p=0.5)) == SamplingMetadata(), "greedy needs no candidates"
+    assert metadata(SamplingParams(**warm), SamplingParams()) == SamplingMetadata(random=True)
+    assert metadata(SamplingParams(**warm, top_k=40)) == SamplingMetadata(random=True, truncated=True, max_top_k=64)
+    assert metadata(SamplingParams(**warm, top_k=65)).max_top_k == 1024
+    assert metadata(SamplingParams(**warm, top_k=2000)).max_top_k == 0
+    assert metadata(SamplingParams(**warm, top_k=40), SamplingParams(**warm)).max_top_k == 0
+    assert metadata(SamplingParams(**warm, top_k=40), SamplingParams()).max_top_k == 64
+    assert metadata(SamplingParams(logprobs=0), SamplingParams(logprobs=4)).num_logprobs == 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -140,7 +148,7 @@ def test_penalties_are_transformers_and_openais(device: str) -> None:
         counts = TokenCounts(3, VOCAB, torch.device(device))
         for row in range(3):
             counts.set(row, prompt, output)
-        tokens, _ = _draw(raised.to(device), params, counts=counts)
+        tokens, _ = _sample(raised.to(device), params, counts=counts)
         for row, one in enumerate(params):
             seen = torch.tensor([[*prompt, *output]])
             scores = hf.RepetitionPenaltyLogitsProcessor(one.repetition_penalty)(seen, raised[row : row + 1].clone())[0]
@@ -153,17 +161,17 @@ def test_penalties_are_transformers_and_openais(device: str) -> None:
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
     params = [SamplingParams(temperature=0.2, top_k=3, seed=1, logprobs=3), SamplingParams()]
-    settings_of = RowSettings(2)
+    state = SamplingState(2)
     for row, one in enumerate(params):
-        settings_of.set(row, one, 1)
+        state.set(row, one, 1)
     arrays = {name: np.zeros(2, dtype=str(dtype).removeprefix("torch.")) for name, dtype in FIELDS.items()}
-    settings_of.write(arrays, np.arange(2), np.zeros(2))
+    state.write(arrays, np.arange(2), np.zeros(2))
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    found = sample(logits, tensors, settings_of.plan(np.arange(2)), torch.arange(2))
+    found = sample(logits, tensors, state.metadata(np.arange(2)), torch.arange(2))
     logs = logits.log_softmax(-1)
-    assert found.logprob is not None
-    assert torch.equal(found.logprob, logs.gather(1, found.tokens[:, None])[:, 0])
-    assert torch.equal(found.top_tokens, logs.topk(3).indices)
+    assert found.logprobs is not None
+    assert torch.equal(found.logprobs, logs.gather(1, found.token_ids[:, None])[:, 0])
+    assert torch.equal(found.top_token_ids, logs.topk(3).indices)
 
 
 @settings(max_examples=50, deadline=None)
@@ -188,17 +196,17 @@ def test_the_ends_of_the_distribution() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]]).repeat(2, 1)
     ones = {name: torch.ones(2, dtype=dtype) for name, dtype in FIELDS.items()}
     chances = torch.tensor([0.0, 1 - 2**-24])
-    found = sample(logits, {**ones, "uniform": chances}, Plan(random=True), torch.arange(2))
-    assert found.tokens.tolist() == [0, 2]
+    found = sample(logits, {**ones, "uniform": chances}, SamplingMetadata(random=True), torch.arange(2))
+    assert found.token_ids.tolist() == [0, 2]
     trimmed = {**ones, "uniform": chances, "top_k": torch.zeros(2, dtype=torch.int64)}
-    found = sample(logits, trimmed, Plan(random=True, trimmed=True), torch.arange(2))
-    assert sorted(found.tokens.tolist()) == [0, 2]
+    found = sample(logits, trimmed, SamplingMetadata(random=True, truncated=True), torch.arange(2))
+    assert sorted(found.token_ids.tolist()) == [0, 2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None:
-    """A row whose largest logit is not finite, or that holds a NaN, gives INVALID; its neighbours are not touched."""
+    """A row whose largest logit is not finite, or that has a NaN, gives INVALID_TOKEN; other rows are not affected."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     broken = logits.clone()
     broken[1] = wrong
@@ -209,8 +217,8 @@ def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None
         found = []
         for values in (logits, broken):
             counts = TokenCounts(3, VOCAB, torch.device(device))
-            found.append(_draw(values, params, counts=counts)[0].tolist())
-        assert found[1] == [found[0][0], INVALID, found[0][2]]
+            found.append(_sample(values, params, counts=counts)[0].tolist())
+        assert found[1] == [found[0][0], INVALID_TOKEN, found[0][2]]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +240,7 @@ def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None
         ({"seed": 2**64}, "seed is"),
         ({"stop": ("",)}, "none empty"),
         ({"stop": ["x"] * 17}, "up to 16 strings"),
-        ({"stop_tokens": (-1,)}, "a stop token is -1"),
+        ({"stop_token_ids": (-1,)}, "an entry of stop_token_ids is -1"),
     ],
     ids=str,
 )

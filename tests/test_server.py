@@ -31,13 +31,13 @@ def test_a_completion_is_what_the_engine_makes(client: Any, base: LLM) -> None:
     found = client.completions.create(model=NAME, prompt="the sea and", max_tokens=20, **GREEDY)
     assert found.object == "text_completion"
     assert found.model == NAME
-    assert [choice.text for choice in found.choices] == [done.text]
+    assert [choice.text for choice in found.choices] == [done.outputs[0].text]
     assert found.choices[0].finish_reason == "length"
-    assert found.usage.prompt_tokens == len(done.prompt_tokens)
+    assert found.usage.prompt_tokens == len(done.prompt_token_ids)
     assert found.usage.completion_tokens == 20
-    assert found.usage.total_tokens == len(done.prompt_tokens) + 20
-    tokens = client.completions.create(model=NAME, prompt=list(done.prompt_tokens), max_tokens=20, **GREEDY)
-    assert tokens.choices[0].text == done.text
+    assert found.usage.total_tokens == len(done.prompt_token_ids) + 20
+    tokens = client.completions.create(model=NAME, prompt=list(done.prompt_token_ids), max_tokens=20, **GREEDY)
+    assert tokens.choices[0].text == done.outputs[0].text
     assert tokens.id != found.id
     assert found._request_id == found.id
     short = client.completions.create(model=NAME, prompt="the sea and", **GREEDY)
@@ -46,7 +46,7 @@ def test_a_completion_is_what_the_engine_makes(client: Any, base: LLM) -> None:
 
 def test_several_prompts_in_one_call(client: Any, base: LLM) -> None:
     prompts = ["the sea", "the wind", "sand"]
-    expected = [_expected(base, prompt, 9).text for prompt in prompts]
+    expected = [_expected(base, prompt, 9).outputs[0].text for prompt in prompts]
     found = client.completions.create(model=NAME, prompt=prompts, max_tokens=9, **GREEDY)
     assert [choice.index for choice in found.choices] == [0, 1, 2]
     assert [choice.text for choice in found.choices] == expected
@@ -64,20 +64,20 @@ def test_a_chat_is_what_the_engine_makes(client: Any, base: LLM) -> None:
         found = client.chat.completions.create(model=NAME, messages=USER, **{limit: 12}, **GREEDY)
         assert found.object == "chat.completion"
         assert found.choices[0].message.role == "assistant"
-        assert found.choices[0].message.content == done.text
+        assert found.choices[0].message.content == done.outputs[0].text
         assert found.choices[0].finish_reason == "length"
-        assert found.usage.prompt_tokens == len(done.prompt_tokens)
+        assert found.usage.prompt_tokens == len(done.prompt_token_ids)
     parts = [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "sea"}]}]
     found = client.chat.completions.create(model=NAME, messages=parts, max_tokens=12, **GREEDY)
-    assert found.choices[0].message.content == done.text
+    assert found.choices[0].message.content == done.outputs[0].text
     whole = client.chat.completions.create(model=NAME, messages=USER, **GREEDY)
-    assert whole.usage.total_tokens == base.engine.context, "without a limit it goes on to the end of the context"
+    assert whole.usage.total_tokens == base.engine.max_model_len, "without a limit it goes on to the end of the context"
 
 
 def test_streams_say_the_same(client: Any, base: LLM) -> None:
     done = _expected(base, "the sea and", 30)
     chunks = list(client.completions.create(model=NAME, prompt="the sea and", max_tokens=30, stream=True, **GREEDY))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == done.text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == done.outputs[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert {chunk.choices[0].finish_reason for chunk in chunks[:-1]} == {None}
     assert len(chunks) > 3, "it came in pieces"
@@ -91,12 +91,12 @@ def test_streams_say_the_same(client: Any, base: LLM) -> None:
         )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == done.text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == done.outputs[0].text
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 30
-    assert chunks[-1].usage.prompt_tokens == len(done.prompt_tokens)
+    assert chunks[-1].usage.prompt_tokens == len(done.prompt_token_ids)
 
 
 def test_a_stream_as_it_looks_on_the_wire(running: Running) -> None:
@@ -111,7 +111,7 @@ def test_a_stream_as_it_looks_on_the_wire(running: Running) -> None:
 
 
 def test_texts_end_at_stop_strings(client: Any, base: LLM) -> None:
-    whole = _expected(base, "the sea", 60).text
+    whole = _expected(base, "the sea", 60).outputs[0].text
     stop = whole[12:16]
     cut = whole[: whole.index(stop)]
     for given in (stop, ["never to be found", stop]):
@@ -141,8 +141,8 @@ def test_logprobs(client: Any, base: LLM) -> None:
     assert base.tokenizer is not None
     found = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, logprobs=2, **GREEDY)
     logs = found.choices[0].logprobs
-    assert logs.token_logprobs == pytest.approx([one.logprob for one in done.logprobs], abs=1e-4)
-    assert logs.tokens == [base.tokenizer.token_text(token) for token in done.tokens]
+    assert logs.token_logprobs == pytest.approx([one.logprob for one in done.outputs[0].logprobs], abs=1e-4)
+    assert logs.tokens == [base.tokenizer.token_text(token) for token in done.outputs[0].token_ids]
     assert all(logs.tokens[place] in top for place, top in enumerate(logs.top_logprobs)), "greedy takes the likeliest"
     assert logs.text_offset == [sum(map(len, logs.tokens[:place])) for place in range(5)]
 
@@ -166,15 +166,15 @@ def test_logprobs(client: Any, base: LLM) -> None:
 def test_models_and_health(client: Any, running: Running, base: LLM) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == (NAME, "model", "flashkernel")
-    assert client.models.retrieve(NAME).max_model_len == base.engine.context
+    assert client.models.retrieve(NAME).max_model_len == base.engine.max_model_len
     assert running.call("GET", "/health")[:2] == (200, {"status": "ok"})
 
 
 def test_fifty_at_once_on_a_small_pool(base: LLM) -> None:
-    llm = other(base, cache_tokens=256, most_sequences=8)
+    llm = other(base, kv_cache_tokens=256, max_num_seqs=8)
     prompts = [f"the {'sea and the ' * (number % 5)}wind {number}" for number in range(50)]
     counts = [5 + number % 23 for number in range(50)]
-    expected = [_expected(base, prompt, count).text for prompt, count in zip(prompts, counts)]
+    expected = [_expected(base, prompt, count).outputs[0].text for prompt, count in zip(prompts, counts)]
 
     async def ask(client: Any, number: int) -> str:
         settings = {"model": NAME, "prompt": prompts[number], "max_tokens": counts[number], **GREEDY}
@@ -189,7 +189,7 @@ def test_fifty_at_once_on_a_small_pool(base: LLM) -> None:
 
     with serve(llm) as running:
         assert asyncio.run(ask_all(running.url)) == expected
-        assert running.metric('flashkernel_requests_total{reason="length"}') == 50
+        assert running.metric('flashkernel_request_success_total{finished_reason="length"}') == 50
 
 
 def test_an_answer_that_is_there_before_it_is_waited_for(base: LLM) -> None:
@@ -199,12 +199,12 @@ def test_an_answer_that_is_there_before_it_is_waited_for(base: LLM) -> None:
 
         def lingering(*values: Any, **settings: Any) -> str:
             name = add(*values, **settings)
-            assert comes(lambda: not running.api.driver._jobs[name].unfinished)
+            assert comes(lambda: not running.api.engine._collectors[name].unfinished)
             return name
 
         llm.engine.add_request = lingering  # type: ignore[method-assign]
         client, settings = running.client(), {"model": NAME, "prompt": "the sea", "max_tokens": 6, **GREEDY}
-        expected = _expected(base, "the sea", 6).text
+        expected = _expected(base, "the sea", 6).outputs[0].text
         assert client.completions.create(**settings).choices[0].text == expected
         chunks = list(client.completions.create(**settings, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected
@@ -230,18 +230,18 @@ def test_metrics(base: LLM) -> None:
         assert status == 200
         assert headers["content-type"].startswith("text/plain; version=")
         for name, value in {
-            'flashkernel_requests_total{reason="length"}': 2,
-            'flashkernel_requests_total{reason="error"}': 0,
+            'flashkernel_request_success_total{finished_reason="length"}': 2,
+            'flashkernel_request_success_total{finished_reason="error"}': 0,
             "flashkernel_prompt_tokens_total": 2 * prompt,
-            "flashkernel_generated_tokens_total": 16,
-            "flashkernel_running": 0,
-            "flashkernel_waiting": 0,
-            "flashkernel_pages_in_use": 0,
-            "flashkernel_pages": 128,
+            "flashkernel_generation_tokens_total": 16,
+            "flashkernel_num_requests_running": 0,
+            "flashkernel_num_requests_waiting": 0,
+            "flashkernel_kv_cache_used_blocks": 0,
+            "flashkernel_kv_cache_blocks": 128,
             "flashkernel_time_to_first_token_seconds_count": 2,
-            "flashkernel_inter_token_seconds_count": 7,
-            "flashkernel_time_per_output_token_seconds_count": 2,
-            "flashkernel_request_seconds_count": 2,
+            "flashkernel_inter_token_latency_seconds_count": 7,
+            "flashkernel_request_time_per_output_token_seconds_count": 2,
+            "flashkernel_e2e_request_latency_seconds_count": 2,
             'flashkernel_http_responses_total{path="/v1/completions",status="200"}': 2,
             'flashkernel_http_responses_total{path="other",status="404"}': 1,
         }.items():

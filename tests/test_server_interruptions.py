@@ -23,8 +23,8 @@ from running_server import NAME, comes, other, serve, slow  # noqa: E402
 from served_model import GREEDY, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
 
 from flashkernel.engine import LLM  # noqa: E402
-from flashkernel.engine.server import ServerOptions  # noqa: E402
-from flashkernel.engine.server.app import Api  # noqa: E402
+from flashkernel.engine.server import ServerArgs  # noqa: E402
+from flashkernel.engine.server.api_server import ApiServer  # noqa: E402
 
 
 def _long() -> dict[str, Any]:
@@ -36,26 +36,26 @@ def test_a_client_that_leaves_frees_its_pages(base: LLM) -> None:
         client = running.client()
         stream = client.completions.create(model=NAME, prompt="the sea", max_tokens=200, stream=True, **GREEDY)
         next(iter(stream))
-        assert running.llm.engine.stats().pages_in_use > 0
+        assert running.llm.engine.stats().num_used_blocks > 0
         stream.close()
         assert comes(running.idle)
-        assert running.metric('flashkernel_requests_total{reason="abort"}') == 1
+        assert running.metric('flashkernel_request_success_total{finished_reason="abort"}') == 1
 
         connection = running.connection()  # one that waits for the whole answer, and one in the queue behind it
         body = json.dumps({"model": NAME, "prompt": "the sea", "max_tokens": 200, "ignore_eos": True})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        assert comes(lambda: running.llm.engine.stats().running == 1)
+        assert comes(lambda: running.llm.engine.stats().num_running == 1)
         connection.close()
         assert comes(running.idle)
-        assert running.llm.engine.stats().generated_tokens < 200
-        assert running.metric('flashkernel_requests_total{reason="abort"}') == 2
+        assert running.llm.engine.stats().generation_tokens < 200
+        assert running.metric('flashkernel_request_success_total{finished_reason="abort"}') == 2
         text = client.completions.create(model=NAME, prompt="the sea", max_tokens=3, **GREEDY).choices[0].text
-        assert text == _expected(base, "the sea", 3).text
+        assert text == _expected(base, "the sea", 3).outputs[0].text
 
 
 def test_a_client_that_does_not_read(base: LLM) -> None:
     llm = other(base)
-    api = Api(llm, ServerOptions(name=NAME, client_timeout=1.0))
+    api = ApiServer(llm, ServerArgs(served_model_name=NAME, client_timeout=1.0))
     app = api.application()
     sent: list[Any] = []
 
@@ -76,14 +76,14 @@ def test_a_client_that_does_not_read(base: LLM) -> None:
     }  # fmt: skip
 
     async def call() -> None:
-        api.driver.start()
+        api.engine.start()
         await asyncio.wait_for(app(scope, receive, send), 20)
-        await api.driver.stop()
+        await api.engine.stop()
 
     asyncio.run(call())
     assert [message["type"] for message in sent[1:]] == ["http.response.start", "http.response.body"]
-    assert not llm.engine.busy
-    assert llm.engine.stats().pages_in_use == 0
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().num_used_blocks == 0
 
 
 def test_requests_that_take_too_long(base: LLM) -> None:
@@ -120,32 +120,32 @@ def test_a_failed_step_is_told_and_gone(base: LLM, caplog: pytest.LogCaptureFixt
         assert running.call("GET", "/health")[0] == 503
         llm.engine.runner.launch = launch  # type: ignore[method-assign]
         found = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY)
-        assert found.choices[0].text == _expected(base, "the sea", 5).text
+        assert found.choices[0].text == _expected(base, "the sea", 5).outputs[0].text
         assert running.call("GET", "/health")[0] == 200
-        assert running.metric('flashkernel_requests_total{reason="error"}') == 2
+        assert running.metric('flashkernel_request_success_total{finished_reason="error"}') == 2
 
 
 def test_logits_that_are_nan_are_told(base: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """The call is an error; the engine is well, and so are other calls."""
     llm = other(base)
-    sample_of = llm.engine.runner._draw
+    sample_of = llm.engine.runner._compute
 
-    def spoiled(tokens: Any, sent: Any, rows: Any, plan: Any) -> Any:
-        found = sample_of(tokens, sent, rows, plan)
-        return found._replace(tokens=found.tokens * 0 - 1)
+    def spoiled(model_input: Any, tensors: Any, rows: Any, metadata: Any) -> Any:
+        found = sample_of(model_input, tensors, rows, metadata)
+        return found._replace(token_ids=found.token_ids * 0 - 1)
 
     with serve(llm) as running:
         client = running.client()
-        llm.engine.runner._draw = spoiled  # type: ignore[method-assign]
+        llm.engine.runner._compute = spoiled  # type: ignore[method-assign]
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="the model failed"):
                 client.completions.create(model=NAME, prompt="the sea", stream=stream)
         assert "logits are NaN" in caplog.text
         assert running.call("GET", "/health")[0] == 200
-        llm.engine.runner._draw = sample_of  # type: ignore[method-assign]
+        llm.engine.runner._compute = sample_of  # type: ignore[method-assign]
         found = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY)
-        assert found.choices[0].text == _expected(base, "the sea", 5).text
-        assert running.metric('flashkernel_requests_total{reason="error"}') == 2
+        assert found.choices[0].text == _expected(base, "the sea", 5).outputs[0].text
+        assert running.metric('flashkernel_request_success_total{finished_reason="error"}') == 2
 
 
 def test_a_step_that_fails_in_a_stream(base: LLM) -> None:
@@ -180,7 +180,7 @@ def test_an_engine_that_died(base: LLM, caplog: pytest.LogCaptureFixture) -> Non
         assert "the engine's thread has ended" in caplog.text
         assert running.call("GET", "/health")[0] == 503
         llm.engine.step = step  # type: ignore[method-assign]
-        while llm.engine.busy:
+        while llm.engine.has_unfinished_requests():
             llm.engine.step()
 
 
@@ -192,7 +192,7 @@ def test_stopping_lets_requests_finish(base: LLM) -> None:
         text = next(stream).choices[0].text
         running.server.should_exit = True
         text += "".join(chunk.choices[0].text for chunk in stream)
-        assert text == _expected(base, "the sea", 60).text
+        assert text == _expected(base, "the sea", 60).outputs[0].text
         running.thread.join(30)
         with pytest.raises(openai.APIConnectionError):
             running.client().models.list()
@@ -206,7 +206,7 @@ def test_stopping_ends_requests_after_the_grace(base: LLM) -> None:
         next(stream)
         waiter = threading.Thread(target=lambda: whole.append(running.call("POST", "/v1/completions", _long())))
         waiter.start()
-        assert comes(lambda: running.llm.engine.stats().running == 2)
+        assert comes(lambda: running.llm.engine.stats().num_running == 2)
         running.server.should_exit = True
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
@@ -229,7 +229,7 @@ def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_pat
         str(key),
         "--device",
         "cpu",
-        "--max-requests",
+        "--max-num-seqs",
         "2",
     ]
     process = subprocess.Popen(
@@ -245,7 +245,7 @@ def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_pat
         assert found, line
         with openai.OpenAI(base_url=found[1], api_key="open-sesame", max_retries=0) as client:
             text = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY).choices[0].text
-        assert text == _expected(base, "the sea", 5).text
+        assert text == _expected(base, "the sea", 5).outputs[0].text
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 130

@@ -28,7 +28,7 @@ from served_model import (  # noqa: E402, F401
 
 from flashkernel.cli import app as cli  # noqa: E402
 from flashkernel.engine import LLM  # noqa: E402
-from flashkernel.engine.server import ServeError, ServerOptions  # noqa: E402
+from flashkernel.engine.server import ServeError, ServerArgs  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ from flashkernel.engine.server import ServeError, ServerOptions  # noqa: E402
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [1, 999]}, "token 999 is not in the vocabulary"),
         ({"prompt": ["the sea", ""]}, "the prompt is empty"),
-        ({"prompt": [1] * 256}, "the prompt has 256 tokens; the context holds 256"),
+        ({"prompt": [1] * 256}, "the prompt has 256 tokens; max_model_len is 256"),
         ({"prompt": None}, "prompt is None"),
         ({"logprobs": 99}, "logprobs is 99; it must be a whole number, from 0 to 20"),
         ({"seed": 2**70}, "seed"),
@@ -126,14 +126,14 @@ def test_other_refusals(client: Any, running: Running) -> None:
 
 
 def test_a_full_server_says_when_to_come_again(base: LLM) -> None:
-    with serve(slow(base, 0.05, most_sequences=1), max_queue=1) as running:
+    with serve(slow(base, 0.05, max_num_seqs=1), max_queue=1) as running:
         client = running.client()
         settings = {"model": NAME, "prompt": "the sea", "max_tokens": 200, "stream": True, **GREEDY}
         first = client.completions.create(**settings)
         next(iter(first))
         second = threading.Thread(target=lambda: running.call("POST", "/v1/completions", {**_plain(), "max_tokens": 1}))
         second.start()
-        assert comes(lambda: running.metric("flashkernel_waiting") == 1)
+        assert comes(lambda: running.metric("flashkernel_num_requests_waiting") == 1)
         with pytest.raises(openai.RateLimitError, match="2 requests already") as refused:
             client.completions.create(**settings)
         assert refused.value.response.headers["retry-after"] == "1"
@@ -177,7 +177,7 @@ def _begun(length: int) -> bytes:
 
 
 def test_a_client_that_never_finishes_is_cut_off(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashkernel.engine.server.app.LINGER_S", 0.2)
+    monkeypatch.setattr("flashkernel.engine.server.api_server.LINGER_S", 0.2)
     with (
         serve(other(base), max_body=1000) as running,
         socket.create_connection(("127.0.0.1", running.port), 30) as waiting,
@@ -231,12 +231,12 @@ def test_a_key_is_asked_for(base: LLM) -> None:
         ({"grace": float("nan")}, "grace is nan"),
         ({"api_key": ""}, "the API key is empty"),
         ({"api_key": "naïve"}, "the API key is empty or has letters"),
-        ({"name": " "}, "the model's name is empty"),
+        ({"served_model_name": " "}, "served_model_name is empty"),
     ],
 )
 def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ServeError, match=message):
-        ServerOptions(**wrong)
+        ServerArgs(**wrong)
 
 
 def test_the_command_refuses_before_it_loads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_the_command_refuses_before_it_loads(folder: Path, tmp_path: Path, monke
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(cli, ["serve", str(folder), "--port", port])
     assert result.exit_code == 2
-    assert f"127.0.0.1 port {port} cannot be had" in result.stderr
+    assert f"127.0.0.1 port {port} cannot be bound" in result.stderr
     result = CliRunner().invoke(cli, ["serve", "--port", "0", "--api-key-file", str(tmp_path / "none")])
     assert result.exit_code == 2
     result = CliRunner().invoke(cli, ["serve", str(tmp_path / "nowhere"), "--port", "0"])

@@ -1,4 +1,7 @@
-"""Every Python block of every README runs as it stands; without a GPU, "cuda" is read as "cpu"."""
+"""Every Python block of every README and guide runs as it stands; without a GPU, "cuda" is read as "cpu".
+
+Blocks that are a whole file, whose first line is a comment with its path, are tested in test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ import tiny_models
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(path for path in (ROOT / "README.md", *(ROOT / "flashkernel").rglob("README.md")))
+PAGES = sorted((ROOT / "README.md", *(ROOT / "flashkernel").rglob("README.md"), *(ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = "# flashkernel/"
 NEEDS_A_SERVER = "OpenAI("
 
 
@@ -21,6 +25,8 @@ def _blocks(page: Path) -> list[str]:
     """The blocks as plain code: of a session what stands behind the prompts."""
     found = []
     for text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if text.startswith(FILE):
+            continue
         lines = text.splitlines()
         if any(line.startswith(">>> ") for line in lines):
             lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
@@ -34,7 +40,7 @@ def _run(code: str, names: dict[str, Any], page: Path) -> None:
     exec(compile(code, str(page), "exec"), names)
 
 
-with_code = [pytest.param(page, id=str(page.parent.relative_to(ROOT))) for page in PAGES if _blocks(page)]
+with_code = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if _blocks(page)]
 
 
 @pytest.mark.parametrize("page", with_code)
@@ -61,10 +67,10 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def _fetch_tiny_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    from flashkernel.engine import fetch
+    from flashkernel.engine import hub
 
     tiny_models.save("llama", folder)
-    monkeypatch.setattr(fetch, "default_model", lambda: folder)
+    monkeypatch.setattr(hub, "default_model", lambda: folder)
     for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         real = kind.from_pretrained
         monkeypatch.setattr(kind, "from_pretrained", lambda name, real=real: real(folder))
@@ -76,5 +82,5 @@ def _run_with_server(code: str, names: dict[str, Any], page: Path) -> None:
     pytest.importorskip("starlette")
     from running_server import serve
 
-    with serve(names["llm"], name="smollm2") as running:
+    with serve(names["llm"], served_model_name="smollm2") as running:
         _run(code.replace("http://127.0.0.1:8000/v1", running.url), names, page)

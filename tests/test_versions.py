@@ -10,15 +10,16 @@ import pytest
 
 from flashkernel.core import device as devices
 from flashkernel.core import versions
-from flashkernel.ops.attention.configs import BACKWARD_KEYS, Tiles
+from flashkernel.ops.attention.configs import BACKWARD_KEYS, AttentionConfig
 from flashkernel.ops.attention.fp8.configs import HOPPER
-from flashkernel.ops.attention.hopper.configs import BACKWARD
+from flashkernel.ops.attention.hopper.backward_configs import BACKWARD
 
 ROOT = Path(__file__).parent.parent
 H200 = devices.KNOWN["h200"]
 SHAPE = {
-    "queries": 4096, "keys": 4096, "span": 4096, "head_dim": 128, "value_dim": 128, "bytes": 2, "group": 1,
-    "fixed_max": 1, "masked": 1, "out_bytes": 2, "blocked": 0,
+    "queries": 4096, "keys": 4096, "seqlen_q": 4096, "seqlen_k": 4096, "max_visible_keys": 4096,
+    "mean_visible_keys": 4096, "head_dim": 128, "value_dim": 128, "bytes": 2, "group_size": 1,
+    "fixed_max": 1, "masked": 1, "out_bytes": 2, "block_scales": 0,
 }  # fmt: skip
 
 
@@ -30,19 +31,19 @@ def _anew() -> Iterator[None]:
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None) -> None:
-    for name in ("core.versions", *(f"ops.attention.{room}configs" for room in ("", "hopper.", "fp8."))):
+    for name in ("core.versions", *(f"ops.attention.{room}configs" for room in ("", "hopper.backward_", "fp8."))):
         monkeypatch.setattr(f"flashkernel.{name}.triton_version", lambda: version)
 
 
 def test_no_untried_version_is_allowed() -> None:
-    allowed = re.search(r'"(triton[^;"]*)', (ROOT / "pyproject.toml").read_text())
+    allowed = re.search(r'"(triton>=[^;"]*)', (ROOT / "pyproject.toml").read_text())
     pinned = re.search(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert allowed is not None
     assert pinned is not None
-    first, last = (version.split(".") for version in (versions.TRIED_TRITON[0], versions.TRIED_TRITON[-1]))
+    first, last = (version.split(".") for version in (versions.TESTED_TRITON[0], versions.TESTED_TRITON[-1]))
     assert allowed[1] == f"triton>={first[0]}.{first[1]},<{last[0]}.{int(last[1]) + 1}"
     assert f"pip install '{allowed[1]}'" == versions.INSTALL_TRITON
-    assert pinned[1] == versions.TRIED_TRITON[0]
+    assert pinned[1] == versions.TESTED_TRITON[0]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,15 @@ def test_ptxas_options_of_the_user_come_last(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tiles_that_would_spill_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, short = {**SHAPE, "head_dim": 64, "value_dim": 64}, {**SHAPE, "span": 512}
+    narrow, short = {**SHAPE, "head_dim": 64, "value_dim": 64}, {**SHAPE, "mean_visible_keys": 512}
     found = {}
     for version in ((3, 6), (3, 9)):
         _installed(monkeypatch, version)
         choices = (BACKWARD.heuristic(H200, narrow), BACKWARD.heuristic(H200, short))
         found[version] = (
-            BACKWARD_KEYS.heuristic(H200, SHAPE), choices[0].dq, choices[1].held, HOPPER.heuristic(H200, narrow).groups,
+            BACKWARD_KEYS.heuristic(H200, SHAPE), choices[0].dq_mode, choices[1].kv_stages,
+            HOPPER.heuristic(H200, narrow).num_consumers,
         )  # fmt: skip
         assert all(BACKWARD.valid(choice, H200, shape) is None for choice, shape in zip(choices, (narrow, short)))
-    assert found[(3, 6)] == (Tiles(64, 64, 4, 2), "sent", 2, 3)
-    assert found[(3, 9)] == (Tiles(32, 64, 4, 2), "apart", 1, 2)
+    assert found[(3, 6)] == (AttentionConfig(64, 64, 4, 2), "tma_reduce", 2, 3)
+    assert found[(3, 9)] == (AttentionConfig(32, 64, 4, 2), "dq_warpgroup", 1, 2)

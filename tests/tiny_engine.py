@@ -23,16 +23,16 @@ def folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(name="base", scope="module")
 def base_fixture(folder: Path) -> LLM:
     """A model with room for everything, whose answers others are held against."""
-    return LLM(folder, device="cpu", cache_tokens=4096, page_size=16)
+    return LLM(folder, device="cpu", kv_cache_tokens=4096, block_size=16)
 
 
 def _other(base: LLM, **options: Any) -> LLM:
     """The same weights under other options."""
-    return LLM(base.model, base.tokenizer, **{"page_size": 16, **options})
+    return LLM(base.model, base.tokenizer, **{"block_size": 16, **options})
 
 
 def _tokens(llm: LLM, prompts: list[list[int]], params: Any) -> list[tuple[int, ...]]:
-    return [done.tokens for done in llm.generate(prompts, params)]
+    return [done.outputs[0].token_ids for done in llm.generate(prompts, params)]
 
 
 def _drained(llm: LLM) -> bool:
@@ -40,7 +40,9 @@ def _drained(llm: LLM) -> bool:
     if llm.engine._launched:
         assert llm.engine.step() == []
     cache = llm.engine.scheduler.cache
-    return not llm.engine.busy and not cache.sequences and cache.pool.in_use == 0 and not llm._inboxes
+    return (
+        not llm.engine.has_unfinished_requests() and not cache.sequences and cache.pool.in_use == 0 and not llm._queues
+    )
 
 
 def _greedy(count: int, **more: Any) -> SamplingParams:
@@ -54,5 +56,5 @@ def ahead_fixture(request: pytest.FixtureRequest) -> bool:
 
 
 def _set_ahead(llm: LLM, ahead: bool) -> LLM:
-    llm.engine._ahead = ahead
+    llm.engine._async_scheduling = ahead
     return llm
