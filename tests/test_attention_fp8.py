@@ -392,3 +392,19 @@ def test_machine_code(name: str) -> None:
         assert step[0].count("FMUL") < 8
         assert step[1].count("FMUL") >= traits.HEAD_DIM // 2
     assert lazy == consumers
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_causal_and_window_are_a_mask(backend: str) -> None:
+    x = torch.randn(1, 24, 2, 64)
+    (q, q_scale), (v, v_scale) = fk.quantize_fp8(x), fk.quantize_fp8(x, transpose=True)
+    given = (q, q, v, q_scale, q_scale, v_scale)
+    for options, mask in (
+        ({"causal": True}, fk.causal()),
+        ({"causal": True, "window": 5}, fk.causal() & fk.window(5)),
+        ({"causal": True, "mask": fk.sink_tokens(2)}, fk.causal() & fk.sink_tokens(2)),
+    ):
+        found = fk.attention_fp8(*given, **options, backend=backend)
+        assert torch.equal(found, fk.attention_fp8(*given, mask=mask, backend=backend))
+    with pytest.raises(ValueError, match="window"):
+        fk.attention_fp8(*given, window=0)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask, checked
+from flashkernel.blocks.mask import Mask, checked, narrowed
 from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -22,6 +22,8 @@ def attention_fp8(
     k_scale: Tensor,
     v_scale: Tensor,
     *,
+    causal: bool = False,
+    window: int | None = None,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -44,6 +46,8 @@ def attention_fp8(
             128 positions.
         k_scale: Scales of k: (batch, kv_heads) or (batch, kv_heads, blocks).
         v_scale: Scales of v, shaped as those of k.
+        causal: Query i sees keys up to i + seqlen_k - seqlen_q.
+        window: A query sees so many keys up to its own, itself included; None is no limit.
         mask: A `Mask`, a boolean tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), or None.
         scale: Softmax scale; by default 1 / sqrt(head_dim).
         sinks: One logit per head (heads,) that joins the softmax denominator, or None.
@@ -62,13 +66,15 @@ def attention_fp8(
         >>> x = torch.randn(1, 16, 2, 64)
         >>> (q, q_scale), (k, k_scale) = fk.quantize_fp8(x), fk.quantize_fp8(x)
         >>> v, v_scale = fk.quantize_fp8(x, transpose=True)
-        >>> out = fk.attention_fp8(q, k, v, q_scale, k_scale, v_scale, mask=fk.causal())
+        >>> out = fk.attention_fp8(q, k, v, q_scale, k_scale, v_scale, causal=True)
         >>> out.shape, out.dtype
         (torch.Size([1, 16, 2, 64]), torch.bfloat16)
     """
     _check_tensors(q, k, v)
     _check_scales(q, k, q_scale, k_scale, v_scale)
     mask = checked(mask, "attention_fp8", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
+    if causal is not False or window is not None:
+        mask = narrowed(mask, causal, window, "attention_fp8")
     _check_settings(q, sinks, softcap, out_dtype)
     check_scale("attention_fp8", scale)
     chosen = choose(
