@@ -180,7 +180,7 @@ def test_the_reference_has_causal_and_window_of_its_own() -> None:
         ({"window": 0}, ValueError, "window is 0; a query sees itself at least"),
         ({"window": -3, "causal": True}, ValueError, "1 or more"),
         ({"window": (4, 0)}, TypeError, r"mask=flashkernel.window\(left, right\)"),
-        ({"window": 4.0}, TypeError, "it must be a number, of the keys"),
+        ({"window": 4.0}, TypeError, "it must be a whole number, of the keys"),
         ({"window": True}, TypeError, "window is True"),
         ({"window": window(4)}, TypeError, "window is Mask"),
         ({"causal": causal()}, TypeError, "causal is a Mask; it must be True or False; a mask goes into mask="),

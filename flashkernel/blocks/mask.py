@@ -292,8 +292,8 @@ def check_causal_window(caller: str, causal: bool, window: int | None) -> int | 
         return None
     if isinstance(window, (bool, float, str, tuple, list, Tensor, Traced)) or callable(window):
         raise TypeError(
-            f"{caller}: window is {window!r}; it must be a number, of the keys that a query sees up to its own, or "
-            "None for no window; a window of two sides is mask=flashkernel.window(left, right)"
+            f"{caller}: window is {window!r}; it must be a whole number, of the keys that a query sees up to its own, "
+            "or None for no window; a window of two sides is mask=flashkernel.window(left, right)"
         )
     size = static(operator.index(window))
     if size < 1:

@@ -49,11 +49,6 @@ def integers(axis: str | int, marker: int | None = None, every: int = 7) -> Draw
     return draw
 
 
-def booleans(share: float = 0.75) -> Draw:
-    """True with probability `share`."""
-    return lambda shape, axes, generator: torch.rand(shape, generator=generator, device=generator.device) < share
-
-
 _NORMAL = normal()
 
 
