@@ -126,11 +126,19 @@ _AMPERE = {
         512: AttentionConfig(16, 16, 8, 1),
     },
 }
+# float32 is multiplied without tensor cores: every thread unrolls its share of a tile, so that large tiles take minutes
+# to compile and spill.
+_FLOAT32 = {
+    64: AttentionConfig(32, 64, 8, 1),
+    128: AttentionConfig(32, 32, 8, 1),
+}
 
 
 def _heuristic(kind: str, valid: Valid) -> Callable[[Device, Mapping[str, int]], AttentionConfig]:
     def choose(device: Device, shape: Mapping[str, int]) -> AttentionConfig:
         width = max(64, *_block_dims(shape))
+        if shape["bytes"] == 4 and device.kind != "cpu" and width in _FLOAT32:
+            return _shrunk(_FLOAT32[width], device, shape, valid)
         if device.arch < 90 and device.kind != "cpu":
             return _shrunk(_AMPERE[kind][width], device, shape, valid)
         usual = _HOPPER[kind][width]
