@@ -69,15 +69,24 @@ def hopper(
     return Backend("hopper", target, answer, deprioritised=deprioritised)
 
 
-def cuda(target: str, supports: Supports = _anything, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Backend:
-    """CUDA C++ kernels, compiled at first use by NVRTC; used only on request."""
+def cuda(
+    target: str,
+    supports: Supports = _anything,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    auto_devices: tuple[str, ...] = (),
+    deprioritised: Supports | None = None,
+) -> Backend:
+    """CUDA C++ kernels from sm_75 up, compiled at first use by NVRTC; used only on request unless `auto_devices`."""
 
     def answer(call: Call) -> str | None:
-        if call.device.kind != "cuda":
+        if call.device.kind != "cuda" and cuda_loader.emulator is None:
             return "it needs a CUDA GPU"
+        arch = cuda_loader.virtual_arch()
+        if arch is not None and arch < 80 and call.dtype == torch.bfloat16:
+            return f"bfloat16 needs sm_80 or newer; kernels are compiled for sm_{arch}"
         return _dtype(call, dtypes) or _arch(call, 75) or cuda_loader.available() or supports(call)
 
-    return Backend("cuda", target, answer, auto_devices=())
+    return Backend("cuda", target, answer, auto_devices=auto_devices, deprioritised=deprioritised)
 
 
 def _dtype(call: Call, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -9,16 +9,23 @@ instance, `module.kernel("row_sum<__nv_bfloat16>")`; each is compiled separately
 
 Launches neither synchronise nor allocate and may be captured into a CUDA graph, even the first one. Compiling needs
 NVRTC and the CUDA headers but no GPU: `Module.compile(name, arch)` gives the code for any architecture.
+
+`built_for(75)`, or FLASHKERNEL_CUDA_ARCH=75, compiles every kernel to PTX for that older architecture, which the driver
+finishes for the GPU at hand: what a T4 executes can be tested and timed on any newer GPU. Launchers choose their tiles
+by `target(device)`, never by the device's own properties.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +33,7 @@ from typing import Any
 import torch
 
 from flashkernel.core import device as devices
-from flashkernel.core import env, nvrtc
+from flashkernel.core import env, nvrtc, replay_switch
 from flashkernel.core.driver import LaunchRecord
 from flashkernel.core.launch import is_observed, notify_launch
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
@@ -63,12 +70,71 @@ _FORMATS = {
 }  # fmt: skip
 
 _has_gpu = cache(torch.cuda.is_available)
+_built_for: ContextVar[int | None] = ContextVar("built_for", default=None)
+
+# Takes launches on tensors that are not on a GPU: (kernel, grid, block, args, shared). `recorded_launches` sets it, and
+# tests, to run kernels on a CPU.
+emulator: Callable[[Kernel, Any, Any, Sequence[Any], int], None] | None = None
+
+
+@dataclass(frozen=True)
+class RecordedLaunch:
+    """A launch that `recorded_launches` took: the kernel, threads of a block, bytes of dynamic shared memory."""
+
+    kernel: Kernel
+    threads: int
+    shared: int
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[RecordedLaunch]]:
+    """Collect the launches on CPU and meta tensors inside instead of running them."""
+    global emulator
+    before, launches = emulator, []
+
+    def record(kernel: Kernel, grid: Any, block: Any, args: Sequence[Any], shared: int) -> None:
+        launches.append(RecordedLaunch(kernel, math.prod(block) if isinstance(block, tuple) else block, shared))
+
+    emulator = record
+    try:
+        with replay_switch.suspended():
+            yield launches
+    finally:
+        emulator = before
+
+
+@contextmanager
+def built_for(arch: int | None) -> Iterator[None]:
+    """Within it, kernels are compiled for the older architecture `sm_<arch>` and finished by the driver."""
+    with replay_switch.scoped(_built_for, arch):
+        yield
+
+
+def in_built_for() -> bool:
+    """True inside `built_for`: decisions made there hold nowhere else."""
+    return _built_for.get() is not None
+
+
+def virtual_arch() -> int | None:
+    """The older architecture that kernels are compiled for, or None: the GPU's own."""
+    return _built_for.get() or env.cuda_arch()
+
+
+def target(device: torch.device) -> devices.Device:
+    """The GPU that kernels are compiled for: the one at hand, with the limits of an older one under `built_for`."""
+    own = devices.KNOWN["a100"] if device.type == "cpu" and emulator is not None else devices.properties(device)
+    arch = virtual_arch()
+    if arch is None or arch >= own.arch:
+        return own
+    known = next((one for one in devices.KNOWN.values() if one.arch == arch), None)
+    shared = own.shared_per_block if known is None else known.shared_per_block
+    return replace(own, arch=arch, shared_per_block=min(shared, own.shared_per_block))
 
 
 def available() -> str | None:
     """The reason why CUDA C++ kernels cannot run here, or None; a pretended GPU counts as present."""
     reason = can_compile()
-    if reason is None and not devices.pretending() and not _has_gpu():
+    if reason is None and not devices.pretending() and emulator is None and not _has_gpu():
         return "torch sees no CUDA GPU"
     return reason
 
@@ -82,8 +148,7 @@ class Module:
         options: Options of NVRTC, e.g. "--use_fast_math".
         include: Folders of project headers.
         specific: Compile for architecture-specific instructions (sm_90a) from sm_90 on.
-        virtual_arch: Compile to PTX for this older architecture, which the driver compiles for the GPU at hand: a code
-            path of sm_75 can be tested on any newer GPU.
+        virtual_arch: Compile to PTX for this older architecture, whatever `built_for` says.
     """
 
     def __init__(
@@ -112,10 +177,15 @@ class Module:
             self._kernels[key] = Kernel(self, name, arguments)
         return self._kernels[key]
 
+    def older_arch(self) -> int | None:
+        """The architecture below the GPU's own that it is compiled for, if any."""
+        return self.virtual_arch or virtual_arch()
+
     def target(self, arch: int) -> str:
         """NVRTC's name of the architecture that a GPU of `sm_<arch>` gets code for."""
-        if self.virtual_arch is not None:
-            return f"compute_{self.virtual_arch}"
+        older = self.older_arch()
+        if older is not None and (older < arch or self.virtual_arch is not None):
+            return f"compute_{older}"
         return f"sm_{arch}a" if self.specific and arch >= 90 else f"sm_{arch}"
 
     def compile(self, name: str, arch: int) -> CompiledCubin:
@@ -179,8 +249,8 @@ class Kernel:
         unknown = [part for part in self.arguments or () if part not in ARGUMENT_TYPES]
         if unknown:
             raise ValueError(f"{name}: argument type {unknown[0]!r} is not one of {', '.join(ARGUMENT_TYPES)}")
-        self._loaded: dict[int, Any] = {}  # by device index
-        self._shared: dict[int, int] = {}  # dynamic shared memory allowed so far, by device index
+        self._loaded: dict[tuple[int, int | None], Any] = {}  # by device index and architecture
+        self._shared: dict[tuple[int, int | None], int] = {}  # dynamic shared memory allowed so far
 
     def launch(
         self,
@@ -201,6 +271,8 @@ class Kernel:
             return
         if device is None:
             device = next((value.device for value in args if isinstance(value, torch.Tensor)), torch.device("cuda"))
+        if device.type != "cuda" and emulator is not None:
+            return emulator(self, grid, block, args, shared)
         if device.type != "cuda":
             raise ValueError(f"{self.name}: tensors are on {device}; CUDA kernels need them on a GPU")
         current = torch.cuda.current_device()
@@ -210,13 +282,14 @@ class Kernel:
             return self._launch(device.index, grid, block, args, shared, programmatic)
 
     def _launch(self, index: int, grid: Any, block: Any, args: Sequence[Any], shared: int, programmatic: bool) -> None:
-        kernel = self._loaded.get(index) or self.load(index)
+        older = self.module.older_arch()
+        kernel = self._loaded.get((index, older)) or self.load(index)
         if index not in getattr(_thread, "devices", ()):
             _adopt_context(index)
-        if shared > self._shared.get(index, 0):
+        if shared > self._shared.get((index, older), 0):
             self._allow_shared(index, kernel, shared)
         # Code for an older architecture has no griddepcontrol.wait.
-        key = (grid, block, shared, programmatic and (self.module.virtual_arch or 90) >= 90)
+        key = (grid, block, shared, programmatic and (older or 90) >= 90)
         config = _launch_configs.get(key)
         if config is None:
             if len(_launch_configs) >= MAX_LAUNCH_CONFIGS:
@@ -246,18 +319,21 @@ class Kernel:
 
     def load(self, index: int) -> Any:
         """Compile (or take from the disk) and load for the GPU of this index; launches do it themselves."""
+        place = (index, self.module.older_arch())
         with _load_lock, torch.cuda.device(index), _loading_allowed():
-            if index not in self._loaded:
+            if place not in self._loaded:
                 _adopt_context(index)
                 major, minor = torch.cuda.get_device_capability(index)
-                compiled = self.module.compile(self.name, 10 * major + minor)
+                arch = 10 * major + minor
+                compiled = self.module.compile(self.name, arch)
                 kind = core().ObjectCode
-                code = (kind.from_cubin if self.module.virtual_arch is None else kind.from_ptx)(compiled.code)
+                is_ptx = self.module.target(arch).startswith("compute_")
+                code = (kind.from_ptx if is_ptx else kind.from_cubin)(compiled.code)
                 kernel = code.get_kernel(compiled.names[self.name])
                 self._check_declaration(kernel)
                 _driver("cuKernelGetFunction", kernel.handle)  # loads the code now, not at a launch inside a capture
-                self._loaded[index] = kernel
-        return self._loaded[index]
+                self._loaded[place] = kernel
+        return self._loaded[place]
 
     def pack(self, args: Sequence[Any], index: int) -> list[Any]:
         """Arguments as cuda-core takes them: pointers as ints, scalars as ctypes or numpy values."""
@@ -289,7 +365,7 @@ class Kernel:
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _driver("cuKernelSetAttribute", attribute, shared, kernel.handle, _driver("cuDeviceGet", index))
-        self._shared[index] = shared
+        self._shared[index, self.module.older_arch()] = shared
 
 
 def _launch_config(grid: Any, block: Any, shared: int, programmatic: bool) -> Any:

@@ -76,6 +76,7 @@ KNOWN: dict[str, Device] = {
     "h100": _gpu("NVIDIA H100 80GB HBM3", 90, 132, 227, 2048, 50, 80),
     "h200": _gpu("NVIDIA H200", 90, 132, 227, 2048, 60, 140),
     "b200": _gpu("NVIDIA B200", 100, 148, 227, 2048, 126, 178),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 120, 170, 99, 1536, 96, 31),
 }
 
 _pretended: ContextVar[Device | None] = ContextVar("flashkernel_pretended_device", default=None)
@@ -95,6 +96,26 @@ def properties(device: torch.device) -> Device:
         return _constant_properties(device)
     pretended = _pretended.get()
     return _real_properties(device) if pretended is None else pretended
+
+
+def half_dtype(device: Device) -> torch.dtype:
+    """The 16-bit dtype that a device computes in: bfloat16, which GPUs have from sm_80 on, else float16.
+
+    Example:
+        >>> half_dtype(KNOWN["t4"]), half_dtype(KNOWN["h200"])
+        (torch.float16, torch.bfloat16)
+    """
+    return torch.float16 if device.kind == "cuda" and device.arch < 80 else torch.bfloat16
+
+
+def model_dtype(device: Device) -> torch.dtype:
+    """The dtype that models usually run in: float32 on a CPU, on a GPU the 16-bit one that it computes in.
+
+    Example:
+        >>> model_dtype(KNOWN["t4"])
+        torch.float16
+    """
+    return half_dtype(device) if device.kind == "cuda" else torch.float32
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from flashkernel.core import cuda, replay_switch
 from flashkernel.core import device as devices
-from flashkernel.core import replay_switch
 from flashkernel.core.op import Backend, Call, Op
 from flashkernel.core.tracing import assume_constant_result
 
@@ -185,7 +185,7 @@ def choose(
     forced = _scoped(op, requested)
     if _explaining.get():
         raise _Explained(_explanation(op, forced, Call(devices.properties(device), dtype, facts, gradients)))
-    if devices.pretending():
+    if devices.pretending() or cuda.in_built_for():
         return _decide(op, forced, Call(devices.properties(device), dtype, facts, gradients))
     key = (forced, device, dtype, gradients, *facts.values())
     known = _choices.setdefault(op, {})

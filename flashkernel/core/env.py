@@ -3,6 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | FLASHKERNEL_CACHE_DIR | folder of compiled kernels and tuned launch configs; default: in the user's cache folder |
+| FLASHKERNEL_CUDA_ARCH | compile CUDA C++ kernels for this older architecture, e.g. 75 (core/cuda.py) |
 | FLASHKERNEL_REPLAY | 0: no launch cache; calls are not recorded and replayed (core/replay.py) |
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
 | PTXAS_OPTIONS | Triton's own: additional options of ptxas |
@@ -22,6 +23,12 @@ def cache_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashkernel"
+
+
+def cuda_arch() -> int | None:
+    """The architecture to compile CUDA C++ kernels for instead of the GPU's own, as 75; None: the GPU's own."""
+    chosen = os.environ.get("FLASHKERNEL_CUDA_ARCH")
+    return int(chosen) if chosen else None
 
 
 def replaying() -> bool:
