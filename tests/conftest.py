@@ -20,6 +20,7 @@ HAS_GPU = torch.cuda.is_available()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-seed", type=int, default=0, help="the first seed of the random calls")
+    parser.addoption("--whole-matrix", action="store_true", help="emulate every case of every CUDA C++ kernel")
 
 
 def pytest_configure(config: pytest.Config) -> None:

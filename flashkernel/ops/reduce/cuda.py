@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from flashkernel.core import device
-from flashkernel.core.cuda import Kernel, Module
+from flashkernel.core.cuda import Kernel, Module, target
 from flashkernel.core.launch import pdl_options
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
 
-MODULE = Module(Path(__file__).with_name("kernel.cu"))
+FOLDER = Path(__file__).parent
+MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 WARP, IN_FLIGHT, MOST_THREADS = 32, 4, 512  # as in row.cuh
 MOST_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values a thread
@@ -46,7 +46,7 @@ def kernel(name: str, *parameters: str | int) -> Kernel:
 
 def _early(x: torch.Tensor, moved: int = 0) -> bool:
     """Whether a kernel that moves so many bytes is launched before the one before it has ended."""
-    return pdl_options(device.properties(x.device), moved)["PDL"]
+    return pdl_options(target(x.device), moved)["PDL"]
 
 
 def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +76,7 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
         return _spread(x, None, *pairs, kinds.SOFTMAX, scale, queries, mask)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     sight = MASKED if mask.tensor is not None else CAUSAL if queries else ALL
-    sms = device.properties(x.device).sms
+    sms = target(x.device).sms
     values = _values_in_registers(rows, width, sms, vector, sight)
     grid, block = _row_in_registers(rows, width, values)
     arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.layout)
@@ -107,7 +107,7 @@ def weighted_backward(
     rows, width = x.shape
     vector, threads = _vector(x), 128
     blocks = -(-width // (threads * vector))
-    row_programs = max(1, min(-(-rows // IN_FLIGHT), 8 * device.properties(x.device).sms // max(1, blocks)))
+    row_programs = max(1, min(-(-rows // IN_FLIGHT), 8 * target(x.device).sms // max(1, blocks)))
     dx = torch.empty((rows, width) if want_x else 0, dtype=x.dtype, device=x.device)
     share = weight.dtype if row_programs == 1 else torch.float32
     partial = torch.empty((row_programs, width) if want_weight else 0, dtype=share, device=x.device)
@@ -168,7 +168,7 @@ def _reduce_pairs(
     `weight` is [width], or [rows, width] for one of its own per row; queries > 0 says causal.
     """
     rows, width = x.shape
-    sms, vector = device.properties(x.device).sms, 16 // x.element_size()
+    sms, vector = target(x.device).sms, 16 // x.element_size()
     # IN_FLIGHT loads a thread; many threads only for few rows that are too short to be split.
     # Maxima and exponentials cost more to merge than to add up: on short rows half the threads, each with twice the
     # columns.

@@ -192,7 +192,7 @@ row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index r
         if (first + i * step >= seen) break;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            value[i][j] = power_of_2((value[i][j] - base) * unit);
+            value[i][j] = exp2_approx((value[i][j] - base) * unit);
             total += value[i][j];
         }
     }

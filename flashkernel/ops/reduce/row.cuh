@@ -2,8 +2,7 @@
 
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "ptx.cuh"
 
 using Index = long long;  // element offsets go beyond 2^31
 
@@ -22,8 +21,8 @@ enum Kind { SUM, MEAN, WEIGHTED, MAX, LOGSUMEXP, SOFTMAX, SOFTMAX_BACKWARD };
 // then lets the next kernel launch. Launched without PDL, it waits for nothing.
 __device__ inline void pdl_enter() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 #endif
 }
 
@@ -40,18 +39,11 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 // exp(x) = 2^(x log2 e): one multiply-add where a difference is taken, and one instruction. What is below 2^-126 becomes
 // 0: beside the 1 that the largest value adds, no sum of exponentials can tell.
 constexpr float LOG2E = 1.4426950408889634f;
-__device__ inline float power_of_2(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-__device__ inline float exponential(float x) { return power_of_2(x * LOG2E); }
+__device__ inline float exponential(float x) { return exp2_approx(x * LOG2E); }
 
 // 1 / total of a sum of exponentials, which is 1 at least, or 0 where there was nothing to add.
 __device__ inline float inverse(float total) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(total));
-    return total == 0.f ? 0.f : result;
+    return total == 0.f ? 0.f : reciprocal_approx(total);
 }
 
 // Elements are float, half or bfloat16 in memory and float in registers.
@@ -99,7 +91,7 @@ template <typename T, int N> struct Vector {
         open(value + 3 * N / 4, bits.w, T());
     }
     // From here on the compiler must unpack anew, and need not hold floats, which take twice the registers, meanwhile.
-    __device__ void forget() { asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)); }
+    __device__ void forget() { opaque(bits); }
 };
 template <typename T> struct Vector<T, 1> {
     T bits;
@@ -114,10 +106,8 @@ template <typename T, int N> __device__ inline void store(T* target, const float
     if constexpr (N == 1) {
         assign(*target, value[0]);
     } else {
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)),
-                     "r"(close(value, T())), "r"(close(value + N / 4, T())), "r"(close(value + N / 2, T())),
-                     "r"(close(value + 3 * N / 4, T()))
-                     : "memory");
+        store_global_16(target, make_uint4(close(value, T()), close(value + N / 4, T()), close(value + N / 2, T()),
+                                           close(value + 3 * N / 4, T())));
     }
 }
 
@@ -150,10 +140,8 @@ template <int KIND> __device__ inline float finite(float top) {
 }
 
 __device__ inline float larger(float x, float y) {  // NaN wins; fmaxf drops it
-#if __CUDA_ARCH__ >= 800
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-    return result;
+#if SM80
+    return max_nan(x, y);
 #else
     return x > y || x != x ? x : y;
 #endif
@@ -193,7 +181,7 @@ template <int KIND, int N> __device__ inline void absorb(Pair& pair, const float
             if constexpr (KIND == MAX) {
                 total += value[i] == top ? 1.f : 0.f;
             } else if constexpr (KIND == LOGSUMEXP) {  // one multiply-add: rounding costs less than the result's own
-                total += power_of_2(fmaf(value[i], LOG2E, -base * LOG2E));
+                total += exp2_approx(fmaf(value[i], LOG2E, -base * LOG2E));
             } else {
                 total += exponential(value[i] - base);
             }
