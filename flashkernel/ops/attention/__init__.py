@@ -15,6 +15,7 @@ from flashkernel.blocks.mask import (
 )
 from flashkernel.ops.attention.api import attention
 from flashkernel.ops.attention.fp8 import attention_fp8, quantize_fp8
+from flashkernel.ops.attention.rotary import rotary_attention
 from flashkernel.ops.attention.varlen import attention_varlen
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "documents",
     "prefix",
     "quantize_fp8",
+    "rotary_attention",
     "sink_tokens",
     "tensor_mask",
     "window",

@@ -22,6 +22,7 @@ from flashkernel.core.arguments import (
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention import library, spec
+from flashkernel.ops.attention.arguments import check_tensors
 from flashkernel.ops.attention.params import AttentionInputs
 
 
@@ -97,7 +98,7 @@ def attention(
     if lower is not None:
         q, k, v = autocast(q, lower), autocast(k, lower), autocast(v, lower)
         bias = None if bias is None else autocast(bias, lower)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     _check_extras(q, k, bias, sinks, alibi_slopes)
     mask = checked(mask, "attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
     if causal is not False or window is not None:
@@ -133,35 +134,6 @@ def _few_keys(q: Tensor, k: Tensor, mask: Mask | None) -> bool:
     if mask is None or mask.tables or k.shape[1] < 4 * spec.FEW_KEYS or torch.compiler.is_compiling():
         return False
     return max_visible_keys(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1]) <= spec.FEW_KEYS
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for label, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or not x.is_floating_point():
-            raise ValueError(
-                f"attention: {label} must be a float tensor (batch, sequence, heads, head_dim), "
-                f"not {x.dtype} {tuple(x.shape)}"
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"attention: {label} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; q, k and v must agree"
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"attention: {label} has a batch of {x.shape[0]} but q has one of {q.shape[0]}")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"attention: k has {k.shape[1]} positions of {k.shape[2]} heads but v has {v.shape[1]} of {v.shape[2]}; "
-            "every key needs its value"
-        )
-    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
-        raise ValueError(
-            f"attention: q has head_dim {q.shape[3]} and k has {k.shape[3]}; they must be equal, and not zero"
-        )
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"attention: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
-        )
 
 
 def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:

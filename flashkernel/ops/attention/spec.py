@@ -16,6 +16,7 @@ from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.configs import too_wide
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
 from flashkernel.ops.attention.random_cases import mask_of, random_case
+from flashkernel.ops.attention.rotary.spec import ROTARY_ATTENTION
 
 _ROOM = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
@@ -46,6 +47,23 @@ def _hopper(call: Call) -> str | None:
         if call.facts[fact]:
             return f"it has no {what.removeprefix('a ')}"
     if call.facts["deterministic"]:
+        return "the gradient of q is added by atomics, in no fixed order; leave deterministic off"
+    return None
+
+
+def _cuda(call: Call) -> str | None:
+    head_dim, value_dim = _widths(call)
+    if head_dim % 8 or value_dim % 8:
+        return f"it loads 16 bytes at a time: heads must be multiples of 8, not {head_dim} and {value_dim}"
+    most = 128 if call.gradients else 256
+    if max(head_dim, value_dim) > most:
+        which = "with gradients heads" if call.gradients else "heads"
+        return f"{which} must be at most {most} wide, not {head_dim} and {value_dim}"
+    if max(head_dim, value_dim) > 128 and (call.facts["has_bias"] or call.facts["has_dropout"]):
+        return (
+            f"with a bias or dropout, heads of {max(head_dim, value_dim)} leave no registers; they must be at most 128"
+        )
+    if call.facts["deterministic"] and call.gradients:
         return "the gradient of q is added by atomics, in no fixed order; leave deterministic off"
     return None
 
@@ -261,6 +279,7 @@ ATTENTION = Op(
     backends=(
         backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_slower),
         backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
+        backends.cuda(f"{_ROOM}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
         backends.torch_native(f"{_ROOM}.torch:attention"),
         backends.reference(f"{_ROOM}.reference:attention"),
     ),
@@ -278,4 +297,4 @@ ATTENTION = Op(
         for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")
     ),
 )
-OPS = (ATTENTION, ATTENTION_FP8)
+OPS = (ATTENTION, ATTENTION_FP8, ROTARY_ATTENTION)

@@ -1,0 +1,35 @@
+"""Argument checks that the attention operators share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention") -> None:
+    """Raise a ValueError unless q, k and v are those of one attention call."""
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"{caller}: {label} must be a float tensor (batch, sequence, heads, head_dim), "
+                f"not {x.dtype} {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{caller}: {label} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; q, k and v must agree"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{caller}: {label} has a batch of {x.shape[0]} but q has one of {q.shape[0]}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"{caller}: k has {k.shape[1]} positions of {k.shape[2]} heads but v has {v.shape[1]} of {v.shape[2]}; "
+            "every key needs its value"
+        )
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ValueError(
+            f"{caller}: q has head_dim {q.shape[3]} and k has {k.shape[3]}; they must be equal, and not zero"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{caller}: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
+        )
