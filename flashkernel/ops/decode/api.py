@@ -177,7 +177,7 @@ def paged_attention(
     chosen = choose(
         spec.PAGED_ATTENTION, backend, q.device, q.dtype,
         head_dim=q.shape[-1], value_dim=v.shape[-1], cache_dtype=k.dtype, batch=lengths.shape[0],
-        group_size=q.shape[1] // k.shape[2],
+        group_size=q.shape[1] // k.shape[2], tma_aligned=bool(_tma_aligned(k) and _tma_aligned(v)),
     )  # fmt: skip
     if chosen.composite:
         with without_autocast(q):
@@ -311,8 +311,8 @@ def _checked_prefix(q: Tensor, prefix_length: int | Tensor) -> int | Tensor:
 
 
 def _tma_aligned(x: Tensor) -> bool:
-    """Whether TMA can load from a cache: heads contiguous, its address and strides multiples of 16 bytes. Tracers know
-    no address: a cache that turns out to be unaligned then is copied."""
+    """Whether TMA and 16-byte copies can load from a cache: heads contiguous, its address and strides multiples of 16
+    bytes. Tracers know no address: a cache that turns out to be unaligned then is copied."""
     if not traced(x) and x.data_ptr() % 16:
         return False
     elements = 16 // x.element_size()

@@ -37,6 +37,8 @@ def paged_attention(
     if batch == 0:
         out = q.new_zeros((*q.shape[:2], v.shape[3]))
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=at_least_float32(q.dtype))
+        if given.sinks is not None:  # the only column that a token without a sequence sees
+            lse = lse.copy_(given.sinks[:, None])
         return (out, lse) if given.return_lse else out
     sequence = (token[:, None] >= cu_seqlens_q[None, 1:]).sum(1)  # [T]
     own = sequence.clamp(max=batch - 1)

@@ -16,9 +16,11 @@ from flashkernel.ops.decode.random_cases import random_decode, random_prefill
 
 _ROOM = "flashkernel.ops.decode"
 _HALF = (torch.bfloat16,)
+_TENSOR_CORE_DTYPES = (torch.float16, torch.bfloat16)
 _FP8, _INT8 = torch.float8_e4m3fn, torch.int8
 _QUANTISED = ("k_scale", "v_scale")
 _PAGED = ("page_table",)
+_UNALIGNED = "the cache's address, and the strides of its heads, keys and pages, must be multiples of 16 bytes"
 MOST_SEQUENCES = 4096  # every program holds all their lengths
 
 
@@ -55,8 +57,17 @@ def _hopper(call: Call) -> str | None:
     if call.facts["has_prefix"]:
         return "it has no shared prefix"
     if not call.facts["tma_aligned"]:
-        return "the cache's address, and the strides of its heads, keys and pages, must be multiples of 16 bytes"
+        return _UNALIGNED
     return _kernels(call)
+
+
+def _cuda(call: Call) -> str | None:
+    head_dim, value_dim, stored = call.facts["head_dim"], call.facts["value_dim"], call.facts["cache_dtype"].itemsize
+    if max(head_dim, value_dim) > 256 or head_dim % (16 // stored) or value_dim % (16 // stored):
+        return f"heads must be a multiple of 16 bytes and at most 256 wide, not {head_dim} and {value_dim}"
+    if not call.facts["tma_aligned"]:
+        return _UNALIGNED
+    return None
 
 
 def _not_faster(call: Call) -> str | None:
@@ -251,7 +262,7 @@ _PREFILL_CASES = (
     Case("padded", _packed(21, (0, 10, 21), (4, 2), 24, 40, 16, lengths=(40, 21)), layout="padded"),
     Case("transposed", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21)), layout="transposed"),
     Case("no-tokens", _packed(0, (0, 0), (4, 2), 16, 40, 16), {"return_lse": True}),
-    Case("no-batch", _packed(5, (0,), (4, 2), 16, 16, 16), {"return_lse": True}),
+    Case("no-batch", _packed(5, (0,), (4, 2), 16, 16, 16), {"return_lse": True}, present=("sinks",)),
     Case("fp8", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21), levels=15), present=_QUANTISED,
          dtype_of={"k": _FP8, "v": _FP8}),
     Case("everything", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21), levels=127),
@@ -286,6 +297,9 @@ def _decode_benches() -> tuple[Case, ...]:
         ]
     return (
         *found,
+        _bench("b16-32/8x128-n8192", *wide, 16, 8192, 256),
+        _bench("b16-64/8x64-n8192", *narrow, 16, 8192, 16),
+        _bench("b16-64/8x64-n8192", *narrow, 16, 8192, 256),
         _bench("gpt-oss-window-b64-n4096", *narrow, 64, 4096, 0, options={"window": 128}, present=("sinks",)),
         _bench("gpt-oss-window-b64-n4096", *narrow, 64, 4096, 16, options={"window": 128}, present=("sinks",)),
         _bench("verify4-b1-32/8x128-n8192", *wide, 1, 8192, 0, 4),
@@ -346,6 +360,7 @@ DECODE_ATTENTION = Op(
     backends=(
         backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_not_faster),
         backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
+        backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
         backends.torch_native(f"{_ROOM}.torch:decode_attention"),
         backends.reference(f"{_ROOM}.reference:decode_attention"),
     ),
@@ -366,6 +381,7 @@ PAGED_ATTENTION = Op(
     inputs=_PREFILL_INPUTS,
     backends=(
         backends.triton(f"{_ROOM}.triton", _prefill, min_arch=80),
+        backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
         backends.torch_native(f"{_ROOM}.torch:paged_attention"),
         backends.reference(f"{_ROOM}.reference:paged_attention"),
     ),

@@ -1,0 +1,567 @@
+// Device code that decoding and prefill share: a warp's query rows attend to tiles of cached keys.
+//
+// A tile is KEYS keys and as many values of one KV head, [KEYS][DIM] of STORED elements in shared memory. STORED is the
+// queries' type T, or one byte: `signed char` is int8 and `unsigned char` float8_e4m3fn, with a float32 scale per key.
+// The softmax is online, in powers of two: S = scale * log2(e) * Q K^T, P = exp2(S - m), l = sum P, O = P V.
+//
+// Rows are (query, head of the group) pairs: all query heads that share a KV head read it once. Tensor cores take 16
+// rows at a time; those that a call does not have are padding.
+
+#pragma once
+
+#include "mma.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr int PAGE_UNIT = 16;  // every page has a multiple of so many keys
+
+// Programmatic dependent launch, from sm_90 on: a kernel's blocks may become resident while the kernels before it still
+// run. It waits for those to complete before it accesses memory, and lets the next kernel start.
+__device__ inline void pdl_enter() {
+#if __CUDA_ARCH__ >= 900
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+#endif
+}
+
+__device__ inline float negative_infinity() { return __int_as_float(0xff800000); }
+
+template <typename STORED>
+constexpr bool QUANTIZED = sizeof(STORED) == 1;
+
+// The keys or the values. Strides and `width`, what a row has, are in bytes.
+struct CacheRows {
+    const unsigned char* data;
+    long long head_stride, page_stride;
+    int row_stride, width;
+};
+
+// The cache as one KV head of one sequence sees it. A contiguous cache is one page: `page_table` is null, and every key
+// has the page number `b` (the sequence) and the slot `key`. Pointers are formed where they are used: only the numbers b
+// and kv_head live through a loop, the rest are kernel parameters.
+struct Cache {
+    CacheRows k, v;
+    const float *k_scale, *v_scale;
+    long long scale_page;  // strides of scales and of the page table are in elements
+    int scale_row;
+    const int* page_table;
+    long long page_table_row;
+    int page_shift, b, kv_head;
+
+    __device__ inline int slot_of(int key) const { return key & static_cast<int>((1u << page_shift) - 1); }
+    __device__ inline int page_of(int key) const {
+        return page_table == nullptr ? b : __ldg(page_table + opaque(b) * page_table_row + (key >> page_shift));
+    }
+};
+
+// Keys that may be read: below `end`, and from `begin` on or below `sink_tokens`. Others may be uninitialized memory, or
+// lie in pages that were released.
+struct KeyBounds {
+    int end, begin, sink_tokens;
+
+    __device__ inline bool contain(int key) const { return key < end && (key >= begin || key < sink_tokens); }
+};
+
+// The K blocks that `seqlen_q` queries see, the last of which sees `seqlen` keys: the i-th is K block i for
+// i < sink_blocks, else K block i + skip.
+struct KBlocks {
+    int sink_blocks, skip, count;
+    int key_min;  // the first visible key behind the sink tokens
+
+    __device__ inline KBlocks(int seqlen, int seqlen_q, int window, int sink_tokens, int block_n) {
+        key_min = window == 0 ? 0 : max(seqlen - seqlen_q + 1 - window, 0);
+        sink_blocks = (min(key_min, sink_tokens) + block_n - 1) / block_n;
+        skip = max(key_min / block_n, sink_blocks) - sink_blocks;
+        count = (seqlen + block_n - 1) / block_n - skip;
+    }
+    __device__ inline int block(int i) const { return i < sink_blocks ? i : i + skip; }
+};
+
+// Copies of a tile of keys or values from the cache to shared memory, by THREADS threads (a warp or a block). `start`
+// issues the loads; from sm_80 on they are asynchronous (cp.async). Before, they go to registers, and `finish` stores
+// them: the loads are under way while the tensor cores work.
+//
+// Chunk c (16 bytes) of row r is stored at chunk c ^ (r % 8), so that the eight rows that ldmatrix reads at a time lie
+// in different banks. Rows of 64 bytes share 128 bytes in pairs: there the pair's number is the pattern.
+template <int ROW_BYTES>
+__device__ inline unsigned swizzle(int row) {
+    static_assert(ROW_BYTES >= 64, "a row has four chunks at least");
+    return ROW_BYTES >= 128 ? (row & 7) << 4 : ((row >> 1) & 3) << 4;
+}
+
+template <typename STORED, int KEYS, int DIM, int THREADS>
+struct CacheCopy {
+    static constexpr int ROW_BYTES = DIM * static_cast<int>(sizeof(STORED));
+    static constexpr int CHUNKS = ROW_BYTES / 16;
+    static constexpr int STEP = THREADS / CHUNKS;  // rows that all threads copy at once
+    static constexpr int COUNT = KEYS / STEP;      // chunks of a thread: one column of them, every STEP-th row
+    static constexpr bool UNIT_HAS_STEPS = STEP <= PAGE_UNIT;
+    static constexpr int PAGES = UNIT_HAS_STEPS ? KEYS / PAGE_UNIT : COUNT;  // units that a thread copies from
+    static constexpr int STEPS_PER_UNIT = COUNT / PAGES;
+    static_assert(THREADS % CHUNKS == 0 && KEYS % STEP == 0 && KEYS % PAGE_UNIT == 0, "all threads copy alike");
+
+    // Before sm_80, where the registers hold no tile next to a wide O: `finish` loads all of it, HELD chunks at a time.
+    static constexpr bool IN_PARTS = THREADS == WARP && DIM > 128;
+    static constexpr int HELD = IN_PARTS && COUNT > 8 ? 8 : COUNT;
+
+    int number[PAGES];  // page numbers, looked up before `start`
+#if !SM80
+    uint4 registers[HELD];
+#endif
+
+    // Rows of a unit begin where those of the unit before end.
+    static constexpr int UNIT_ROWS = STEPS_PER_UNIT * STEP;
+
+    __device__ static inline int thread() { return reread_thread_index() % THREADS; }
+
+    __device__ inline void look_up(const Cache& cache, int first_key, const KeyBounds& bounds) {
+        const int unit_begin = UNIT_HAS_STEPS ? 0 : thread() / CHUNKS / PAGE_UNIT * PAGE_UNIT;
+#pragma unroll
+        for (int unit = 0; unit < PAGES; ++unit) {
+            const int key = first_key + unit_begin + unit * UNIT_ROWS;
+            number[unit] = key < bounds.end ? cache.page_of(key) : 0;
+        }
+    }
+
+    // Where the thread's first row is stored. Its others are multiples of STEP below: they share no bits with the first,
+    // nor do their swizzles.
+    __device__ static inline unsigned target(unsigned tile, int row, int chunk) {
+        return tile + row * ROW_BYTES + ((chunk * 16) ^ swizzle<ROW_BYTES>(row));
+    }
+
+    // The thread's chunks [begin, end). Rows out of bounds and bytes from `width` on become zero.
+    __device__ inline void load(int begin, int end, unsigned tile, const Cache& cache, const CacheRows& rows,
+                                int first_key, const KeyBounds& bounds) {
+        const int own = thread(), row = own / CHUNKS, chunk = own % CHUNKS;
+        const bool in_columns = chunk * 16 < rows.width;
+        const unsigned own_target = target(tile, row, chunk);
+#pragma unroll
+        for (int unit = 0; unit < PAGES; ++unit) {
+            const int key = first_key + unit * UNIT_ROWS + row;
+            const unsigned char* source = rows.data + opaque(cache.kv_head) * rows.head_stride +
+                                          opaque(number[unit]) * rows.page_stride +
+                                          static_cast<long long>(cache.slot_of(key)) * rows.row_stride + chunk * 16;
+#pragma unroll
+            for (int step = 0; step < STEPS_PER_UNIT; ++step, source += STEP * rows.row_stride) {
+                const int i = unit * STEPS_PER_UNIT + step;
+                if (i < begin || i >= end) continue;
+                const bool inside = in_columns && bounds.contain(key + step * STEP);
+#if SM80
+                cp_async_16((own_target + i * STEP * ROW_BYTES) ^ swizzle<ROW_BYTES>(i * STEP), source, inside);
+#else
+                registers[i % HELD] = inside ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+#endif
+            }
+        }
+    }
+
+#if SM80
+    __device__ inline void start(unsigned tile, const Cache& cache, const CacheRows& rows, int first_key,
+                                 const KeyBounds& bounds) {
+        load(0, COUNT, tile, cache, rows, first_key, bounds);
+    }
+#else
+    __device__ inline void start(unsigned tile, const Cache& cache, const CacheRows& rows, int first_key,
+                                 const KeyBounds& bounds) {
+        if (!IN_PARTS) load(0, COUNT, tile, cache, rows, first_key, bounds);
+    }
+    // Stores what `start` loaded; the arguments are the same.
+    __device__ inline void finish(unsigned tile, const Cache& cache, const CacheRows& rows, int first_key,
+                                  const KeyBounds& bounds) {
+        if (!IN_PARTS) store(0, tile);
+#pragma unroll
+        for (int begin = 0; IN_PARTS && begin < COUNT; begin += HELD) {
+            load(begin, begin + HELD, tile, cache, rows, first_key, bounds);
+            store(begin, tile);
+        }
+    }
+    __device__ inline void store(int begin, unsigned tile) {
+        const int own = thread();
+        const unsigned own_target = target(tile, own / CHUNKS, own % CHUNKS);
+#pragma unroll
+        for (int i = begin; i < begin + HELD; ++i)
+            store_shared((own_target + i * STEP * ROW_BYTES) ^ swizzle<ROW_BYTES>(i * STEP), registers[i % HELD]);
+    }
+#endif
+};
+
+// The scales of a tile's keys, then of its values: float32 [2][KEYS] in shared memory. Nothing without scales.
+template <typename STORED, int KEYS, int THREADS>
+struct ScaleCopy {
+    static constexpr int COUNT = QUANTIZED<STORED> ? (2 * KEYS + THREADS - 1) / THREADS : 0;
+#if !SM80
+    float registers[COUNT + 1];
+#endif
+
+    __device__ inline void start(unsigned scales, const Cache& cache, int first_key, const KeyBounds& bounds) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int index = static_cast<int>(threadIdx.x) % THREADS + i * THREADS;
+            const int key = first_key + index % KEYS;
+            const bool inside = index < 2 * KEYS && bounds.contain(key);
+            const long long page = inside ? cache.page_of(key) : 0;
+            const float* source = (index < KEYS ? cache.k_scale : cache.v_scale) + cache.kv_head +
+                                  page * cache.scale_page + static_cast<long long>(cache.slot_of(key)) * cache.scale_row;
+#if SM80
+            if (index < 2 * KEYS) cp_async_4(scales + index * 4, source, inside);
+#else
+            registers[i] = inside ? *source : 0.f;
+#endif
+        }
+    }
+
+#if !SM80
+    __device__ inline void finish(unsigned scales) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int index = static_cast<int>(threadIdx.x) % THREADS + i * THREADS;
+            if (index < 2 * KEYS) store_shared(scales + index * 4, __float_as_uint(registers[i]));
+        }
+    }
+#endif
+};
+
+// Four stored bytes as two registers of two T each: `even` has bytes 0 and 2, `odd` has bytes 1 and 3. That is the order
+// in which a 32-bit word splits with two masks; the columns of Q and O are permuted to match (`query_position`,
+// `column_of`).
+__device__ inline unsigned subtract_halves(unsigned a, unsigned b) {
+    const __half2 c = __hsub2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const unsigned&>(c);
+}
+__device__ inline unsigned multiply_halves(unsigned a, unsigned b) {
+    const __half2 c = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const unsigned&>(c);
+}
+
+// int8: 0x6400 | u is the half 1024 + u, where u = value + 128.
+__device__ inline void widen(unsigned bytes, unsigned& even, unsigned& odd, signed char, __half) {
+    const unsigned u = bytes ^ 0x80808080u;
+    even = subtract_halves((u & 0x00ff00ffu) | 0x64006400u, 0x64806480u);
+    odd = subtract_halves(((u >> 8) & 0x00ff00ffu) | 0x64006400u, 0x64806480u);
+}
+// bfloat16 has too few bits for that; 0x4b000000 | u is the float 2^23 + u.
+__device__ inline void widen(unsigned bytes, unsigned& even, unsigned& odd, signed char, __nv_bfloat16) {
+    const unsigned u = bytes ^ 0x80808080u;
+    float value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[i] = __uint_as_float(0x4b000000u | ((u >> (8 * i)) & 0xffu)) - 8388736.f;
+    even = pack<__nv_bfloat16>(value[0], value[2]);
+    odd = pack<__nv_bfloat16>(value[1], value[3]);
+}
+// float8_e4m3fn: its exponent and mantissa, seven bits below those of a half, are the value times 2^-8, subnormal ones
+// included. Seven ones are NaN: the carry of + 1 sets the exponent's highest bit.
+__device__ inline unsigned halves_of_fp8(unsigned bytes) {
+    const unsigned magnitude = bytes & 0x007f007fu;
+    const unsigned nan = ((magnitude + 0x00010001u) & 0x00800080u) << 7;
+    return multiply_halves(((bytes & 0x00800080u) << 8) | (magnitude << 7) | nan, 0x5c005c00u);
+}
+__device__ inline void widen(unsigned bytes, unsigned& even, unsigned& odd, unsigned char, __half) {
+    even = halves_of_fp8(bytes & 0x00ff00ffu);
+    odd = halves_of_fp8((bytes >> 8) & 0x00ff00ffu);
+}
+__device__ inline void widen(unsigned bytes, unsigned& even, unsigned& odd, unsigned char, __nv_bfloat16) {
+    unsigned halves[2];
+    widen(bytes, halves[0], halves[1], static_cast<unsigned char>(0), __half());
+    const float2 low = __half22float2(reinterpret_cast<const __half2&>(halves[0]));
+    const float2 high = __half22float2(reinterpret_cast<const __half2&>(halves[1]));
+    even = pack<__nv_bfloat16>(low.x, low.y);
+    odd = pack<__nv_bfloat16>(high.x, high.y);
+}
+
+// O is [16 rows][DIM] in tiles of 8 columns; this lane has two columns of each. Of a quantized cache two tiles interleave.
+template <typename STORED>
+__device__ inline int column_of(int tile, int i, int pair) {
+    return QUANTIZED<STORED> ? tile / 2 * 16 + 4 * pair + 2 * i + tile % 2 : tile * 8 + 2 * pair + i;
+}
+
+// Rows of Q to a swizzled tile [ROWS][DIM] in shared memory, by THREADS threads; row r begins at source(r), or is zero
+// where that is null. With a quantized cache the even columns of 16 come before the odd ones, as `widen` has them.
+template <typename T, typename STORED, int ROWS, int DIM, int THREADS, typename SOURCE>
+__device__ inline void load_queries(unsigned tile, int head_dim, SOURCE source) {
+    constexpr int CHUNKS = DIM / CHUNK;
+#pragma unroll
+    for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
+        const int row = index / CHUNKS, chunk = index % CHUNKS;
+        const T* from = source(row);
+        const bool inside = from != nullptr && chunk * CHUNK < head_dim;
+        const uint4 value = inside ? *reinterpret_cast<const uint4*>(from + chunk * CHUNK) : make_uint4(0, 0, 0, 0);
+        if constexpr (!QUANTIZED<STORED>) {
+            store_shared(tile + swizzled<DIM>(row, chunk), value);
+        } else {
+            const unsigned pairs[4] = {value.x, value.y, value.z, value.w};
+            const unsigned half = chunk % 2 * 8;  // this chunk has the first or the last 8 of the 16 columns
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const unsigned a = pairs[2 * i], b = pairs[2 * i + 1];
+                store_shared(tile + swizzled<DIM>(row, chunk & ~1) + half + 4 * i, (a & 0xffffu) | (b << 16));
+                store_shared(tile + swizzled<DIM>(row, chunk | 1) + half + 4 * i, (a >> 16) | (b & 0xffff0000u));
+            }
+        }
+    }
+}
+
+// What this lane's rows may see: row `half` of row tile m is 16 m + lane / 4 + 8 half.
+template <int MT>
+struct RowBounds {
+    int end[MT][2];   // the first key that the row does not see
+    int sink_tokens;
+    int window;       // 0: none
+    int least_end, most_begin;  // over the rows: keys between them are visible to all
+
+    __device__ inline bool sees_all(int first_key, int keys) const {
+        return first_key + keys <= least_end && (first_key >= most_begin || first_key + keys <= sink_tokens);
+    }
+    __device__ inline bool visible(int m, int half, int key) const {
+        const bool in_window = window == 0 || key >= end[m][half] - window || key < sink_tokens;
+        return key < end[m][half] && in_window;
+    }
+};
+
+// O, unnormalized, with the row maxima m and the row sums l (of this lane's columns alone) after the tiles so far.
+template <int DIM, int MT>
+struct SoftmaxState {
+    float o[MT][DIM / 8][4];
+    float row_max[MT][2], row_sum[MT][2];
+
+    __device__ inline void clear() {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            row_max[m][0] = row_max[m][1] = negative_infinity();
+            row_sum[m][0] = row_sum[m][1] = 0.f;
+#pragma unroll
+            for (int d = 0; d < DIM / 8; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.f;
+        }
+    }
+};
+
+// Lane addresses of ldmatrix into Q, K and V. A lane's row is a multiple of 8 plus lane % 8, and tiles begin at multiples
+// of their row: to move by two chunks is an exclusive or with a constant.
+template <typename STORED, int DIM>
+struct LaneOffsets {
+    static constexpr int ROW_BYTES = DIM * static_cast<int>(sizeof(STORED));
+    unsigned q, k, v;
+
+    __device__ inline LaneOffsets() {
+        const int lane_row = static_cast<int>(threadIdx.x) % 8, matrix = static_cast<int>(threadIdx.x) % WARP / 8;
+        const int low = matrix & 1, high = matrix >> 1;
+        q = (low * 8 + lane_row) * DIM * 2 + ((high * 16) ^ swizzle<DIM * 2>(lane_row));
+        v = (low * 8 + lane_row) * ROW_BYTES + ((high * 16) ^ swizzle<ROW_BYTES>(lane_row));
+        // 16-bit keys: two chunks are the 16 columns of one step. Bytes: one chunk is.
+        const int key_half = QUANTIZED<STORED> ? low : high, chunk = QUANTIZED<STORED> ? high : low;
+        k = (key_half * 8 + lane_row) * ROW_BYTES + ((chunk * 16) ^ swizzle<ROW_BYTES>(lane_row));
+    }
+};
+
+// S = Q K^T of MT x 16 rows and KEYS keys.
+template <typename T, typename STORED, int DIM, int KEYS, int MT>
+__device__ inline void multiply_qk(float (&s)[MT][KEYS / 8][4], unsigned q_address, unsigned k_address) {
+    constexpr int ROW_BYTES = DIM * static_cast<int>(sizeof(STORED));
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+    // A step is 16 columns. One ldmatrix of 16-bit keys has 16 keys of one step, one of bytes has those of two steps.
+    constexpr int STEPS = QUANTIZED<STORED> ? 2 : 1;
+    q_address = opaque(q_address);  // the addresses of all steps would live through the caller's loop
+    k_address = opaque(k_address);
+#pragma unroll 4
+    for (int kk = 0; kk < DIM / 16; kk += STEPS) {
+        unsigned qa[STEPS][MT][4];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int m = 0; m < MT; ++m) ldmatrix(qa[step][m], (q_address ^ ((kk + step) * 32)) + m * 16 * DIM * 2);
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n += 2) {
+            unsigned kb[4];
+            ldmatrix(kb, (k_address ^ (kk / STEPS * 32)) + n * 8 * ROW_BYTES);
+            if constexpr (!QUANTIZED<STORED>) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    mma<T>(s[m][n], qa[0][m], kb[0], kb[1]);
+                    mma<T>(s[m][n + 1], qa[0][m], kb[2], kb[3]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    unsigned even, odd;
+                    widen(kb[i], even, odd, STORED(), T());
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) mma<T>(s[m][n + i % 2], qa[i / 2 % STEPS][m], even, odd);
+                }
+            }
+        }
+    }
+}
+
+// From products to scores in powers of two; keys that a row does not see get -inf. `scales` are the tile's.
+template <typename STORED, int KEYS, int MT>
+__device__ inline void scale_and_mask(float (&s)[MT][KEYS / 8][4], const RowBounds<MT>& rows, const float* scales,
+                                      int first_key, float scale, float softcap) {
+    const int pair = static_cast<int>(threadIdx.x) % 4;
+    const bool masked = !rows.sees_all(first_key, KEYS);
+    const float factor = softcap > 0.f ? scale / softcap : scale * LOG2E;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n) {
+        float key_factor[2] = {factor, factor};
+        if constexpr (QUANTIZED<STORED>) {
+            key_factor[0] *= scales[n * 8 + 2 * pair];
+            key_factor[1] *= scales[n * 8 + 2 * pair + 1];
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[m][n][i] *= key_factor[i % 2];
+    }
+    if (softcap > 0.f) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[m][n][i] = softcap * LOG2E * tanhf(s[m][n][i]);
+    }
+    if (masked) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (!rows.visible(m, i / 2, first_key + n * 8 + 2 * pair + i % 2)) s[m][n][i] = negative_infinity();
+    }
+}
+
+// Online softmax: S becomes P; m, l and O are brought to the new row maxima.
+template <int DIM, int KEYS, int MT>
+__device__ inline void update_softmax(SoftmaxState<DIM, MT>& state, float (&s)[MT][KEYS / 8][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float row_max = state.row_max[m][half];
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) row_max = fmaxf(row_max, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+            row_max = row_max_of(row_max);
+            const float base = row_max == negative_infinity() ? 0.f : row_max;
+            const float rescale = exp2_approx(state.row_max[m][half] - base);
+            state.row_max[m][half] = row_max;
+            float row_sum = state.row_sum[m][half] * rescale;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                    s[m][n][i] = exp2_approx(s[m][n][i] - base);
+                    row_sum += s[m][n][i];
+                }
+            state.row_sum[m][half] = row_sum;
+#pragma unroll
+            for (int d = 0; d < DIM / 8; ++d) {
+                state.o[m][d][2 * half] *= rescale;
+                state.o[m][d][2 * half + 1] *= rescale;
+            }
+        }
+}
+
+// O += P V, 16 keys at a time: two accumulator tiles of P are one operand. A value's scale multiplies its column of P.
+template <typename T, typename STORED, int DIM, int KEYS, int MT>
+__device__ inline void multiply_pv(SoftmaxState<DIM, MT>& state, float (&s)[MT][KEYS / 8][4], const float* scales,
+                                   unsigned v_address) {
+    constexpr int ROW_BYTES = DIM * static_cast<int>(sizeof(STORED));
+    const int pair = static_cast<int>(threadIdx.x) % 4;
+    v_address = opaque(v_address);
+#pragma unroll
+    for (int kk = 0; kk < KEYS / 16; ++kk) {
+        if constexpr (QUANTIZED<STORED>) {
+#pragma unroll
+            for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
+                const float scale[2] = {scales[KEYS + n * 8 + 2 * pair], scales[KEYS + n * 8 + 2 * pair + 1]};
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) s[m][n][i] *= scale[i % 2];
+            }
+        }
+        unsigned p[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* c = s[m][2 * kk + i / 2];
+                p[m][i] = pack<T>(c[2 * (i % 2)], c[2 * (i % 2) + 1]);
+            }
+#pragma unroll
+        for (int pairs = 0; pairs < ROW_BYTES / 32; ++pairs) {  // two chunks of V at a time
+            unsigned vb[4];
+            ldmatrix_transposed(vb, (v_address ^ (pairs * 32)) + kk * 16 * ROW_BYTES);
+            if constexpr (!QUANTIZED<STORED>) {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    mma<T>(state.o[m][2 * pairs], p[m], vb[0], vb[1]);
+                    mma<T>(state.o[m][2 * pairs + 1], p[m], vb[2], vb[3]);
+                }
+            } else {
+#pragma unroll
+                for (int chunk = 0; chunk < 2; ++chunk) {  // 16 columns: the even and the odd ones are a tile each
+                    unsigned even[2], odd[2];
+                    widen(vb[2 * chunk], even[0], odd[0], STORED(), T());
+                    widen(vb[2 * chunk + 1], even[1], odd[1], STORED(), T());
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) {
+                        mma<T>(state.o[m][4 * pairs + 2 * chunk], p[m], even[0], even[1]);
+                        mma<T>(state.o[m][4 * pairs + 2 * chunk + 1], p[m], odd[0], odd[1]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// A learned sink per head, in one of the three types that a model may have: one more column of the softmax, in the
+// denominator alone.
+enum SinkType { NO_SINKS, FLOAT_SINKS, HALF_SINKS, BFLOAT16_SINKS };
+
+__device__ inline float load_sink(const void* sinks, int type, int head) {
+    if (type == FLOAT_SINKS) return static_cast<const float*>(sinks)[head] * LOG2E;
+    if (type == HALF_SINKS) return __half2float(static_cast<const __half*>(sinks)[head]) * LOG2E;
+    if (type == BFLOAT16_SINKS) return __bfloat162float(static_cast<const __nv_bfloat16*>(sinks)[head]) * LOG2E;
+    return negative_infinity();
+}
+
+// From a row's max and sum (and sink) to what its O is multiplied by, and its LSE.
+struct RowResult {
+    float inverse, lse;
+};
+__device__ inline RowResult finish_row(float row_max, float row_sum, float sink) {
+    const float higher = fmaxf(row_max, sink);
+    const float base = higher == negative_infinity() ? 0.f : higher;
+    const float rescale = exp2_approx(row_max - base);
+    const float sum = row_sum * rescale + exp2_approx(sink - base);
+    if (sum == 0.f) return {0.f, negative_infinity()};
+    return {rescale / sum, (base + log2f(sum)) * LN2};
+}
+
+// Block-wide sums in the order of the threads.
+struct BlockSum {
+    int before, total;  // of the threads before this one, and of all
+};
+template <int THREADS>
+__device__ inline BlockSum block_sum(int value, int* scratch) {  // scratch: [THREADS / WARP]
+    const int lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP;
+    int sum = value;
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const int other = __shfl_up_sync(ALL_LANES, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    if (lane == WARP - 1) scratch[warp] = sum;
+    __syncthreads();
+    BlockSum result{sum - value, 0};
+#pragma unroll
+    for (int w = 0; w < THREADS / WARP; ++w) {
+        if (w < warp) result.before += scratch[w];
+        result.total += scratch[w];
+    }
+    __syncthreads();
+    return result;
+}
