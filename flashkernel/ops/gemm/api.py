@@ -79,7 +79,10 @@ def linear(
     gated = isinstance(activation, Gate) or (isinstance(activation, str) and activation in GATES)
     sizes = _check_weights(x, weights, biases, gated)
     _check_extras(x, sizes, residual, norm_weight, splits, len(weights) > 1 and not gated)
-    chosen = choose(spec.LINEAR, backend, x.device, x.dtype, rows=spec.row_class(x.shape[:-1].numel()))
+    chosen = choose(
+        spec.LINEAR, backend, x.device, x.dtype, rows=spec.row_class(x.shape[:-1].numel()),
+        transposed=weights[0].shape[1] > 1 and weights[0].stride(1) != 1,
+    )  # fmt: skip
     if chosen.composite:
         return chosen.run(
             x, weight, bias, residual, norm_weight,

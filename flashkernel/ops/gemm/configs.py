@@ -1,4 +1,6 @@
-"""Launch configs of the linear layer's kernels: which kernel, its tile, and how many programs share the work.
+"""Launch configs of the linear layer's kernels, in Triton (`LinearConfig`) and in CUDA C++ (`TileConfig`).
+
+A config says which kernel runs, its tile, and how many programs share the work.
 
 The weight is read once whatever the config; what differs is how many bytes are in flight, how evenly they are spread
 over the SMs, and how often x is read again.
@@ -155,3 +157,89 @@ def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> st
 
 
 LINEAR = Tunable("linear", LinearConfig, _heuristic, _space, _valid, _bucket)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile of the CUDA C++ kernel: `block_m` rows by `block_n` columns of products, `block_k` of the sum at a time.
+
+    `warps_m` by `warps_n` warps share a tile. `stages` buffers are filled ahead of the tensor cores: 2 on Turing, which
+    has no asynchronous copies. `splits` blocks share the sum of each tile.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    splits: int = 1
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The kernel's template arguments."""
+        return (self.block_m, self.block_n, self.block_k, self.warps_m, self.warps_n, self.stages)
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * self.stages * self.block_k * (self.block_m + self.block_n)
+
+
+MAX_SPLITS = 16
+_SPLIT_STEPS = 4  # K steps that are worth a block of their own
+
+CUDA_TILES = {  # by the rows they are for, with the stages from sm_80 on
+    16: TileConfig(16, 64, 64, 1, 4, 4),
+    32: TileConfig(32, 64, 64, 1, 4, 4),
+    64: TileConfig(64, 64, 64, 2, 2, 3),
+    128: TileConfig(128, 128, 32, 2, 4, 4),
+}
+
+
+def cuda_tile_config(rows: int, arch: int) -> TileConfig:
+    """The tile for so many rows, without splits."""
+    config = next((config for most, config in CUDA_TILES.items() if rows <= most), CUDA_TILES[128])
+    return config if arch >= 80 else replace(config, stages=2)
+
+
+def _cuda_tiles(config: TileConfig, shape: Mapping[str, int]) -> int:
+    width = config.block_n // shape["streams"]
+    return ceil_div(shape["rows"], config.block_m) * ceil_div(shape["columns"], width)
+
+
+def _cuda_heuristic(device: Device, shape: Mapping[str, int]) -> TileConfig:
+    config = cuda_tile_config(shape["rows"], device.arch)
+    if config.block_m == 128 and _cuda_tiles(config, shape) < device.sms:
+        config = cuda_tile_config(64, device.arch)  # smaller tiles keep more SMs busy
+    tiles, steps = _cuda_tiles(config, shape), ceil_div(shape["inner"], config.block_k)
+    if tiles == 0 or tiles >= device.sms:
+        return config
+    splits = min(MAX_SPLITS, steps // _SPLIT_STEPS, ceil_div(2 * device.sms, tiles))
+    return replace(config, splits=max(1, splits))
+
+
+def _cuda_space(device: Device, shape: Mapping[str, int]) -> Iterator[TileConfig]:
+    for rows in CUDA_TILES:
+        for splits in (1, 2, 3, 4, 6, 8, 12, MAX_SPLITS):
+            yield replace(cuda_tile_config(rows, device.arch), splits=splits)
+
+
+def _cuda_valid(config: TileConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    tiles = [known.tile[:5] for known in CUDA_TILES.values()]
+    if config.tile[:5] not in tiles:
+        return f"{config} is no tile of the kernel; there are {', '.join(map(str, tiles))}"
+    if not 1 <= config.splits <= MAX_SPLITS:
+        return f"{config.splits} splits; there are 1 to {MAX_SPLITS}"
+    if device.arch < 80 and config.stages != 2:
+        return f"{config.stages} stages need asynchronous copies, which sm_80 has"
+    if device.shared_per_block and config.shared_bytes > device.shared_per_block:
+        return f"{config} needs {config.shared_bytes} bytes of shared memory; a block has {device.shared_per_block}"
+    return None
+
+
+def _cuda_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    rows = min(power_of_2(shape["rows"]), 1 << 14)
+    return (rows, shape["columns"], shape["inner"], shape["streams"])
+
+
+CUDA_LINEAR = Tunable("linear_cuda", TileConfig, _cuda_heuristic, _cuda_space, _cuda_valid, _cuda_bucket)

@@ -25,12 +25,25 @@ def row_class(rows: int) -> str:
     return _FEW if rows <= VECTOR_ROWS else _SOME if rows <= MOST_ROWS else _MANY
 
 
+_CUBLAS = f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
+
+
 def _rows(call: Call) -> str | None:
     if call.facts["rows"] == _MANY:
-        return f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
-    if call.facts["rows"] == _SOME and call.device.kind == "cuda" and call.device.arch < 80:
-        return f"more than {VECTOR_ROWS} rows need tensor cores, which Triton has from sm_80 on"
+        return _CUBLAS
+    if call.device.kind == "cuda" and call.device.arch < 80:
+        if call.facts["rows"] == _SOME:
+            return f"more than {VECTOR_ROWS} rows need tensor cores, which Triton has from sm_80 on"
+        if call.facts["transposed"]:
+            return "weights stored (in, out) need tensor cores, which Triton has from sm_80 on"
     return None
+
+
+def _others_are_faster(call: Call) -> str | None:
+    """CUDA C++ fills the hole that Triton leaves before sm_80."""
+    if call.facts["rows"] == _MANY:
+        return _CUBLAS
+    return "Triton's kernels serve few rows from sm_80 on" if call.device.arch >= 80 else None
 
 
 class _Residual(Input):
@@ -212,6 +225,12 @@ LINEAR = Op(
     inputs=_INPUTS,
     backends=(
         backends.triton(f"{_ROOM}.triton", _rows),
+        backends.cuda(
+            f"{_ROOM}.cuda",
+            dtypes=(torch.float16, torch.bfloat16),
+            auto_devices=("cuda",),
+            deprioritised=_others_are_faster,
+        ),
         backends.torch_native(f"{_ROOM}.torch:linear"),
         backends.reference(f"{_ROOM}.reference:linear"),
     ),

@@ -152,6 +152,7 @@ ROPE = Op(
     inputs=_INPUTS,
     backends=(
         backends.triton(f"{_ROOM}.triton"),
+        backends.cuda(f"{_ROOM}.cuda"),
         backends.torch_native(f"{_ROOM}.torch:rope"),
         backends.reference(f"{_ROOM}.reference:rope"),
     ),
