@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashkernel.core import device as devices
 from flashkernel.engine import hub
 from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
@@ -43,8 +44,8 @@ class EngineArgs:
 
     Args:
         device: "cpu", "cuda" or "cuda:1"; the GPU if there is one.
-        dtype: Of weights and activations: "float32", "float16" or "bfloat16". By default float32 on a CPU, on a GPU
-            the dtype that the model is stored in.
+        dtype: Of weights and activations: "float32", "float16" or "bfloat16". By default float32 on a CPU; on a GPU
+            the dtype that the model is stored in, or float16 for bfloat16 on a GPU that has none (before sm_80).
         max_model_len: Most tokens of a sequence, prompt and output together; by default the model's own limit, if the
             KV cache holds it.
         max_num_seqs: Most sequences that run at the same time; further requests wait. 256 on a GPU, 64 on a CPU.
@@ -406,8 +407,23 @@ def _load(
     checkpoint = open_checkpoint(path)
     device = _device(args.device)
     stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
-    name = args.dtype or ("float32" if device.type == "cpu" else stored if stored in DTYPES else "bfloat16")
-    return load_model(checkpoint, device, DTYPES[name], progress), checkpoint.tokenizer()
+    dtype = _dtype(args.dtype, stored, devices.properties(device))
+    return load_model(checkpoint, device, dtype, progress), checkpoint.tokenizer()
+
+
+def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.dtype:
+    """The dtype of weights and activations; ValueError for one that the device does not compute in."""
+    half = devices.half_dtype(device)
+    if requested is not None:
+        if requested == "bfloat16" and half != torch.bfloat16:
+            raise ValueError(
+                f"engine: bfloat16 needs sm_80 or newer, and {device.name} is sm_{device.arch}; use dtype='float16'"
+            )
+        return DTYPES[requested]
+    if device.kind == "cpu":
+        return torch.float32
+    wanted = DTYPES.get(stored, torch.bfloat16)
+    return half if wanted == torch.bfloat16 else wanted
 
 
 def _device(name: str | None) -> torch.device:

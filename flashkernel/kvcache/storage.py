@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashkernel.core.device import half_dtype, properties
+
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, *QUANTIZED)
 
@@ -47,7 +49,8 @@ class PageStorage:
         kv_heads: KV heads per layer.
         head_dim: width of a key.
         value_dim: width of a value; None is head_dim.
-        dtype: bfloat16, float16, float32, float8_e4m3fn or int8; the last two come with scales.
+        dtype: bfloat16, float16, float32, float8_e4m3fn or int8; the last two come with scales. None is bfloat16, or
+            float16 on a GPU that has no bfloat16 (before sm_80).
         device: where the tensors are.
 
     Returns:
@@ -70,9 +73,11 @@ class PageStorage:
         head_dim: int,
         *,
         value_dim: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        if dtype is None:
+            dtype = half_dtype(properties(torch.device(device)))
         if dtype not in DTYPES:
             names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
             raise ValueError(f"kvcache: keys and values cannot be kept in {dtype}; they can in {names}")
