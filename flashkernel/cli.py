@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashkernel import __version__
-from flashkernel.commands import bench, check, demo, machine, models, report, text
+from flashkernel.commands import bench, check, demo, machine, models, profile, report, text
 
 app = typer.Typer(
     help="FlashKernel: kernels for LLMs. See what runs on this machine, check it, time it, and generate text with it.",
@@ -28,6 +28,8 @@ COMMANDS: dict[Callable[..., Any], str] = {  # each with an example, in the orde
     machine.explain: "explain rms_norm rows=4096 width=8192 --dtype bfloat16 --device h200",
     check.check: "check rms_norm --backend triton --dtype float16",
     bench.bench: "bench rms_norm softmax --case '16384x4096' --save results/h200",
+    profile.profile: "profile attention --backend triton --case 'd128-n4096*' --save results/h200",
+    profile.roofline: "roofline --device t4 --from results/h200",
     models.step: "step --tokens 8192 --save results/h200",
     models.e2e: "e2e --model llama-3.2-1b --runner engine --batch 1 16 64 --save results/h200",
     demo.demo: "demo --check --quick",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flashkernel.core.roofline import Ceilings
     from flashkernel.lab.bench import BenchOptions
     from flashkernel.lab.results import Record
+    from flashkernel.lab.suites import Suite
 
 CPU_BUDGET_S, GPU_BUDGET_S = 0.1, 1.0
 
@@ -43,6 +44,12 @@ def bench(
     host: Annotated[
         bool, typer.Option("--host", help="Time the host side of calls instead, against torch's own functions.")
     ] = False,
+    suite: Annotated[
+        str | None, typer.Option(help="A grid over several operators, saved as DIR/<suite>.json: turing.")
+    ] = None,
+    max_autotune: Annotated[
+        bool, typer.Option("--max-autotune", help="Of a suite: time torch.compile(mode='max-autotune') too; slow.")
+    ] = False,
     commit: Commit = None,
     format: Formatted = Format.table,
 ) -> None:
@@ -50,25 +57,31 @@ def bench(
     if host:
         return _bench_host(names, case, device, save, commit, format)
     with progress.report_errors():
-        from flashkernel.lab import selection
+        from flashkernel.lab import selection, suites
         from flashkernel.lab.bench import BenchOptions
 
         target = selection.device(device)
-        chosen = selection.operators(names)
         on_cpu = target.type == "cpu"
         most = scale if scale is not None else selection.CPU_ELEMENTS if on_cpu else 0
-        work = selection.bench_work(chosen, case, selection.dtypes(dtype), selection.hardware(str(target)), most)
+        grid = None if suite is None else suites.find(suite)
+        if max_autotune and grid is None:
+            raise ValueError("--max-autotune goes with --suite; --impl compile times torch.compile's default mode")
+        chosen = selection.operators(names or (None if grid is None else list(grid.cases)))
+        benches = (lambda op: op.benches) if grid is None else (lambda op: grid.cases.get(op.name, ()))
+        hardware = selection.hardware(str(target))
+        work = selection.bench_work(chosen, case, selection.dtypes(dtype), hardware, most, benches)
         options = BenchOptions(
             target,
-            directions=[one.value for one in direction] if direction else None,
+            directions=[one.value for one in direction] if direction else None if grid is None else grid.directions,
             implementations=selection.implementations(chosen, impl),
-            budget_s=budget or (CPU_BUDGET_S if on_cpu else GPU_BUDGET_S),
+            budget_s=budget or (CPU_BUDGET_S if on_cpu else GPU_BUDGET_S if grid is None else grid.budget_s),
+            baselines=[suites.MAX_AUTOTUNE] if max_autotune else [],
         )
     if most:
         progress.log(
             f"cases are shrunk to at most {most} input elements, as in 16384x4096~256x4096; --scale 0 does not"
         )
-    run = _Run(work, options, save, commit)
+    run = _Run(work, options, save, commit, grid)
     with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
         run.measure(bar)
     output.show_records(format, run.records, selection.hardware(str(target)).name, run.ceilings)
@@ -85,9 +98,14 @@ class _Run:
     """A benchmark run; its attributes keep what was measured when it is interrupted."""
 
     def __init__(
-        self, work: Sequence[tuple[Op, Case, torch.dtype]], options: BenchOptions, save: Path | None, commit: str | None
+        self,
+        work: Sequence[tuple[Op, Case, torch.dtype]],
+        options: BenchOptions,
+        save: Path | None,
+        commit: str | None,
+        suite: Suite | None = None,
     ) -> None:
-        self.work, self.options, self.save, self.commit = work, options, save, commit
+        self.work, self.options, self.save, self.commit, self.suite = work, options, save, commit, suite
         self.records: list[Record] = []
         self.notes: dict[str, None] = {}
         self.ceilings: Ceilings | None = None
@@ -105,20 +123,31 @@ class _Run:
         options = replace(
             self.options, ceilings=self.ceilings, on_progress=bar.describe, on_note=lambda text: self._note(text)
         )
-        names = dict.fromkeys(op.name for op, _, _ in self.work)
+        names = dict.fromkeys(self._file(op) for op, _, _ in self.work)
         with progress.report_errors():
             files = {name: ResultsFile.in_folder(self.save, name, self.ceilings, self.commit) for name in names}
         for op, case, dtype in self.work:
             of_case = []
-            for record in measure(op, case, dtype, options):
+            for record in measure(op, case, dtype, self._options_of(op, options)):
                 of_case.append(record)
                 self.records.append(record)
-            file = files[op.name]
+            file = files[self._file(op)]
             if of_case and file is not None:
                 file.add(of_case)
             bar.advance()
             if of_case:
                 bar.log_line(tables.line(of_case))
+
+    def _file(self, op: Op) -> str:
+        """A suite has one file for all its operators."""
+        return op.name if self.suite is None else self.suite.name
+
+    def _options_of(self, op: Op, options: BenchOptions) -> BenchOptions:
+        """A suite times implementations of its own choice, unless some are named."""
+        if self.suite is None or options.implementations:
+            return options
+        named = (*self.suite.implementations[op.name], *(baseline.name for baseline in options.baselines))
+        return replace(options, implementations=named)
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
@@ -149,7 +178,7 @@ def _bench_host(
         if save is not None:
             bar.describe("measuring memory bandwidth and matmul rate")
             with progress.report_errors():
-                file = ResultsFile.in_folder(save, host.OP, roofline.ceilings(target, ["bfloat16"]), commit)
+                file = ResultsFile.in_folder(save, host.OP, roofline.ceilings(target, [host.dtype_of(target)]), commit)
         for case, found in zip(cases, host.measure(cases, target)):
             bar.describe(case.name)
             bar.advance()

@@ -44,10 +44,11 @@ def ops(
 ) -> None:
     """Show which backends support each operator on a device, and which one is the default."""
     with progress.report_errors():
+        from flashkernel.core import device as devices
         from flashkernel.lab import selection
 
         hardware = selection.hardware(device)
-        wanted = (selection.dtypes([dtype] if dtype else None) or [selection.default_dtype(hardware)])[0]
+        wanted = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(hardware)])[0]
         chosen = selection.operators(names)
         answers = {op.name: selection.explain_case(op, op.benches[0], wanted, hardware) for op in chosen}
         backends = list(dict.fromkeys(backend.name for op in chosen for backend in op.backends))
@@ -91,12 +92,13 @@ def explain(
 ) -> None:
     """Explain which backend a call runs on and why each other one does not. Launches and allocates nothing."""
     with progress.report_errors():
+        from flashkernel.core import device as devices
         from flashkernel.lab import selection
 
         hardware = selection.hardware(device)
         (op,) = selection.operators([name])
         selection.implementations([op], [backend] if backend else None, baselines=False)
-        wanted = (selection.dtypes([dtype] if dtype else None) or [selection.default_dtype(hardware)])[0]
+        wanted = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(hardware)])[0]
         start = selection.cases([op], [case] if case else None, lambda op: (*op.benches, *op.cases))[name][0]
         answer = selection.explain_case(op, selection.with_axes(start, axes or [], op), wanted, hardware, backend)
     if format is Format.table:

@@ -67,7 +67,8 @@ def step(
         if save is not None:
             bar.describe("measuring memory bandwidth and matmul rate")
             with progress.report_errors():
-                file = ResultsFile.in_folder(save, training.OP, roofline.ceilings(target, ["bfloat16"]), commit)
+                found = roofline.ceilings(target, [training.dtype_of(target)])
+                file = ResultsFile.in_folder(save, training.OP, found, commit)
         for length in lengths:
             first = len(records)
             for record in training.measure(length, names, target, model, layers, experts, vocab, steps, on_step):
@@ -105,6 +106,7 @@ def e2e(
 ) -> None:
     """Generate with whole models, in the engine and in Transformers: time to first token, tokens/s, memory, energy."""
     with progress.report_errors():
+        from flashkernel.core import device as devices
         from flashkernel.core import roofline
         from flashkernel.lab import generation, generation_tables, selection
         from flashkernel.lab.results import ResultsFile
@@ -112,7 +114,7 @@ def e2e(
         target = selection.device(device)
         names = selection.known_names("runner", runner, generation.RUNNERS)
         models = selection.known_names("model", model, generation.NAMES) if model else generation.DEFAULTS
-        kind = (selection.dtypes([dtype] if dtype else None) or [generation.default_dtype(target)])[0]
+        kind = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(devices.properties(target))])[0]
         work = generation.Workload([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new, rounds)
     if target.type == "cpu":
         _warn_of_cpu(work)

@@ -20,8 +20,8 @@ import torch
 
 from flashkernel.core import check, roofline, timing
 from flashkernel.core.device import properties
-from flashkernel.core.op import Case, Op, resolve
-from flashkernel.lab import selection
+from flashkernel.core.op import Baseline, Case, Op, resolve
+from flashkernel.lab import builds, selection
 from flashkernel.lab.results import STATISTICS, Record
 
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
@@ -44,8 +44,10 @@ class BenchOptions:
         device: where to run.
         ceilings: measured bandwidth and FLOP rates; without them records have no rates and no percent of the roof.
         directions: a subset of `DIRECTIONS`; None for all that the operator has.
-        implementations: names of backends and baselines; None for all but the reference.
+        implementations: names of backends, of builds such as "cuda_sm75", and of baselines; None for all but the
+            reference and the builds.
         budget_s: seconds of timing for each measurement.
+        baselines: timed in addition to those that the operator declares.
         on_progress: called with what is about to be measured.
         on_note: called with what is left out, and why.
     """
@@ -55,6 +57,7 @@ class BenchOptions:
     directions: Sequence[str] | None = None
     implementations: Sequence[str] | None = None
     budget_s: float = 1.0
+    baselines: Sequence[Baseline] = ()
     on_progress: Log = lambda text: None
     on_note: Log = lambda text: None
 
@@ -93,7 +96,8 @@ def bench(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iter
             continue
         _reset(options.device)
         empty = _empty_record(op, case, dtype, candidate)
-        failure, reports = _attempt(partial(_verify, op, case, dtype, candidate, directions, options))
+        verify = partial(_verify, op, case, dtype, candidate, directions, options)
+        failure, reports = _attempt(partial(_as_built, candidate, verify))
         if failure is None:  # made for each candidate, with the same values: some baselines overwrite their inputs
             failure, sets = _attempt(partial(input_sets, op, case, dtype, options.device))
         if failure is not None:
@@ -103,7 +107,8 @@ def bench(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iter
             options.on_progress(f"{op.name} {case.name} {empty.dtype} {direction}: {candidate.name}")
             wrong = [report.message for report in reports if not report.ok and _affects(report, direction)]
             record = replace(empty, direction=direction, correct=not wrong, note=wrong[0] if wrong else None)
-            failure, timed = _attempt(partial(_timed, record, op, case, dtype, candidate, sets, options))
+            time = partial(_timed, record, op, case, dtype, candidate, sets, options)
+            failure, timed = _attempt(partial(_as_built, candidate, time))
             yield timed if failure is None else replace(record, error=failure)
         del sets
     _reset(options.device)
@@ -126,7 +131,7 @@ def input_sets(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iterator[Candidate]:
-    """Yields our backends, the one that dispatch picks first, then the baselines."""
+    """Yields our backends, the one that dispatch picks first, then builds that are asked for, then the baselines."""
     kind = options.device.type
     answer = selection.explain_case(op, case, dtype, properties(options.device))
     for verdict in sorted(answer.verdicts, key=lambda verdict: verdict.backend != answer.chosen):
@@ -140,7 +145,8 @@ def _candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -
             continue
         function = partial(op.call, backend=verdict.backend)
         yield Candidate(verdict.backend, "backend", function, case.options, verdict.backend)
-    for baseline in op.baselines:
+    yield from _builds(op, case, dtype, options)
+    for baseline in (*op.baselines, *options.baselines):
         slow_to_build = baseline.name == "compile" and kind == "cpu"
         if slow_to_build and not options.implementations:
             options.on_note("compile left out: torch.compile takes minutes on a CPU; select it with --impl compile")
@@ -160,6 +166,25 @@ def _candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -
             dropped = set(case.options) - set(taken)
             checked = partial(_without, function, dropped)
             yield Candidate(baseline.name, "baseline", function, taken, checked, baseline.forward_only)
+
+
+def _builds(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iterator[Candidate]:
+    """Yields the builds for older architectures that are asked for by name."""
+    for name in builds.BUILDS:
+        if not options.selects(name, False) or all(backend.name != builds.CUDA for backend in op.backends):
+            continue
+        reason = selection.declined(op, case, dtype, properties(options.device), name)
+        if reason is not None:
+            options.on_note(f"{op.name}: {name} left out: {reason}")
+            continue
+        function = partial(op.call, backend=builds.CUDA)
+        yield Candidate(name, "backend", function, case.options, function)
+
+
+def _as_built(candidate: Candidate, work: Callable[[], Any]) -> Any:
+    """Runs `work` with CUDA C++ kernels built as the candidate's name says."""
+    with builds.build(candidate.name):
+        return work()
 
 
 def _options_taken(function: Function, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -221,7 +246,7 @@ def _timed(
     """Returns the record with times, rates and peak memory."""
     wanted = check.wanted_gradients(op, case, sets[0]) if record.direction != "fwd" else []
     function = partial(candidate.function, **candidate.options)
-    build = partial(_build, function, record.direction, sets, wanted, options.device)
+    build = partial(build_calls, function, record.direction, sets, wanted, options.device)
     with torch.no_grad() if record.direction == "fwd" else _keeping_buffers(record.direction):
         measured = timing.measure(build=build, device=options.device, budget_s=options.budget_s)
         peak = None
@@ -243,7 +268,7 @@ def _timed(
     )
 
 
-def _build(
+def build_calls(
     function: Function,
     direction: str,
     sets: Sequence[Inputs],

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashkernel.core.device import properties
+from flashkernel.core.device import model_dtype, properties
 from flashkernel.core.op import Case, Op
 from flashkernel.lab import checks, selection, tables
 from flashkernel.lab.bench import BenchOptions, bench
@@ -58,7 +58,7 @@ class Step:
 
 def steps(ops: Sequence[Op], device: torch.device, quick: bool, summaries: list[Summary]) -> Iterator[Step]:
     """Yields all checks and measurements; running them fills `summaries`. `quick`: one dtype, forward times only."""
-    dtype = selection.default_dtype(properties(device))
+    dtype = model_dtype(properties(device))
     for op in ops:
         summary = Summary(op.name)
         summaries.append(summary)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashkernel.core.device import model_dtype, properties
 from flashkernel.core.shapes import Model
 from flashkernel.engine import LLM, SamplingParams, StepOutput, hub
 from flashkernel.engine.config import ModelError
@@ -56,9 +57,9 @@ def open_model(device: torch.device, log: Callable[[str], None], fetching: bool 
         return LLM(hub.resolve(hub.DEFAULT_MODEL), device=str(device), **options)
     except ModelError as error:
         log(f"{error}.\nThe demo continues with a tiny model of random weights, whose text means nothing.")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(0)
-    return LLM(dummy_transformer(TINY, device, dtype, max_position_embeddings=CONTEXT), _letters(), **options)
+    model = dummy_transformer(TINY, device, model_dtype(properties(device)), max_position_embeddings=CONTEXT)
+    return LLM(model, _letters(), **options)
 
 
 def _letters() -> Tokenizer:

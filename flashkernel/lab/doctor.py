@@ -61,6 +61,7 @@ def diagnose() -> Iterator[Finding]:
             yield Finding("software", name, "ok", version)
     yield from _gpus(torch)
     yield from _set_up()
+    yield from _before_ampere()
     yield from _operators()
 
 
@@ -143,8 +144,44 @@ def _set_up() -> Iterator[Finding]:
         yield Finding("environment", "TRITON_INTERPRET", "ok", "not set: Triton kernels need a GPU")
 
 
+def _before_ampere() -> Iterator[Finding]:
+    """What is different on a GPU before sm_80 (Turing: T4, RTX 20): the dtype, and who multiplies matrices."""
+    from flashkernel.core import cuda
+    from flashkernel.core import device as devices
+    from flashkernel.lab import selection
+
+    hardware = selection.hardware(None)
+    if hardware.kind != "cuda" or hardware.arch >= 80:
+        return
+    detail = f"sm_{hardware.arch} has no bfloat16: models run in float16, and calls in bfloat16 go to torch"
+    yield Finding("before sm_80", "dtype", "ok", detail)
+    if hardware.arch < 75:
+        yield Finding("before sm_80", "kernels", "missing", "they need sm_75 or newer; every operator runs on torch")
+        return
+    half, chosen, without_cuda = devices.half_dtype(hardware), dict[str, list[str]](), list[str]()
+    for op in selection.operators(None):
+        ends = dict.fromkeys((op.benches[0].name, op.benches[-1].name))  # a few rows of `linear`, and many of them
+        cases = [case for case in op.benches if case.name in ends]
+        answers = [selection.explain_case(op, case, half, hardware) for case in cases]
+        for backend in dict.fromkeys(answer.chosen for answer in answers):
+            chosen.setdefault(backend or "", []).append(op.name)
+        reasons = {verdict.reason for answer in answers for verdict in answer.verdicts if verdict.backend == "cuda"}
+        if cuda.can_compile() in reasons and any(answer.chosen == "torch" for answer in answers):
+            without_cuda.append(op.name)
+    detail = f"kernels without matrix products: {', '.join(chosen.get('triton', ['none']))}"
+    yield Finding("before sm_80", "triton", "ok", detail)
+    reason = cuda.can_compile()
+    if reason is None:
+        detail = f"tensor cores by CUDA C++, compiled by NVRTC at first use: {', '.join(chosen.get('cuda', ['none']))}"
+        yield Finding("before sm_80", "cuda", "ok", detail)
+    else:
+        detail = f"without NVRTC these fall to torch, all or in part: {', '.join(without_cuda)} ({reason})"
+        yield Finding("before sm_80", "cuda", "missing", detail, "pip install 'flashkernel[cuda]'")
+
+
 def _operators() -> Iterator[Finding]:
     """The backend that each operator uses on this machine."""
+    from flashkernel.core import device as devices
     from flashkernel.lab import selection
 
     hardware = selection.hardware(None)
@@ -155,7 +192,7 @@ def _operators() -> Iterator[Finding]:
         return
     for op in found:
         try:
-            chosen = selection.explain_case(op, op.benches[0], selection.default_dtype(hardware), hardware).chosen
+            chosen = selection.explain_case(op, op.benches[0], devices.model_dtype(hardware), hardware).chosen
         except Exception as error:
             yield Finding("operators", op.name, "broken", f"{type(error).__name__}: {error}")
             continue

@@ -63,11 +63,6 @@ class Workload:
     rounds: int = 1
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """The dtype that models are usually served in on this device."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
 class BenchModel:
     """A model under measurement, and its HF equivalent that the runners' tokens are checked against."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel.core import replay
 from flashkernel.core.check import compare
+from flashkernel.core.device import half_dtype, properties
 from flashkernel.core.op import Op
 from flashkernel.lab.host_tables import OP
 from flashkernel.lab.results import Record
@@ -194,8 +195,14 @@ _RESIDUAL: list[Tensor] = []
 _SINKS: list[Tensor] = []
 
 
-def measure(cases: Sequence[Case], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[list[Record]]:
+def dtype_of(device: torch.device) -> torch.dtype:
+    """The dtype of the measured calls: the 16-bit one of the device."""
+    return half_dtype(properties(device))
+
+
+def measure(cases: Sequence[Case], device: torch.device) -> Iterator[list[Record]]:
     """Yields the records of each case."""
+    dtype = dtype_of(device)
     generator = torch.Generator(device).manual_seed(1)
     _RESIDUAL[:] = [torch.randn(_X, generator=generator, device=device).to(dtype)]
     _SINKS[:] = [torch.randn(64, generator=generator, device=device)]

@@ -20,11 +20,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flashkernel.lab.profile_records import ProfileRecord
+
 if TYPE_CHECKING:
     from flashkernel.core.roofline import Ceilings
 
 STATISTICS = ("p50", "mean", "std", "min", "max", "p95", "p99")
+CUDA_RESOURCES = "cuda_resources.json"  # no measurements (lab/cuda_resources.py)
 ARCHIVE = "archive"  # the folder of superseded measurements
+PROFILES = "profiles"  # the folder of profiles, a file for each implementation
 HEADER = ("device", "versions", "commit", "date", "command", "ceilings")
 
 
@@ -121,6 +125,7 @@ class GenerationRecord:
 
 
 AnyRecord = Record | GenerationRecord
+SavedRecord = Record | GenerationRecord | ProfileRecord
 _OPTIONAL = ("note", "error", "host_us", "limit_us")  # left out of files where there is none
 
 
@@ -129,7 +134,9 @@ def _as_dict(record: AnyRecord) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None or name not in _OPTIONAL}
 
 
-def _from_dict(values: Mapping[str, Any]) -> AnyRecord:
+def _from_dict(values: Mapping[str, Any]) -> SavedRecord:
+    if "kernels" in values:
+        return ProfileRecord.from_dict(values)
     return GenerationRecord(**values) if "model" in values else Record.from_dict(values)
 
 
@@ -154,7 +161,7 @@ class ResultsFile:
         self.path = path
         self.header = dict(header)
         self.before = load(path) if path.exists() else None
-        self.mine: list[AnyRecord] = []
+        self.mine: list[SavedRecord] = []
         if self.before is not None and self.before["device"] != header["device"]:
             raise ValueError(
                 f"{path} holds measurements of {self.before['device']} and this is {header['device']}; "
@@ -168,7 +175,7 @@ class ResultsFile:
             return None
         return cls(folder / f"{name}.json", describe_run(ceilings.device, ceilings.as_dict(), commit))
 
-    def add(self, records: Sequence[AnyRecord]) -> None:
+    def add(self, records: Sequence[SavedRecord]) -> None:
         """Writes a finished case: its records replace all earlier ones with the same keys."""
         new = {record.key for record in records}
         self.mine = [record for record in self.mine if record.key not in new] + list(records)
@@ -184,7 +191,7 @@ class ResultsFile:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The contents of a results file, its records as `Record` or `GenerationRecord`; ValueError if it is not one."""
+    """The contents of a results file, its records as dataclasses; ValueError if it is not one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -220,13 +227,14 @@ def replace_text(path: Path, text: str) -> None:
 
 def load_folder(folder: Path) -> dict[str, dict[str, Any]]:
     """The results files of a folder by operator ("e2e": whole models); files in its subfolders are not read."""
-    return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+    return {path.stem: load(path) for path in sorted(folder.glob("*.json")) if path.name != CUDA_RESOURCES}
 
 
 def find(path: Path) -> dict[str, dict[str, Any]]:
     """Current results at a path, by name: "rms_norm", or "h200/rms_norm" where `path` holds a folder for each device.
 
-    A folder named "archive" keeps superseded measurements; it is read only if `path` names it or a file in it.
+    A folder named "archive" keeps superseded measurements; it is read only if `path` names it or a file in it. Profiles
+    are read by `load_folder` alone.
 
     Args:
         path: a results file, a device's folder, or a folder of such folders.
@@ -234,7 +242,9 @@ def find(path: Path) -> dict[str, dict[str, Any]]:
     if path.is_file():
         return {path.stem: load(path)}
     found = load_folder(path)
-    for folder in sorted(folder for folder in path.glob("*/") if folder.is_dir() and folder.name != ARCHIVE):
+    for folder in sorted(
+        folder for folder in path.glob("*/") if folder.is_dir() and folder.name not in (ARCHIVE, PROFILES)
+    ):
         found.update({f"{folder.name}/{name}": file for name, file in load_folder(folder).items()})
     if not found:
         raise ValueError(f"{path} holds no results; flashkernel bench --save {path} makes some")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashkernel.core import device as devices
 from flashkernel.core.dispatch import Explanation, explain
 from flashkernel.core.op import Case, Op, count
+from flashkernel.lab import builds
 
 CPU_ELEMENTS = 2**20  # input elements of a benchmark case on a CPU; the declared shapes would take hours
 MIN_ROWS = 64
@@ -56,9 +57,11 @@ def dtypes(names: Sequence[str] | None) -> list[torch.dtype] | None:
 
 
 def implementations(ops: Iterable[Op], names: Sequence[str] | None, baselines: bool = True) -> list[str] | None:
-    """The names, each a backend (or a baseline) of one of the operators; None if there are no names."""
+    """The names, each a backend, build or baseline of one of the operators; None if there are no names."""
+    ops = list(ops)
     known = dict.fromkeys(backend.name for op in ops for backend in op.backends)
     if baselines:
+        known.update(dict.fromkeys(builds.BUILDS if builds.CUDA in known else ()))
         known.update(dict.fromkeys(baseline.name for op in ops for baseline in op.baselines))
     what = "implementation" if baselines else "backend"
     return [_one(what, name, known) for name in names] if names else None
@@ -105,18 +108,15 @@ def hardware(name: str | None) -> devices.Device:
         ) from None
 
 
-def default_dtype(hardware: devices.Device) -> torch.dtype:
-    """The dtype that models usually run in on this hardware."""
-    if hardware.kind != "cuda":
-        return torch.float32
-    return torch.bfloat16 if hardware.arch >= 80 else torch.float16
-
-
 def bench_dtypes(case: Case, wanted: Sequence[torch.dtype] | None, hardware: devices.Device) -> list[torch.dtype]:
-    """The dtypes to time a case in: those wanted, else the case's own; float32 on a CPU, which emulates 16-bit ones."""
+    """The dtypes to time a case in: those wanted, else the case's own; float32 on a CPU, which emulates 16-bit ones,
+    and float16 for bfloat16 on a GPU without it."""
     if wanted:
         return list(wanted)
-    return [torch.float32] if hardware.kind == "cpu" else list(case.dtypes)
+    if hardware.kind == "cpu":
+        return [torch.float32]
+    half = devices.half_dtype(hardware)
+    return list(dict.fromkeys(half if dtype == torch.bfloat16 else dtype for dtype in case.dtypes))
 
 
 def bench_work(
@@ -125,9 +125,10 @@ def bench_work(
     wanted: Sequence[torch.dtype] | None,
     hardware: devices.Device,
     most: int,
+    benches: Callable[[Op], Sequence[Case]] = lambda op: op.benches,
 ) -> list[tuple[Op, Case, torch.dtype]]:
     """(operator, case, dtype) of every benchmark; cases are scaled down to `most` input elements if it is not 0."""
-    selected = cases(ops, patterns, lambda op: op.benches)
+    selected = cases(ops, patterns, benches)
     return [
         (op, case, dtype)
         for op in ops
@@ -142,6 +143,14 @@ def explain_case(
     """Which backend dispatch picks for a case on some hardware, and why not each other one; allocates nothing."""
     with devices.pretend(hardware):
         return explain(op.call, **shapes_only(op, case, dtype), **case.options, backend=backend)
+
+
+def declined(op: Op, case: Case, dtype: torch.dtype, hardware: devices.Device, implementation: str) -> str | None:
+    """The reason why a backend or a build such as "cuda_sm75" does not support a case on some hardware, or None."""
+    with builds.build(implementation):
+        answer = explain_case(op, case, dtype, hardware)
+    name = builds.backend_of(implementation)
+    return next((one.reason for one in answer.verdicts if one.backend == name), f"{op.name} has no backend {name}")
 
 
 def shapes_only(op: Op, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:

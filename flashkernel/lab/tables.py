@@ -3,7 +3,9 @@
 `flashkernel tables --write` regenerates the text between `<!-- results:rms_norm -->` and `<!-- /results -->` in the
 docs from `results/`. `<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob,
 `<!-- results:attention long-* memory -->` shows peak memory instead of times, and
-`<!-- results:e2e llama-3.2-1b-* -->` shows whole models; the name is that of the results file.
+`<!-- results:e2e llama-3.2-1b-* -->` shows whole models; the name is that of the results file. Tables made of several
+files are report blocks (`report_blocks`), and `<!-- results:cuda_resources ops/attention/* -->` shows what compiled
+CUDA C++ kernels take (lab/cuda_resources.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashkernel.lab import generation_tables, host_tables
 from flashkernel.lab.generation_tables import RATIO
-from flashkernel.lab.results import GenerationRecord, Record, load_folder
+from flashkernel.lab.results import CUDA_RESOURCES, GenerationRecord, Record, load_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -210,6 +212,8 @@ def regenerate(text: str, results: Path) -> str:
     measured = {folder.name: load_folder(folder) for folder in folders}
 
     def renew(found: re.Match[str]) -> str:
+        if found["op"] == Path(CUDA_RESOURCES).stem:
+            return f"{found[1]}{_resources_block(results, found['glob'])}\n{found[5]}"
         return (
             found[1]
             + _block(found["op"], found["glob"], MEMORY if found["memory"] else "p50", measured)
@@ -217,7 +221,23 @@ def regenerate(text: str, results: Path) -> str:
             + found[5]
         )
 
-    return BLOCK.sub(renew, text)
+    text = BLOCK.sub(renew, text)
+    if "<!-- report:" not in text:
+        return text
+    from flashkernel.lab import report_blocks  # reads operators' declarations, which most documents do not need
+
+    return report_blocks.regenerate(text, results, measured)
+
+
+def _resources_block(results: Path, glob: str | None) -> str:
+    from flashkernel.lab import cuda_resources  # it imports the operators
+
+    saved = cuda_resources.load(results)
+    table = "" if saved is None else cuda_resources.markdown(saved, glob)
+    if saved is None or not table:
+        return UNMEASURED
+    what = "registers of a thread and shared memory of a block; nothing is spilled unless it says so"
+    return f"{saved['compiler']}; {what}; from `results/{CUDA_RESOURCES}`.\n\n{table}"
 
 
 def documents(root: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashkernel.core.device import half_dtype, properties
 from flashkernel.core.shapes import MODELS
 from flashkernel.lab.packages import require
 from flashkernel.lab.results import Record
@@ -106,7 +107,7 @@ def measure(
         axes["experts"] = experts
     for name in implementations:
         common: dict[str, Any] = {
-            "op": OP, "case": f"{case}-{tokens}", "axes": axes, "dtype": "bfloat16",
+            "op": OP, "case": f"{case}-{tokens}", "axes": axes, "dtype": str(dtype_of(device)).removeprefix("torch."),
             "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name in OURS else "baseline",
         }  # fmt: skip
         try:
@@ -123,6 +124,11 @@ def measure(
         yield Record(**common, correct=close, ms=statistics(seconds), peak_bytes=peak, mode="steps", note=note)
 
 
+def dtype_of(device: torch.device) -> torch.dtype:
+    """The dtype of the measured models: the 16-bit one of the device."""
+    return half_dtype(properties(device))
+
+
 def _run(
     implementation: str, config: Any, tokens: int, device: torch.device, steps: int, on_step: OnStep
 ) -> tuple[list[float], int | None, float]:
@@ -137,7 +143,7 @@ def _run(
     torch.manual_seed(0)
     attention = "sdpa" if implementation == PATCH else implementation
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype_of(device))
     if implementation == PATCH:
         flashkernel.hf.patch(model)
     batch = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)

@@ -1,0 +1,137 @@
+"""Which cases are profiled, and what becomes a record.
+
+The representative case of an operator is the median by work of the benchmark cases whose forward pass is neither
+trivial nor long. Work is counted in GB moved plus TFLOP computed, as the operator's cost declares; from 0.1 to 1.5 a
+case fills a GPU many times over, and a profiler can still repeat it some dozen times within seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from flashkernel.core import roofline
+from flashkernel.core.device import Device
+from flashkernel.core.op import Case, Op
+from flashkernel.core.roofline import Ceilings
+from flashkernel.lab import bench, builds, selection
+from flashkernel.lab.profile_records import ProfileRecord
+from flashkernel.lab.profile_session import Outcome
+from flashkernel.lab.profile_worker import Target
+
+KERNEL_BACKENDS = ("cuda", "triton", "hopper")  # those that launch kernels of this project
+LEAST_WORK, MOST_WORK = 0.1, 1.5  # GB moved plus TFLOP computed
+
+
+def work(op: Op, case: Case, dtype: torch.dtype) -> float:
+    """GB moved plus TFLOP computed by the forward pass, at least."""
+    cost = op.cost(case, dtype)["fwd"]
+    return cost.bytes / 1e9 + cost.flops / 1e12
+
+
+def preferred_order(amounts: Sequence[float]) -> list[int]:
+    """Indices of amounts of work, the most representative first: the median of those from LEAST_WORK to MOST_WORK, its
+    neighbours, then those out of the range.
+
+    Example:
+        >>> preferred_order([0.001, 0.2, 0.4, 1.2, 9.0])
+        [2, 1, 3, 4, 0]
+    """
+    ordered = sorted(range(len(amounts)), key=lambda index: amounts[index])
+    fitting = [index for index in ordered if LEAST_WORK <= amounts[index] <= MOST_WORK]
+    median = (len(fitting) - 1) // 2
+    inside = [index for _, index in sorted(enumerate(fitting), key=lambda one: abs(one[0] - median))]
+
+    def distance(index: int) -> float:
+        return max(LEAST_WORK / max(amounts[index], 1e-12), amounts[index] / MOST_WORK)
+
+    return inside + sorted((index for index in ordered if index not in fitting), key=distance)
+
+
+def by_preference(op: Op, cases: Sequence[Case], dtype: torch.dtype) -> list[Case]:
+    """The cases, the most representative one first."""
+    return [cases[index] for index in preferred_order([work(op, case, dtype) for case in cases])]
+
+
+def select(
+    ops: Sequence[Op],
+    patterns: Sequence[str] | None,
+    implementations: Sequence[str] | None,
+    dtypes: Sequence[torch.dtype] | None,
+    hardware: Device,
+    on_note: Callable[[str], None] = lambda text: None,
+) -> Iterator[Target]:
+    """Yields what to profile: for each operator and implementation the cases that match, or the representative one.
+
+    Args:
+        ops: the operators.
+        patterns: globs of benchmark cases; None for the representative case of each implementation.
+        implementations: backends, or builds such as "cuda_sm75"; None for all kernel backends of an operator.
+        dtypes: None for each case's first one; float16 where the GPU or the build has no bfloat16.
+        hardware: the GPU.
+        on_note: called with what is left out, and why.
+    """
+    matching = selection.cases(ops, patterns, lambda op: op.benches)
+    for op in ops:
+        declared = [backend.name for backend in op.backends]
+        for name in implementations or [one for one in declared if one in KERNEL_BACKENDS]:
+            if builds.backend_of(name) not in declared:
+                continue
+            for dtype in dtypes or (None,):
+                yield from _of_implementation(op, matching[op.name], name, dtype, hardware, bool(patterns), on_note)
+
+
+def _of_implementation(
+    op: Op,
+    cases: Sequence[Case],
+    name: str,
+    wanted: torch.dtype | None,
+    hardware: Device,
+    every: bool,
+    on_note: Callable[[str], None],
+) -> Iterator[Target]:
+    """Yields the targets of one operator and implementation: all supported cases, or the most representative one."""
+    if not every and cases:
+        cases = by_preference(op, cases, wanted or default_dtype(cases[0], name, hardware))
+    reasons = []
+    for case in cases:
+        dtype = wanted or default_dtype(case, name, hardware)
+        reason = selection.declined(op, case, dtype, hardware, name)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        yield Target(op.name, case.name, str(dtype).removeprefix("torch."), name)
+        if not every:
+            return
+    if len(reasons) == len(cases):
+        on_note(f"{op.name}: {name} left out: {reasons[0] if reasons else 'no case matches'}")
+
+
+def default_dtype(case: Case, implementation: str, hardware: Device) -> torch.dtype:
+    """The case's first dtype; float16 instead of bfloat16 on an architecture, or for a build, without it."""
+    arch = builds.BUILDS.get(implementation, hardware.arch)
+    first = case.dtypes[0]
+    return torch.float16 if first == torch.bfloat16 and hardware.kind == "cuda" and arch < 80 else first
+
+
+def records(target: Target, outcome: Outcome, tool: str, ceilings: Ceilings) -> list[ProfileRecord]:
+    """The records of a target, one for each direction; a direction that failed has the error."""
+    op, case, dtype = target.resolve()
+    empty = ProfileRecord(op.name, case.name, dict(case.axes), target.dtype, "fwd", target.implementation, tool)
+    costs, found = op.cost(case, dtype), []
+    for direction, kernels in outcome.kernels.items():
+        cost, ms = costs[direction], sum(kernel.duration_us for kernel in kernels) / 1e3
+        intensity = cost.flops / max(cost.bytes, 1.0)
+        record = replace(empty, direction=direction, flops=cost.flops, bytes=cost.bytes, intensity=intensity)
+        if ms > 0:
+            point = roofline.point(cost.flops, cost.bytes, ms, dtype, ceilings)
+            rates = asdict(point)  # tflops, tbs, roof, bound
+            found.append(replace(record, kernels=tuple(kernels), ms=ms, **rates))
+        else:
+            found.append(replace(record, error="the profiler reported no kernel"))
+    if outcome.error is not None:
+        failed = next((name for name in bench.directions_of(op, case, dtype) if name not in outcome.kernels), "fwd")
+        found.append(replace(empty, direction=failed, error=outcome.error))
+    return found

@@ -1,0 +1,119 @@
+"""Named grids of benchmark cases over several operators, each saved in a file of its own: `flashkernel bench --suite`.
+
+`turing` is the grid that kernels for a T4 are compared on: sequence lengths 512 to 4096, head dims 64 and 128, batches
+1, 4 and 8, float16 and float32, forward, against PyTorch eager and torch.compile(mode="max-autotune"). All models in it
+have 16 heads. The kernels are tiled FlashAttention, GeLU(linear), RoPE, attention over a paged KV cache with pages of
+256 tokens, and a row reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from flashkernel.core.op import Baseline, Case, Op, resolve
+from flashkernel.core.shapes import MODELS
+from flashkernel.lab import selection
+
+LENGTHS, HEAD_DIMS, BATCHES = (512, 1024, 2048, 4096), (64, 128), (1, 4, 8)
+HEADS, PAGE = 16, 256
+DTYPES = (torch.float16, torch.float32)
+EAGER = "eager"
+MAX_AUTOTUNE = Baseline("max_autotune", f"{__name__}:max_autotune")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A grid of cases: by operator its cases, and the implementations that are timed on them."""
+
+    name: str
+    cases: dict[str, tuple[Case, ...]]
+    implementations: dict[str, tuple[str, ...]]
+    directions: tuple[str, ...]
+    budget_s: float  # seconds for each measurement: hundreds of them must end within minutes
+
+
+def max_autotune(op: Op, case: Case) -> Callable[..., Any]:
+    """The eager baseline under torch.compile(mode="max-autotune"); tuning takes up to minutes for each case."""
+    eager = next((baseline for baseline in op.baselines if baseline.name == EAGER), None)
+    if eager is None:
+        raise ValueError(f"{op.name} has no eager baseline to compile")
+    return torch.compile(resolve(eager.target)(op, case), mode="max-autotune", dynamic=False)
+
+
+def _case(name: str, axes: dict[str, Any], options: dict[str, Any] | None = None, **more: Any) -> Case:
+    return Case(name, axes, options or {}, dtypes=DTYPES, gradients=False, **more)
+
+
+def _attention(batch: int, length: int, dim: int) -> Case:
+    axes = {"batch": batch, "queries": length, "keys": length, "heads": HEADS, "kv_heads": HEADS, "head_dim": dim,
+            "value_dim": dim}  # fmt: skip
+    checked = {"batch": 1, "queries": min(length, 1024), "keys": min(length, 1024)}
+    return _case(f"attention-b{batch}-n{length}-d{dim}", axes, {"causal": True}, check_axes=checked)
+
+
+def _gelu_linear(batch: int, length: int) -> Case:
+    sizes = MODELS["gpt2"]
+    axes = {"rows": batch * length, "inner": sizes.hidden, "columns": sizes.intermediate}
+    return _case(f"gelu-linear-b{batch}-n{length}", axes, {"activation": "gelu_tanh"}, present=("bias",),
+                 check_axes={"rows": 512})  # fmt: skip
+
+
+def _rope(batch: int, length: int, dim: int) -> Case:
+    axes = {"batch": batch, "seq": length, "heads": HEADS, "kv_heads": HEADS, "dim": dim, "table": (length, dim // 2)}
+    return _case(f"rope-b{batch}-n{length}-d{dim}", axes, present=("k", "cos", "sin"), check_axes={"batch": 1})
+
+
+def _paged(batch: int, length: int, dim: int) -> Case:
+    pages = length // PAGE
+    axes = {"batch": batch, "new": 1, "heads": HEADS, "kv_heads": HEADS, "head_dim": dim, "value_dim": dim,
+            "cache": (batch * pages + 3, PAGE), "most_pages": pages}  # fmt: skip
+    return _case(f"paged-kv-b{batch}-n{length}-d{dim}", axes, present=("page_table",))
+
+
+def _reduction(batch: int, length: int, dim: int) -> Case:
+    return _case(f"row-sum-b{batch}-n{length}-d{dim}", {"rows": batch * length, "width": HEADS * dim})
+
+
+@cache
+def _turing() -> Suite:
+    grid = list(product(BATCHES, LENGTHS, HEAD_DIMS))
+    kernels = ("cuda", "cuda_sm75", "triton")
+    return Suite(
+        name="turing",
+        cases={
+            "attention": tuple(_attention(*sizes) for sizes in grid),
+            "linear": tuple(_gelu_linear(batch, length) for batch, length in product(BATCHES, LENGTHS)),
+            "rope": tuple(_rope(*sizes) for sizes in grid),
+            "decode_attention": tuple(_paged(*sizes) for sizes in grid),
+            "sum": tuple(_reduction(*sizes) for sizes in grid),
+        },
+        implementations={
+            "attention": (*kernels, EAGER),
+            "linear": (*kernels, "torch", EAGER),
+            "rope": (*kernels, EAGER),
+            "decode_attention": (*kernels, EAGER),
+            "sum": (*kernels, EAGER),
+        },
+        directions=("fwd",),
+        budget_s=0.02,
+    )
+
+
+SUITES: dict[str, Callable[[], Suite]] = {"turing": _turing}
+
+
+def find(name: str) -> Suite:
+    """A suite by name; UnknownNameError for another name."""
+    (known,) = selection.known_names("suite", [name], SUITES)
+    return SUITES[known]()
+
+
+def cases_of(op: str) -> Sequence[Case]:
+    """The cases of an operator in all suites."""
+    return [case for suite in SUITES.values() for case in suite().cases.get(op, ())]

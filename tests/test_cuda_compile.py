@@ -1,0 +1,102 @@
+"""The compile tier of CUDA C++: every kernel that dispatch selects, for every architecture, by NVRTC and by nvcc.
+
+A spill fails. `--whole-matrix` compiles the kernels of all declared cases, not only of the benchmarks and a few cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flashkernel
+from flashkernel.core import cuda
+from flashkernel.core import device as devices
+from flashkernel.core.op import Op
+from flashkernel.lab import cuda_resources
+from flashkernel.lab.cuda_resources import GPUS, Instance, Resources, by_module, compile_nvcc, compile_nvrtc, instances
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(cuda.can_compile() is not None, reason=str(cuda.can_compile())),
+]
+needs_nvcc = pytest.mark.skipif(not cuda_resources.has_nvcc(), reason="nvcc is not on the PATH")
+
+
+def _packages() -> Iterator[object]:
+    """(operators, architecture) for each launcher module: operators of one module share kernels."""
+    modules: dict[str, list[Op]] = {}
+    for op in cuda_resources.operators():
+        modules.setdefault(op.backend("cuda").target, []).append(op)
+    for target, ops in modules.items():
+        for arch in GPUS:
+            name = target.removeprefix("flashkernel.ops.").removesuffix(".cuda")
+            yield pytest.param(ops, arch, id=f"{name}-sm{arch}")
+
+
+def _selected(ops: list[Op], arch: int, config: pytest.Config) -> list[Instance]:
+    if config.getoption("--whole-matrix"):
+        return instances(arch, ops, lambda op: (*op.benches, *op.cases))
+    return instances(arch, ops)
+
+
+@pytest.mark.parametrize("ops, arch", list(_packages()))
+def test_nvrtc_compiles_without_spills(ops: list[Op], arch: int, pytestconfig: pytest.Config) -> None:
+    selected = _selected(ops, arch, pytestconfig)
+    assert selected, f"no kernel of {ops[0].name} is selected on sm_{arch}"
+    taken = [one for group in by_module(selected) for one in compile_nvrtc(group, arch)]
+    limit = GPUS[arch].shared_per_block
+    assert not [_described(one) for one in taken if one.spilled], "registers are spilled"
+    assert not [_described(one) for one in taken if one.shared > limit], f"a block has {limit} bytes of shared memory"
+    assert not [_described(one) for one in taken if one.registers * one.threads > GPUS[arch].registers_per_sm]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("ops, arch", list(_packages()))
+def test_nvcc_compiles_without_spills(ops: list[Op], arch: int, pytestconfig: pytest.Config) -> None:
+    for group in by_module(_selected(ops, arch, pytestconfig)):
+        report = compile_nvcc(group, arch)
+        assert len(report) == len(group)
+        assert not {symbol: found for symbol, found in report.items() if found["spilled"]}, "registers are spilled"
+
+
+def _described(one: Resources) -> str:
+    return f"{one.source}: {one.kernel} [{one.macros}]: {one.registers} registers, {one.spilled} bytes spilled"
+
+
+def test_every_file_is_compiled() -> None:
+    """A .cu file that no declared case launches is in no test."""
+    package = Path(flashkernel.__file__).parent
+    reached = {one.kernel.module.source_path for arch in (75, 90) for one in instances(arch)}
+    missing = set(package.rglob("*.cu")) - reached
+    assert not missing, f"no benchmark or case launches a kernel of {', '.join(sorted(map(str, missing)))}"
+
+
+def test_spills_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "heavy.cu"
+    path.write_text("""template <int N> __global__ void __launch_bounds__(1024) heavy(float* x) {
+        float v[N];
+        for (int i = 0; i < N; ++i) v[i] = x[i * 7 + threadIdx.x];
+        for (int j = 0; j < N; ++j) for (int i = 0; i < N; ++i) v[i] = v[i] * v[(i + 1) % N] + v[j];
+        for (int i = 0; i < N; ++i) x[i * 7 + threadIdx.x] = v[i];
+    }""")
+    module = cuda.Module(path, defines={"HAS_BIAS": True})
+    group = [Instance(module.kernel(f"heavy<{count}>"), ("sum",), 1024, 512) for count in (4, 96)]
+    few, many = compile_nvrtc(group, 80)
+    assert few.spilled == 0
+    assert few.shared == 512
+    assert many.spilled > 0
+    if cuda_resources.has_nvcc():
+        assert sorted(found["spilled"] > 0 for found in compile_nvcc(group, 80).values()) == [False, True]
+    cuda_resources.save(tmp_path, [few, many])
+    saved = cuda_resources.load(tmp_path)
+    assert saved is not None
+    table = cuda_resources.markdown(saved)
+    assert f"| `heavy<96>` `bias` | {many.registers}, 0.5 KiB ({many.spilled} B spilled) |" in table
+    assert cuda_resources.markdown(saved, "ops/*") == ""
+
+
+def test_the_gpus_have_their_architecture() -> None:
+    assert {arch: gpu.arch for arch, gpu in GPUS.items()} == {arch: arch for arch in (75, 80, 86, 89, 90, 120)}
+    assert set(GPUS.values()) <= set(devices.KNOWN.values())
