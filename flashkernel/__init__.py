@@ -2,7 +2,7 @@
 
 Every operator is a function of this module. All of them take `backend=`, and `explain` says which one a call runs on.
 
-    attention                attention, attention_varlen, attention_fp8, quantize_fp8
+    attention                attention, attention_varlen, rotary_attention, attention_fp8, quantize_fp8
     masks                    causal, window, sink_tokens, prefix, documents, block_sparse, column_intervals, custom,
                              tensor_mask; Mask, Table; score_function, where
     decoding                 decode_attention, paged_attention, append_kv
@@ -41,6 +41,7 @@ from flashkernel.ops.attention import (
     documents,
     prefix,
     quantize_fp8,
+    rotary_attention,
     sink_tokens,
     tensor_mask,
     window,
@@ -89,6 +90,7 @@ __all__ = [
     "relu",
     "rms_norm",
     "rope",
+    "rotary_attention",
     "score_function",
     "silu",
     "sink_tokens",

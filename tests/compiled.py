@@ -26,6 +26,7 @@ class MachineCode:
     stack: int  # bytes per thread; above zero: spilled registers or an array indexed at run time
     shared: int  # bytes per block
     cubin: bytes
+    ttir: str = ""
 
     @cached_property
     def sass(self) -> str:
@@ -61,47 +62,64 @@ def _argument_types(launch: Launch) -> tuple[Any, ...]:
 
 def compile_for(launch: Launch, arch: int) -> MachineCode:
     """Compile a launch for `sm_<arch>`, with the specialisations that its real arguments would have."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    options = versions.compile_options(arch) | {
-        name: value for name, value in launch.constants.items() if name in _OPTIONS
-    }
-    constants = {name: value for name, value in launch.constants.items() if name not in _OPTIONS}
-    signature: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    tuple_constants: dict[tuple[int, ...], Any] = {}  # elements of tuples that are compiled in
-    values = {**dict(zip(launch.kernel.arg_names, launch.args)), **constants}
-    for position, name in enumerate(launch.kernel.arg_names):
-        value = values[name]
-        if isinstance(value, tuple) and name not in constants:
-            kinds = [_argument(element, constexpr=False) for element in value]
-            signature[name] = tuple_like(value, [kind for kind, _ in kinds])
-            attributes |= {(position, index): [["tt.divisibility", 16]] for index, kind in enumerate(kinds) if kind[1]}
-            tuple_constants |= {
-                (position, index): value[index] for index, kind in enumerate(kinds) if kind[0] == "constexpr"
-            }
-            continue
-        kind, divisible = _argument(value, constexpr=name in constants)
-        signature[name] = kind
-        if kind == "constexpr":
-            constants[name] = value
-        elif divisible:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    constexprs: dict[tuple[int, ...], Any] = {
-        (launch.kernel.arg_names.index(name),): value for name, value in constants.items()
-    }
-    constexprs |= tuple_constants
-    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    source = language(launch.kernel, signature, constexprs=constexprs, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cubin = compiled.asm["cubin"]
+    code = Specialisation.of(launch).compile(launch, arch)
+    cubin = code.asm["cubin"]
     found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage of {launch.name}")
-    return MachineCode(int(found[1]), int(found[2]), compiled.metadata.shared, cubin)
+    return MachineCode(int(found[1]), int(found[2]), code.metadata.shared, cubin, code.asm["ttir"])
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What a launch is compiled for: types of its arguments, those that are compiled in, those divisible by 16."""
+
+    signature: dict[str, Any]
+    constexprs: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, launch: Launch) -> Specialisation:
+        options = {name: value for name, value in launch.constants.items() if name in _OPTIONS}
+        constants = {name: value for name, value in launch.constants.items() if name not in _OPTIONS}
+        signature: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        tuple_constants: dict[tuple[int, ...], Any] = {}  # elements of tuples that are compiled in
+        values = {**dict(zip(launch.kernel.arg_names, launch.args)), **constants}
+        for position, name in enumerate(launch.kernel.arg_names):
+            value = values[name]
+            if isinstance(value, tuple) and name not in constants:
+                kinds = [_argument(element, constexpr=False) for element in value]
+                signature[name] = tuple_like(value, [kind for kind, _ in kinds])
+                divisible_16 = [["tt.divisibility", 16]]
+                attributes |= {(position, index): divisible_16 for index, kind in enumerate(kinds) if kind[1]}
+                tuple_constants |= {
+                    (position, index): value[index] for index, kind in enumerate(kinds) if kind[0] == "constexpr"
+                }
+                continue
+            kind, divisible = _argument(value, constexpr=name in constants)
+            signature[name] = kind
+            if kind == "constexpr":
+                constants[name] = value
+            elif divisible:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        constexprs: dict[tuple[int, ...], Any] = {
+            (launch.kernel.arg_names.index(name),): value for name, value in constants.items()
+        }
+        return cls(signature, constexprs | tuple_constants, attributes, options)
+
+    def compile(self, launch: Launch, arch: int) -> Any:
+        """Triton's compiled kernel, which is not loaded."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+        source = language(launch.kernel, self.signature, constexprs=self.constexprs, attrs=self.attributes)
+        options = versions.compile_options(arch) | self.options
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
@@ -111,7 +129,8 @@ def _argument(value: Any, constexpr: bool) -> tuple[str, bool]:
     if constexpr or value is None or (type(value) is int and value == 1):
         return "constexpr", False
     if isinstance(value, torch.Tensor):
-        return mangle_type(value), True  # torch aligns allocations far beyond 16 bytes
+        # A tensor that is not on a GPU stands for one in memory of its own, which torch aligns far beyond 16 bytes.
+        return mangle_type(value), value.device.type != "cuda" or value.data_ptr() % 16 == 0
     return mangle_type(value), type(value) is int and value % 16 == 0
 
 

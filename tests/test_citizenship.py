@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_emulator import emulated
 from cuda_graphs import capture
 
 import flashkernel
@@ -43,7 +45,17 @@ by_case = pytest.mark.parametrize("op, case", _by_case())
 
 
 def _kernel_backend(op: Op) -> str:
-    return "triton" if any(backend.name == "triton" for backend in op.backends) else "torch"
+    names = [backend.name for backend in op.backends]
+    return next(name for name in ("triton", "cuda", "torch") if name in names)
+
+
+def _kernel_dtype(op: Op) -> torch.dtype:
+    return torch.float16 if _kernel_backend(op) == "cuda" else torch.float32
+
+
+def _kernels_run(op: Op, device: str) -> AbstractContextManager[None]:
+    """CUDA C++ kernels run on a CPU in the emulator, as Triton's do in its interpreter."""
+    return emulated() if _kernel_backend(op) == "cuda" and device == "cpu" else nullcontext()
 
 
 @on_devices
@@ -58,13 +70,15 @@ def test_opcheck(op: Op, case: Case, device: str, monkeypatch: pytest.MonkeyPatc
         return call(self, *args)
 
     monkeypatch.setattr(KernelOp, "__call__", recorded)
-    inputs = op.make_inputs(case, torch.float32, device)
+    inputs = op.make_inputs(case, _kernel_dtype(op), device)
     options = {**case.options, "backend": _kernel_backend(op)}
-    execute(op.call, inputs, options, wanted_gradients(op, case, inputs))
-    monkeypatch.undo()
-    assert seen, f"{op.name} passed through no registered operator"
-    for kernel, args in seen:
-        torch.library.opcheck(kernel.registered, tuple(_fresh(value, kernel.function is not None) for value in args))
+    with _kernels_run(op, device):
+        execute(op.call, inputs, options, wanted_gradients(op, case, inputs))
+        monkeypatch.undo()
+        assert seen, f"{op.name} passed through no registered operator"
+        for kernel, args in seen:
+            fresh = tuple(_fresh(value, kernel.function is not None) for value in args)
+            torch.library.opcheck(kernel.registered, fresh)
 
 
 def _fresh(value: object, differentiable: bool) -> object:
@@ -89,7 +103,7 @@ def _by_shapes() -> Iterator[object]:
 @pytest.mark.parametrize("op, case, device, dynamic", list(_by_shapes()))
 def test_compile_fullgraph(op: Op, case: Case, device: str, dynamic: bool) -> None:
     """One graph without breaks, forward and backward, as exact as eager mode on the same backend."""
-    inputs = op.make_inputs(case, torch.float32, device)
+    inputs = op.make_inputs(case, _kernel_dtype(op), device)
     wanted = wanted_gradients(op, case, inputs)
     doubled = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
     exact = execute(op.observed(op.plain), doubled, case.options, wanted)
@@ -98,8 +112,9 @@ def test_compile_fullgraph(op: Op, case: Case, device: str, dynamic: bool) -> No
         torch._dynamo.reset()
         options = {**case.options, "backend": backend}
         compiled = op.observed(torch.compile(op.call, fullgraph=True, dynamic=dynamic, backend=compiler))
-        mine = execute(compiled, inputs, options, wanted)
-        eager = execute(op.observed(op.call), inputs, options, wanted)
+        with _kernels_run(op, device):
+            mine = execute(compiled, inputs, options, wanted)
+            eager = execute(op.observed(op.call), inputs, options, wanted)
         tolerance = Tolerance(factor=op.tolerance.factor, floor=4.0)  # inductor rounds in other places
         reports = [
             compare(name, mine.outputs[name], exact.outputs[name], eager.outputs[name], tolerance)
@@ -222,5 +237,5 @@ def test_declining_backend_raises_with_its_reason(op: Op) -> None:
     inputs = op.make_inputs(case, torch.float64)
     if all(value.dtype != torch.float64 for value in inputs.values()):
         pytest.skip("its inputs have dtypes of their own")
-    with pytest.raises(flashkernel.BackendError, match="float64"):
+    with _kernels_run(op, "cpu"), pytest.raises(flashkernel.BackendError, match="float64"):
         op.call(**inputs, **case.options, backend=_kernel_backend(op))

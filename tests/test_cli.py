@@ -31,7 +31,7 @@ BENCHES = tuple(
 )
 COMMANDS = (
     "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve", "tables", "plot",
-    "tune",
+    "tune", "profile", "roofline",
 )  # fmt: skip
 
 

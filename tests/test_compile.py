@@ -18,7 +18,7 @@ from flashkernel.core.check import execute, wanted_gradients
 from flashkernel.core.dispatch import BackendError
 from flashkernel.core.launch import Launch, collect_launches
 from flashkernel.core.op import Case, Op
-from flashkernel.lab.selection import shapes_only
+from flashkernel.lab.selection import explain_case, shapes_only
 from flashkernel.ops import registry
 
 pytestmark = pytest.mark.compile
@@ -30,7 +30,7 @@ GPUS = {75: "t4", 80: "a100", 90: "h200"}
 
 
 def _selected() -> Iterator[object]:
-    """Every benchmark case on the newest GPU; on older ones the first case, in float16 where bfloat16 is not native.
+    """Every benchmark case on the newest GPU, those of a T4 (`turing_cases`) in float16, and else the first case.
 
     Marked `newest`, for the newest triton: on the newest GPU, of cases that differ in sizes other than the head's, or
     in causality, the last one.
@@ -41,7 +41,7 @@ def _selected() -> Iterator[object]:
             if backend not in names:
                 continue
             kinds = {_kind(case): case for case in op.benches} if arch == 90 else {}
-            for case in op.benches if arch == 90 else op.benches[:1]:
+            for case in op.benches if arch == 90 else turing_cases(op) if arch == 75 else op.benches[:1]:
                 dtype = torch.float16 if arch == 75 else case.dtypes[0]
                 name = f"{op.name}-{case.name}-sm{arch}{'-hopper' if backend == 'hopper' else ''}"
                 # Cases that may share kernels go to one worker, which compiles each once.
@@ -49,6 +49,16 @@ def _selected() -> Iterator[object]:
                 if case in kinds.values():
                     marks.append(pytest.mark.newest)
                 yield pytest.param(op, case, dtype, arch, backend, id=name, marks=marks)
+
+
+def turing_cases(op: Op) -> list[Case]:
+    """A case of every kind that Triton serves on a T4, or the first one, which then says why it serves none.
+
+    Kernels with matrix products are not among them: Triton has no tensor-core code before sm_80.
+    """
+    t4 = devices.KNOWN["t4"]
+    served = [case for case in op.benches if explain_case(op, case, torch.float16, t4, "triton").chosen]
+    return list({(_kind(case), case.gradients): case for case in served}.values()) or list(op.benches[:1])
 
 
 def _kind(case: Case) -> tuple[str, object]:
@@ -89,6 +99,8 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
         assert machine.shared <= devices.KNOWN[GPUS[arch]].shared_per_block, (
             f"{launch.name} asks for {machine.shared} bytes"
         )
+        if arch == 75:
+            assert "tt.dot" not in machine.ttir, f"{launch.name} multiplies matrices, without tensor cores on sm_75"
         if gluon:
             product = "QGMMA" if launch.name.endswith("fp8") else "HGMMA"
             assert product in machine.sass, f"{launch.name} does not multiply on the tensor cores' asynchronous path"

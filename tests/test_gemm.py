@@ -223,7 +223,7 @@ def test_what_the_kernels_decline() -> None:
         many = fk.explain(fk.linear, torch.empty(65, 64, dtype=torch.float16, device="meta"), weight)
     with devices.pretend(devices.KNOWN["t4"]):
         old = fk.explain(fk.linear, torch.empty(5, 64, dtype=torch.float16, device="meta"), weight)
-    assert (few.chosen, many.chosen, old.chosen) == ("triton", "torch", "torch")
+    assert (few.chosen, many.chosen, old.chosen) == ("triton", "torch", "cuda")
     assert "cuBLAS" in str(many)
     assert "sm_80" in str(old)
 
