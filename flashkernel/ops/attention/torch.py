@@ -104,7 +104,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Mask | No
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """cuDNN reads 16 bytes at a time, and gives wrong results, not an error, where rows do not begin at such places."""
-    if x.device.type != "cuda" or not any(stride * x.element_size() % 16 for stride in x.stride()[:3]):
+    """cuDNN reads 16 bytes at a time, and gives wrong results, not an error, where rows, or the tensor itself, do not
+    begin at such places."""
+    if x.device.type != "cuda":
         return x
-    return x.contiguous()
+    places = (x.storage_offset(), *x.stride()[:3])
+    if any(place * x.element_size() % 16 for place in places):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

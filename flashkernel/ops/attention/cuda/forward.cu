@@ -79,19 +79,20 @@ attention_forward(
     for (int m = 0; m < MT; ++m)
         row_max[m][0] = row_max[m][1] = negative_infinity(), row_sum[m][0] = row_sum[m][1] = 0.f;
 
+    // Q is on its way while the ranges are read; with asynchronous copies it arrives together with the first K.
+    TileCopy<BLOCK_M, HEAD_DIM, THREADS> q_copy;
+    q_copy.start(q_tile, q_rows, q_row, seqlen_q - first_row, head_dim);
     BlockIterator blocks(ranges, range_counts, static_cast<int>(b * ranges_batch + h * ranges_head) + tile, max_ranges);
     TileCopy<BLOCK_N, HEAD_DIM, THREADS> k_copy;
     TileCopy<BLOCK_N, VALUE_DIM, THREADS> v_copy;
-    {
-        TileCopy<BLOCK_M, HEAD_DIM, THREADS> q_copy;
-        q_copy.start(q_tile, q_rows, q_row, seqlen_q - first_row, head_dim);
-        q_copy.template finish<0>(q_tile);
-#if HAS_ROTARY
-        __syncthreads();
-        rotate_tile<T, BLOCK_M, HEAD_DIM, THREADS>(q_tile, rotary_cos, rotary_sin, rotary_dim,
-                                                   first_row + seqlen_k - seqlen_q, seqlen_k);
+#if !SM80 || HAS_ROTARY
+    q_copy.template finish<0>(q_tile);
 #endif
-    }
+#if HAS_ROTARY
+    __syncthreads();
+    rotate_tile<T, BLOCK_M, HEAD_DIM, THREADS>(q_tile, rotary_cos, rotary_sin, rotary_dim,
+                                               first_row + seqlen_k - seqlen_q, seqlen_k);
+#endif
     if (blocks.valid())
         k_copy.start(k_tile, tile_at(k_data, k_chunk, blocks.block * BLOCK_N, k_row), k_row,
                      seqlen_k - blocks.block * BLOCK_N, head_dim);
@@ -256,7 +257,10 @@ attention_forward(
         }
 
     // Through shared memory, so that device memory sees 16-byte stores. Q is no longer read; O may be wider than Q, and
-    // then reaches into K and V.
+    // then reaches into K and V. A tile that sees no key has not waited for its Q yet.
+#if SM80
+    cp_async_wait<0>();
+#endif
     __syncthreads();
     const unsigned o_tile = q_tile;
 #pragma unroll

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from flashkernel.blocks.mask import causal, window
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op, Tolerance
+from flashkernel.core.random_case import Rng
 
 _ROOM = "flashkernel.ops.attention.rotary"
 
@@ -68,6 +70,14 @@ _CASES = (
 )
 
 
+def _random_case(rng: Rng, case: Case) -> Case:
+    """A table for all keys, of whole 16 dims or of some, within the head."""
+    axes = dict(case.axes)
+    axes["positions"] = axes["keys"] + rng.one((0, 3))
+    axes["pairs"] = min(rng.one((1, 8, 16, 32)), axes["head_dim"] // 2)
+    return replace(case, axes=axes)
+
+
 def _benches() -> tuple[Case, ...]:
     checked = {"batch": 1, "queries": 1024, "keys": 1024, "positions": 1024}
     return tuple(
@@ -103,6 +113,7 @@ ROTARY_ATTENTION = Op(
     benches=_benches(),
     cost=_cost,
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
-    ranges={"queries": (8, 40, 1), "keys": (40, 80, 1), "pairs": (8, 8, 1)},
+    ranges={"queries": (0, 40, 1), "keys": (8, 40, 1)},
+    random_case=_random_case,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"),),
 )
