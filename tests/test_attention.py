@@ -541,7 +541,7 @@ def test_varlen_is_attention_of_each_sequence(backend: str) -> None:
         ("h200", torch.bfloat16, {"deterministic": True}, "triton"),
         ("h200", torch.float32, {}, "triton"),
         ("a100", torch.bfloat16, {}, "triton"),
-        ("t4", torch.float16, {}, "torch"),
+        ("t4", torch.float16, {}, "cuda"),
     ],
 )
 def test_what_each_gpu_is_given(gpu: str, dtype: torch.dtype, options: dict[str, Any], chosen: str) -> None:

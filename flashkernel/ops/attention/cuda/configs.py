@@ -42,6 +42,7 @@ _ASYNCHRONOUS = {
     128: (ForwardConfig(128, 48, 4), ForwardConfig(64, 48, 4)),
     256: (ForwardConfig(64, 64, 4), ForwardConfig(64, 16, 4)),
 }
+_BLACKWELL = {128: (ForwardConfig(128, 32, 4), ForwardConfig(64, 48, 4))}
 # Turing: the next tile waits in registers.
 _SYNCHRONOUS = {
     64: (ForwardConfig(128, 64, 4), ForwardConfig(64, 64, 4)),
@@ -53,6 +54,8 @@ _SYNCHRONOUS = {
 def _heuristic(device: Device, shape: Mapping[str, int]) -> ForwardConfig:
     dim = max(padded_dim(shape["head_dim"]), padded_dim(shape["value_dim"]))
     choices = _SYNCHRONOUS if device.arch < 80 else _ASYNCHRONOUS
+    if device.arch >= 100:
+        choices = {**choices, **_BLACKWELL}
     return choices[dim][shape["extras"]]
 
 
