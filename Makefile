@@ -9,7 +9,7 @@ JOBS ?= auto
 JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
-.PHONY: help demo test cpu-test compile-test compile-test-newest lint format docs wheel gpu-test sanitize bench e2e tables clean
+.PHONY: help demo test cpu-test compile-test compile-test-cuda compile-test-newest lint format docs wheel gpu-test sanitize bench e2e tables clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -23,7 +23,10 @@ cpu-test: $(READY)  ## references, torch backends, Triton under its interpreter,
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 compile-test: $(READY)  ## every kernel for every GPU it claims, without that GPU
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m compile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "compile and not every_arch"
+
+compile-test-cuda: $(READY)  ## CUDA C++ kernels for every architecture, by NVRTC and nvcc: no spills
+	$(BIN)/python -m pytest -n $(JOBS) -m every_arch
 
 compile-test-newest: $(NEWEST)/.ready  ## one kernel of every kind, with the newest triton that pyproject.toml allows
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n $(JOBS) -m "compile and newest"

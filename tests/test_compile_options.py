@@ -112,6 +112,7 @@ def test_frequencies(rule: str, backend: str) -> None:
 
 CALLS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: fk.attention_varlen(Q[0], K[0], V[0], LENGTHS, causal=True, window=4, backend="triton"),
+    "rotary": lambda: fk.rotary_attention(Q, K, V, torch.ones(16, 8), torch.zeros(16, 8), causal=True),
     "fp8": lambda: fk.attention_fp8(
         *[part for pair in zip(*(fk.quantize_fp8(x, rotate=True) for x in (Q, K, V))) for part in pair],
         mask=fk.causal(),

@@ -5,7 +5,7 @@ A spill fails. `--whole-matrix` compiles the kernels of all declared cases, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,10 @@ pytestmark = [
 needs_nvcc = pytest.mark.skipif(not cuda_resources.has_nvcc(), reason="nvcc is not on the PATH")
 
 
-def _packages() -> Iterator[object]:
+QUICK = (75, 90)  # architectures of the usual compile tier, by NVRTC
+
+
+def _packages(quick: Sequence[int] = ()) -> Iterator[object]:
     """(operators, architecture) for each launcher module: operators of one module share kernels."""
     modules: dict[str, list[Op]] = {}
     for op in cuda_resources.operators():
@@ -32,7 +35,8 @@ def _packages() -> Iterator[object]:
     for target, ops in modules.items():
         for arch in GPUS:
             name = target.removeprefix("flashkernel.ops.").removesuffix(".cuda")
-            yield pytest.param(ops, arch, id=f"{name}-sm{arch}")
+            marks = () if arch in quick else (pytest.mark.every_arch,)
+            yield pytest.param(ops, arch, id=f"{name}-sm{arch}", marks=marks)
 
 
 def _selected(ops: list[Op], arch: int, config: pytest.Config) -> list[Instance]:
@@ -41,7 +45,7 @@ def _selected(ops: list[Op], arch: int, config: pytest.Config) -> list[Instance]
     return instances(arch, ops)
 
 
-@pytest.mark.parametrize("ops, arch", list(_packages()))
+@pytest.mark.parametrize("ops, arch", list(_packages(QUICK)))
 def test_nvrtc_compiles_without_spills(ops: list[Op], arch: int, pytestconfig: pytest.Config) -> None:
     selected = _selected(ops, arch, pytestconfig)
     assert selected, f"no kernel of {ops[0].name} is selected on sm_{arch}"

@@ -113,7 +113,7 @@ ROTARY_ATTENTION = Op(
     benches=_benches(),
     cost=_cost,
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
-    ranges={"queries": (0, 40, 1), "keys": (8, 40, 1)},
+    ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "positions": (40, 48, 1)},
     random_case=_random_case,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"),),
 )
