@@ -5,8 +5,8 @@ roof that it reached on the measured GPU. The estimate assumes the same efficien
 
     ms = max(bytes / bandwidth, FLOPs / rate) / efficiency
 
-Bandwidth and rate are those of the data sheet, which no copy and no matrix product reaches. Efficiency also differs: on a
-Hopper GPU a kernel that multiplies by mma.sync, as Turing does, does not reach the matmul rate, whose products run by
+Bandwidth and rate are those of the data sheet, which no copy and no matrix product reaches. Efficiency also differs: on
+a Hopper GPU a kernel that multiplies by mma.sync, as Turing does, does not reach the matmul rate, whose products run by
 wgmma. Compute-bound estimates for older GPUs are pessimistic by as much.
 """
 

@@ -2,7 +2,8 @@
 
 `flashkernel tables --write` regenerates the text between `<!-- results:rms_norm -->` and `<!-- /results -->` in the
 docs from `results/`. `<!-- results:rms_norm 16384x* -->` keeps the cases that match the glob,
-`<!-- results:attention long-* memory -->` shows peak memory instead of times, and
+`<!-- results:attention d* dtype=bfloat16 -->` those of one dtype, `<!-- results:attention long-* memory -->` shows peak
+memory instead of times, and
 `<!-- results:e2e llama-3.2-1b-* -->` shows whole models; the name is that of the results file. Tables made of several
 files are report blocks (`report_blocks`), and `<!-- results:cuda_resources ops/attention/* -->` shows what compiled
 CUDA C++ kernels take (lab/cuda_resources.py).
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from flashkernel.core.roofline import Ceilings
 
 BLOCK = re.compile(
-    r"(<!-- results:(?P<op>\w+)(?: (?P<glob>[^\s-]\S*))?(?P<memory> memory)? -->\n).*?(<!-- /results -->)", re.DOTALL
+    r"(<!-- results:(?P<op>\w+)(?: (?!dtype=)(?P<glob>[^\s-]\S*))?(?: dtype=(?P<dtype>\w+))?(?P<memory> memory)? -->\n)"
+    r".*?(?P<end><!-- /results -->)",
+    re.DOTALL,
 )
 DOCUMENTS = ("README.md", "flashkernel/**/README.md", "docs/**/*.md")
 UNMEASURED = "_Not measured yet._"
@@ -213,13 +216,10 @@ def regenerate(text: str, results: Path) -> str:
 
     def renew(found: re.Match[str]) -> str:
         if found["op"] == Path(CUDA_RESOURCES).stem:
-            return f"{found[1]}{_resources_block(results, found['glob'])}\n{found[5]}"
-        return (
-            found[1]
-            + _block(found["op"], found["glob"], MEMORY if found["memory"] else "p50", measured)
-            + "\n"
-            + found[5]
-        )
+            return f"{found[1]}{_resources_block(results, found['glob'])}\n{found['end']}"
+        statistic = MEMORY if found["memory"] else "p50"
+        block = _block(found["op"], found["glob"], found["dtype"], statistic, measured)
+        return f"{found[1]}{block}\n{found['end']}"
 
     text = BLOCK.sub(renew, text)
     if "<!-- report:" not in text:
@@ -245,21 +245,35 @@ def documents(root: Path) -> list[Path]:
     return sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
 
 
-def _block(op: str, glob: str | None, statistic: str, measured: Mapping[str, Mapping[str, Any]]) -> str:
+def _block(
+    op: str, glob: str | None, dtype: str | None, statistic: str, measured: Mapping[str, Mapping[str, Any]]
+) -> str:
     parts = []
     for gpu, files in measured.items():
         if op not in files:
             continue
         found = files[op]
-        records = [record for record in found["records"] if glob is None or fnmatchcase(record.case, glob)]
+        records = [
+            record
+            for record in found["records"]
+            if (glob is None or fnmatchcase(record.case, glob)) and (dtype is None or record.dtype == dtype)
+        ]
         if not records:
             continue
         versions = ", ".join(
             f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"]
         )
-        shown, table = _described(op, records, statistic, found["ceilings"])
+        shown, table = _described(op, records, statistic, _ceilings(found))
         parts.append(f"{found['device']}, {versions}; {shown}; from `results/{gpu}/{op}.json`.\n\n{table}")
     return "\n\n".join(parts) or UNMEASURED
+
+
+def _ceilings(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ceilings of a file's last run, with the rates of dtypes that only earlier runs have."""
+    rates: dict[str, float] = {}
+    for run in (*found.get("earlier", ()), found):
+        rates |= run["ceilings"].get("matmul_tflops", {})
+    return {**found["ceilings"], "matmul_tflops": rates}
 
 
 def _described(op: str, records: Sequence[Any], statistic: str, ceilings: Mapping[str, Any]) -> tuple[str, str]:
