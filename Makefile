@@ -9,7 +9,7 @@ JOBS ?= auto
 JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
-.PHONY: help demo test cpu-test compile-test compile-test-cuda compile-test-newest lint format docs wheel gpu-test sanitize bench e2e tables clean
+.PHONY: help demo test cpu-test compile-test compile-test-cuda compile-test-newest lint format docs wheel gpu-test gpu-test-turing sanitize sanitize-cuda bench e2e tables clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -55,6 +55,10 @@ gpu-test:  ## the whole matrix on this machine's GPU, with the Python that is th
 	  $(PYTHON) -m pytest -m 'gpu and not alone' -n $(JOBS_GPU) --dist worksteal
 	$(PYTHON) -m pytest -m 'gpu and alone' -n 0
 
+gpu-test-turing:  ## the CUDA C++ kernels as a T4 executes them (PTX for sm_75), on this machine's GPU: the whole matrix
+	FLASHKERNEL_CUDA_ARCH=75 OMP_NUM_THREADS=1 \
+	  $(PYTHON) -m pytest -m gpu -n $(JOBS_GPU) --dist worksteal tests/test_matrix.py -k "cuda-cuda and not bfloat16"
+
 SANITIZED := rms_norm cross_entropy softmax sum weighted_sum rope swiglu attention linear append_kv decode_attention \
   --dtype float16 --case everything --case odd --case plain --case mask-causal --case interleaved --case gpt-oss
 SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 9 --kernel-name-exclude kernel_substring=cudnn
@@ -64,6 +68,15 @@ sanitize:  ## compute-sanitizer over a few cases and a random call of every kern
 	$(SANITIZER) --tool memcheck $(PYTHON) -m flashkernel check $(SANITIZED)
 	$(SANITIZER) --tool memcheck $(PYTHON) -m flashkernel check --random --seed 1
 	$(SANITIZER) --tool racecheck $(PYTHON) -m flashkernel check $(SANITIZED) --backend triton --backend cuda
+
+SANITIZED_CUDA := attention rotary_attention decode_attention paged_attention linear rope softmax sum --backend cuda \
+  --dtype float16 --case everything --case odd --case plain --case one --case mask-causal --case several-tiles \
+  --case interleaved --case gpt-oss --case dropout --case paged-split --case int8-paged-split --case some-rows
+
+sanitize-cuda:  ## the four tools of compute-sanitizer over the CUDA C++ kernels, built for this GPU and for sm_75
+	for arch in "" 75; do for tool in memcheck racecheck initcheck synccheck; do \
+	  FLASHKERNEL_CUDA_ARCH=$$arch $(SANITIZER) --tool $$tool $(PYTHON) -m flashkernel check $(SANITIZED_CUDA) || exit 1; \
+	done; done
 
 bench:  ## measure every operator on this machine's GPU and keep the figures
 	$(PYTHON) -m flashkernel bench --save results/$(GPU)
