@@ -148,6 +148,8 @@ _SHAPES = (
     Case("several-tiles", _axes(1, (150, 300), 1, 16), {"mask": causal() & window(70)}),
     Case("one-query", _axes(3, (1, 29), (4, 2), 32), {"mask": causal(), "return_lse": True}),
     Case("scale", _axes(1, 12, 2, 16), {"scale": 0.5}),
+    Case("negative-scale", _axes(1, (12, 15), (2, 1), 16), {"scale": -0.5, "causal": True, "return_lse": True}),
+    Case("zero-scale", _axes(1, 12, 2, 16), {"scale": 0.0, "causal": True}),
     Case("padded", _axes(2, 14, (4, 2), 24), {"mask": causal()}, layout="padded"),
     # Heads at odd addresses within rows at multiples of 16 bytes: 16 or 8 heads of 32 and 3 more elements.
     Case("padded-heads", _axes(1, 18, (16, 8), 32), {"mask": causal()}, layout="padded"),

@@ -25,6 +25,7 @@ def attention(
     """The reference's attention, with the options of `AttentionOptions`."""
     options = AttentionOptions(**given)
     extended = sinks is not None or alibi_slopes is not None or options.extended
+    extended = extended or (options.scale is not None and options.scale <= 0)  # for which torch may return NaN
     if not extended and _fused_can(q, k, v, bias, options.mask):
         return _fused(q, k, v, bias, options.mask, options.scale)
     if torch.compiler.is_compiling():  # a graph cannot hold a loop over tiles whose length depends on the mask

@@ -63,10 +63,10 @@ def dropout_arguments(params: AttentionParams) -> tuple[Any, ...]:
 
 
 def has_extras(inputs: AttentionInputs, params: AttentionParams) -> bool:
-    """Whether a score is more than scale * q . k under a mask of positions."""
+    """Whether a score is more than scale * q . k, with a positive scale, under a mask of positions."""
     tables = params.mask is not None and len(params.mask.tables) > 0
     changed = inputs.bias is not None or inputs.alibi_slopes is not None or params.score is not None
-    return tables or changed or params.softcap > 0 or params.dropout > 0
+    return tables or changed or params.softcap > 0 or params.dropout > 0 or params.scale <= 0
 
 
 def vectorised(x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def kernel_for(
     macros = {
         "HAS_BIAS": inputs.bias is not None, "HAS_ALIBI": inputs.alibi_slopes is not None,
         "HAS_SOFTCAP": params.softcap > 0, "HAS_SCORE": params.score is not None, "HAS_DROPOUT": params.dropout > 0,
-        "HAS_SINKS": inputs.sinks is not None,
+        "HAS_SINKS": inputs.sinks is not None, "SCALE_FIRST": params.scale <= 0,
         "BIAS_TYPE": TYPES[inputs.q.dtype if inputs.bias is None else inputs.bias.dtype],
         "SINK_TYPE": TYPES[inputs.q.dtype if inputs.sinks is None else inputs.sinks.dtype],
         **table_macros(tables), **more,

@@ -1,6 +1,7 @@
 // From q . k to a masked score: softcap, ALiBi, bias, score function, mask, dropout. Forward and backward share this.
 //
-// The launcher defines, for the call at hand: HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_SCORE, HAS_MASK, HAS_DROPOUT (0 or 1);
+// The launcher defines, for the call at hand: HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP, HAS_SCORE, HAS_DROPOUT (0 or 1), and
+// SCALE_FIRST where the scale is not positive;
 // MASK_EXPRESSION, SCORE_EXPRESSION and SCORE_GRAD_EXPRESSION, C++ over (score, b, h, q, k, sq, sk) and the tables;
 // TABLE_PARAMETERS, the tables as kernel parameters, and TABLE_FIELDS and TABLE_VALUES, the same as a struct.
 
@@ -16,6 +17,9 @@
 #ifndef MASK_EXPRESSION
 #define MASK_EXPRESSION true
 #endif
+#ifndef SCALE_FIRST
+#define SCALE_FIRST 0
+#endif
 #ifndef SCORE_EXPRESSION
 #define SCORE_EXPRESSION score
 #define SCORE_GRAD_EXPRESSION 1.f
@@ -23,7 +27,8 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr bool PLAIN = !(HAS_BIAS || HAS_ALIBI || HAS_SOFTCAP || HAS_SCORE);  // scores are scale * q . k
+// Scores are scale * q . k with a positive scale: their order is that of q . k, and the exponent can scale them.
+constexpr bool PLAIN = !(HAS_BIAS || HAS_ALIBI || HAS_SOFTCAP || HAS_SCORE || SCALE_FIRST);
 
 __device__ inline float negative_infinity() { return __int_as_float(0xff800000); }
 
