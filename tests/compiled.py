@@ -67,7 +67,9 @@ def compile_for(launch: Launch, arch: int) -> MachineCode:
     found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage of {launch.name}")
-    return MachineCode(int(found[1]), int(found[2]), code.metadata.shared, cubin, code.asm["ttir"])
+    return MachineCode(
+        int(found[1]), int(found[2]), code.metadata.shared, cubin, "" if launch.kernel.is_gluon() else code.asm["ttir"]
+    )
 
 
 @dataclass(frozen=True)

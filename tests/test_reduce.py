@@ -351,7 +351,7 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
     if reason := can_compile():
         pytest.skip(reason)
     source, names = (ROOM / "kernel.cu").read_text(), _instances(element, vector)
-    compiled = compile_cubin(source, names, arch, include=[ROOM])
+    compiled = compile_cubin(source, names, arch, include=[ROOM, ROOM.parents[1] / "blocks" / "cuda"])
     assert set(compiled.names) == set(names)
     assert compiled.spilled_bytes == 0, compiled.log
     assert compiled.log.count("registers") >= len(names), "ptxas reported on fewer kernels than were asked for"
