@@ -89,3 +89,8 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The tensor, copied unless the elements of its last dim lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -43,6 +43,7 @@ MAX_LAUNCH_CONFIGS = 4096  # kept; grids depend on shapes, so there may be many
 
 __all__ = [
     "ARGUMENT_TYPES",
+    "TYPES",
     "CompileError",
     "CompiledCubin",
     "Kernel",
@@ -63,6 +64,9 @@ ARGUMENT_TYPES: dict[str, type] = {
     "float64": ctypes.c_double,
     "bool": ctypes.c_bool,
 }
+
+# C++ names of the dtypes that kernels compute in.
+TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 _FORMATS = {
     "pointer": "P", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f", "float64": "d",
@@ -118,6 +122,15 @@ def in_built_for() -> bool:
 def virtual_arch() -> int | None:
     """The older architecture that kernels are compiled for, or None: the GPU's own."""
     return _built_for.get() or env.cuda_arch()
+
+
+def vectorised(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where 16-byte loads cannot read its rows."""
+    unit = 16 // x.element_size()
+    apart = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
+    if x.data_ptr() % 16 or x.stride(-1) != 1 or any(stride % unit for stride in apart):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def target(device: torch.device) -> devices.Device:

@@ -28,6 +28,8 @@ def cache_dir() -> Path:
 def cuda_arch() -> int | None:
     """The architecture to compile CUDA C++ kernels for instead of the GPU's own, as 75; None: the GPU's own."""
     chosen = os.environ.get("FLASHKERNEL_CUDA_ARCH")
+    if chosen and not chosen.isdecimal():
+        raise ValueError(f"FLASHKERNEL_CUDA_ARCH is {chosen!r}; it takes a number such as 75, for sm_75")
     return int(chosen) if chosen else None
 
 

@@ -14,6 +14,7 @@ from flashkernel.blocks.codec_triton import encode_e4m3, encode_int8, largest_bi
 from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.rope_triton import Angles, AngleStrides, load_pairs, rotate_pairs, store_pairs, token_cos_sin
 from flashkernel.core import device, tune
+from flashkernel.core.arguments import unit_stride
 from flashkernel.core.head_configs import heads_per_program
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.core.tune import power_of_2
@@ -179,7 +180,7 @@ _CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 
 def forward(new: NewTokens, pages: Pages, slots: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Writes the pages and their scales; returns the rotated q, contiguous, or an empty tensor without one."""
-    k, v, q = _unit_stride(new.k), _unit_stride(new.v), None if new.q is None else _unit_stride(new.q)
+    k, v, q = unit_stride(new.k), unit_stride(new.v), None if new.q is None else unit_stride(new.q)
     tokens, kv_heads, head_dim = k.shape
     value_dim, rotary_dim = v.shape[2], rotation.dim
     q_heads = 0 if q is None else q.shape[1]
@@ -213,7 +214,3 @@ def forward(new: NewTokens, pages: Pages, slots: torch.Tensor, rotation: Rotatio
         BLOCK_KV_HEADS=heads_per_program(kv_heads, config.splits), num_warps=config.num_warps, **pdl_options(gpu),
     )  # fmt: skip
     return q_out
-
-
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Mask, recalled
+from flashkernel.core.arguments import unit_stride
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
@@ -35,13 +36,9 @@ def _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap,
     )  # fmt: skip
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 def _inputs(q, k, v, bias, sinks, alibi_slopes) -> AttentionInputs:
     return AttentionInputs(
-        _unit_stride(q), _unit_stride(k), _unit_stride(v),
+        unit_stride(q), unit_stride(k), unit_stride(v),
         None if bias is None else bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)),
         None if sinks is None else sinks.contiguous(),
         None if alibi_slopes is None else alibi_slopes.float().contiguous(),
@@ -71,7 +68,7 @@ def _backward(
     """(dq, dk, dv, dbias, dsinks, dslopes); those without an input, or not wanted, are empty."""
     params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
     dq, dk, dv, dbias, dsinks, dslopes = resolve(kernels).backward(
-        _unit_stride(do), None if dlse is None else dlse.contiguous(), _inputs(q, k, v, bias, sinks, alibi_slopes),
+        unit_stride(do), None if dlse is None else dlse.contiguous(), _inputs(q, k, v, bias, sinks, alibi_slopes),
         o, lse, params, want_bias and bias is not None,
     )  # fmt: skip
     empty = [q.new_empty(0) for _ in range(3)]

@@ -3,19 +3,16 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import unit_stride
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.decode.params import CachedKV, DecodeParams
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 def _cached(k, v, lengths, page_table, k_scale, v_scale) -> CachedKV:
     scales = [None if x is None else x.float().contiguous() for x in (k_scale, v_scale)]
-    page_table = None if page_table is None else _unit_stride(page_table)
-    return CachedKV(_unit_stride(k), _unit_stride(v), lengths.contiguous(), page_table, *scales)
+    page_table = None if page_table is None else unit_stride(page_table)
+    return CachedKV(unit_stride(k), unit_stride(v), lengths.contiguous(), page_table, *scales)
 
 
 def _decode_forward(
@@ -38,7 +35,7 @@ def _decode_forward(
     cache = _cached(k, v, lengths, page_table, k_scale, v_scale)
     shared = min(prefix_length, cache.capacity) if prefix is None else prefix
     params = DecodeParams(window, sink_tokens, scale, softcap, 0 if window else shared)
-    return resolve(kernels).forward(_unit_stride(q), cache, None if sinks is None else sinks.contiguous(), params)
+    return resolve(kernels).forward(unit_stride(q), cache, None if sinks is None else sinks.contiguous(), params)
 
 
 def _fake_decode(q, k, v, *_):
@@ -65,7 +62,7 @@ def _packed_forward(
     cache = _cached(k, v, lengths, page_table, k_scale, v_scale)
     params = DecodeParams(window, sink_tokens, scale, softcap)
     sinks = None if sinks is None else sinks.contiguous()
-    return resolve(kernels).forward_packed(_unit_stride(q), cu_seqlens_q.contiguous(), cache, sinks, params)
+    return resolve(kernels).forward_packed(unit_stride(q), cu_seqlens_q.contiguous(), cache, sinks, params)
 
 
 def _fake_packed(q, k, v, *_):

@@ -11,13 +11,12 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_cuda import cuda_steps
 from flashkernel.core import cuda, tune
-from flashkernel.core.cuda import Module
+from flashkernel.core.cuda import TYPES, Module
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.configs import CUDA_LINEAR, TileConfig
 
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[1] / "blocks" / "cuda",)
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 MOST_WEIGHTS, VECTOR = 3, 8  # VECTOR: 16-bit elements in 16 bytes
 MOST_STRIDE = 1 << 24  # elements; offsets within a tile are 32-bit
 NORM_THREADS, COMBINE_THREADS, MOST_GRID_ROWS = 256, 256, 65535

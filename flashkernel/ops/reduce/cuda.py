@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from flashkernel.core.cuda import Kernel, Module, target
+from flashkernel.core.cuda import TYPES, Kernel, Module, target
 from flashkernel.core.launch import pdl_options
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.reduce import kinds
@@ -15,7 +15,6 @@ from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
 
 FOLDER = Path(__file__).parent
 MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 WARP, IN_FLIGHT, MOST_THREADS = 32, 4, 512  # as in row.cuh
 MOST_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values a thread
 MOST_SINGLE_COLUMNS = 8192  # the same where rows are not whole vectors: every load takes a register of its own

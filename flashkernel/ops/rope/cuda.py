@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flashkernel.core import cuda
-from flashkernel.core.cuda import Kernel, Module
+from flashkernel.core.arguments import unit_stride
+from flashkernel.core.cuda import TYPES, Kernel, Module
 from flashkernel.core.tune import ceil_div
 
 FOLDER = Path(__file__).parent
 MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 MOST_THREADS, HEADS = 256, 4  # as in kernel.cu
 MOST_BATCHES = 65535  # of a grid's second axis; the third takes the rest
 
@@ -33,7 +33,7 @@ def forward(
     positions: Tensor | None, scaling: float, rotary: int, interleaved: bool, inverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(q, k) rotated, both contiguous; without a k, an empty tensor stands for it."""
-    q, k = _unit_stride(q), None if k is None else _unit_stride(k)
+    q, k = unit_stride(q), None if k is None else unit_stride(k)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(0 if k is None else k.shape, dtype=q.dtype, device=q.device)
     outputs = (q_out, None if k is None else k_out)
@@ -115,7 +115,3 @@ def _pairs_per_thread(heads: _Pair, outputs: _Pair, rotary: int, interleaved: bo
         if x.data_ptr() % 16 or any(step % count for step in steps):
             return 1
     return pairs
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashkernel.blocks.rope_triton import Angles, AngleStrides, load_pairs, rotate_pairs, store_pairs, token_cos_sin
 from flashkernel.core import device, tune
+from flashkernel.core.arguments import unit_stride
 from flashkernel.core.head_configs import heads_per_program
 from flashkernel.core.launch import launch
 from flashkernel.core.tune import ceil_div, power_of_2
@@ -96,9 +97,9 @@ def forward(
     positions: Tensor | None, scaling: float, rotary: int, interleaved: bool, inverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(q, k) rotated, both contiguous; without a k, an empty tensor stands for it."""
-    q = _unit_stride(q)
+    q = unit_stride(q)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k = None if k is None else _unit_stride(k)
+    k = None if k is None else unit_stride(k)
     k_out = torch.empty(0 if k is None else k.shape, dtype=q.dtype, device=q.device)
     heads = Heads(q, k, q_out, None if k is None else k_out)
     _launch(heads, Angles(cos, sin, rates, positions), scaling, rotary, interleaved, inverse, in_place=False)
@@ -142,7 +143,3 @@ def _launch(
         SPLITS=config.splits, Q_HEADS=heads_per_program(q_heads, config.splits),
         K_HEADS=heads_per_program(k_heads, config.splits), num_warps=config.num_warps,
     )  # fmt: skip
-
-
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -24,7 +24,6 @@ from flashkernel.ops.attention.cuda.launch import (
     score_arguments,
     size_arguments,
     strides,
-    vectorised,
 )
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
@@ -50,7 +49,7 @@ def backward(
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dk, dv, dbias, dsinks, dslopes); those without their input, and a bias gradient not wanted, are None."""
-    q, k, v, do = (vectorised(x) for x in (inputs.q, inputs.k, inputs.v, do))
+    q, k, v, do = (cuda.vectorised(x) for x in (inputs.q, inputs.k, inputs.v, do))
     inputs = inputs._replace(q=q, k=k, v=v)
     batch, seqlen_q, heads, head_dim = q.shape
     dlse = None if dlse is None else dlse.float().contiguous()

@@ -7,20 +7,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import seed_word, threshold
 from flashkernel.blocks.source_cuda import cuda_source, table_arguments, table_macros
 from flashkernel.blocks.tile_ranges import TileRanges
-from flashkernel.core.cuda import Kernel, Module
+from flashkernel.core.cuda import TYPES, Kernel, Module
 from flashkernel.ops.attention.cuda.configs import padded_dim
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 # Groups of kernel parameters, in the order of the functions below.
 STRIDES = "int64, int32, int64"  # of a batch, a row and a head
@@ -67,15 +65,6 @@ def has_extras(inputs: AttentionInputs, params: AttentionParams) -> bool:
     tables = params.mask is not None and len(params.mask.tables) > 0
     changed = inputs.bias is not None or inputs.alibi_slopes is not None or params.score is not None
     return tables or changed or params.softcap > 0 or params.dropout > 0 or params.scale <= 0
-
-
-def vectorised(x: Tensor) -> Tensor:
-    """The tensor, copied where 16-byte loads cannot read its rows."""
-    unit = 16 // x.element_size()
-    apart = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
-    if x.data_ptr() % 16 or x.stride(3) != 1 or any(stride % unit for stride in apart):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 def kernel_for(

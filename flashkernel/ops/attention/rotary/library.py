@@ -4,12 +4,9 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, recalled
+from flashkernel.core.arguments import unit_stride
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +21,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask_tables: list[Tensor], mask: str,
     interleaved: bool, scale: float, kernels: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    q, k, v = (unit_stride(x) for x in (q, k, v))
     return resolve(kernels).forward(q, k, v, *_tables(cos, sin), interleaved, _mask(mask, mask_tables), scale)
 
 
@@ -37,7 +34,7 @@ def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cos: Tensor, sin: Tensor,
     mask_tables: list[Tensor], mask: str, interleaved: bool, scale: float, kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    do, q, k, v = (_unit_stride(x) for x in (do, q, k, v))
+    do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = resolve(kernels).backward(
         do, dlse, q, k, v, o, lse, *_tables(cos, sin), interleaved, _mask(mask, mask_tables), scale

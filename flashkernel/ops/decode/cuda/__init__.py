@@ -132,12 +132,9 @@ def forward_packed(
 def _vectorised(x: Tensor) -> Tensor:
     """The tensor, copied where 16-byte loads cannot read its rows. Of a cache dispatch declines this where it can see
     the address."""
-    unit = 16 // x.element_size()
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
-    too_far = x.stride(1) * x.element_size() >= MOST_ROW_STRIDE
-    if x.data_ptr() % 16 or any(stride % unit for stride in strides) or too_far:
+    if x.stride(1) * x.element_size() >= MOST_ROW_STRIDE:
         return x.clone(memory_format=torch.contiguous_format)
-    return x
+    return cuda.vectorised(x)
 
 
 def _sinks(sinks: Tensor | None) -> tuple[int, Tensor | None]:
