@@ -65,6 +65,8 @@ __global__ void shared_bytes(float* out, int index, int through_ptx) {
 
 __global__ void global_bytes(float* out, int index) { out[index] = 1.f; }
 
+__global__ void two_at_once(float* out) { *reinterpret_cast<float2*>(out) = make_float2(1.f, 2.f); }
+
 #if SM80
 // Two tiles of 64 x 16 bytes; tile 1 is still under way when tile 0 is read.
 template <int PENDING> __global__ void copies(const float4* x, float4* out) {
@@ -187,6 +189,16 @@ def test_memory_out_of_bounds_is_an_error(module: Module) -> None:
             inside.launch(1, 1, (None, 1), device=out.device)
         inside.launch(1, 1, (out[32:], 1))  # the machine works on
         assert out[33] == 1
+
+
+def test_an_address_must_be_a_multiple_of_what_is_loaded(module: Module) -> None:
+    out = torch.zeros(8)
+    kernel = module.kernel("two_at_once", "pointer")
+    with emulated():
+        kernel.launch(1, 1, (out[2:],))
+        assert out[2:4].tolist() == [1, 2]
+        with pytest.raises(EmulationError, match=r"kernels.cu:\d+: address 0x\w+ is not a multiple of 8 bytes"):
+            kernel.launch(1, 1, (out[3:],))
 
 
 def test_asynchronous_copies_need_their_waits(module: Module) -> None:

@@ -42,7 +42,7 @@ FOLDER = Path(__file__).parent
 ARCH = 80  # of the GPU that launchers see
 FLAGS = (
     "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-w",
-    "-ffp-contract=off", "-ftrivial-auto-var-init=pattern",
+    "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-fsanitize=alignment",
 )  # fmt: skip
 # Dynamic shared memory, as a kernel declares it: extern __shared__ __align__(1024) unsigned char shared[];
 _DYNAMIC_SHARED = re.compile(

@@ -178,6 +178,19 @@ inline void to_scheduler() { swapcontext(&machine.current->context, &machine.sch
     __builtin_unreachable();
 }
 
+// What a GPU refuses and x86 does not: a load or store at an address that is not a multiple of its size. g++ calls this
+// with -fsanitize=alignment; the layout of `Site` is part of that interface.
+struct Site {
+    const char* file;
+    unsigned line, column;
+    const void* type;
+    unsigned char log_alignment, kind;
+};
+
+extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(const Site* site, size_t address) {
+    fail("%s:%u: address %#zx is not a multiple of %u bytes", site->file, site->line, address, 1u << site->log_alignment);
+}
+
 inline void run_kernel() {
     machine.kernel(machine.arguments);
     machine.current->state = DONE;

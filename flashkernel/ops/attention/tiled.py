@@ -161,12 +161,15 @@ class Extras:
         return None if self.bias is None else _bias_part(self.bias, tile).to(wide)
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: TiledAttention) -> tuple[Tensor, Tensor]:
-    """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq]), one tile of scores at a time."""
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: TiledAttention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq], what lse lost in rounding), one tile of scores at a time."""
     wide = wider(q.dtype)
     # Distances would multiply the error that a rounded output brings into delta.
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype if extras.slopes is None else wide)
     lse = torch.full((call.batch, call.heads, call.seqlen_q), -math.inf, dtype=wide, device=q.device)
+    lse_low = torch.zeros_like(lse)
     for first, tiles in zip(range(0, call.seqlen_q, TILE), call.visible_tiles(q.device)):
         last = min(first + TILE, call.seqlen_q)
         rows = call.by_kv_head(_part(q, first, last))  # [B, Hkv, group_size * BM, D]
@@ -194,9 +197,11 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: TiledAt
             row_max = new_max
         sees_nothing = row_sum == 0
         out[:, first:last] = (acc / row_sum.masked_fill(sees_nothing, 1)).transpose(1, 2)
-        log_sum = (row_max + torch.log(row_sum)).masked_fill(sees_nothing, -math.inf)
-        lse[:, :, first:last] = log_sum.squeeze(-1)
-    return out, lse
+        log_sum = torch.log(row_sum)
+        rounded = (row_max + log_sum).masked_fill(sees_nothing, -math.inf)
+        lse[:, :, first:last] = rounded.squeeze(-1)
+        lse_low[:, :, first:last] = (row_max - rounded + log_sum).masked_fill(sees_nothing, 0).squeeze(-1)
+    return out, lse, lse_low
 
 
 def tiled_backward(
@@ -207,7 +212,7 @@ def tiled_backward(
     With P = exp(S - LSE), D the dropout's factors, dP = D * (dO VT) and delta = sum of P dP = dO . O:
     dS = P * (dP - delta + dLSE), for the derivative of LSE in S is P itself.
     """
-    q, k, v, out, lse = saved
+    q, k, v, out, lse, lse_low = saved
     wide = lse.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     dbias = None if extras.bias is None else torch.zeros(extras.bias.shape, dtype=wide, device=q.device)
@@ -224,7 +229,8 @@ def tiled_backward(
         do_tile = call.by_kv_head(_part(dout, tile.first, tile.last))  # [B, Hkv, group_size * BM, Dv]
         product = call.by_head(rows @ columns.transpose(2, 3)) * call.params.scale  # [B, Hq, BM, BN]
         s, transform_backward = _differentiable(call, product, extras, tile)
-        p = torch.exp(call.apply_mask(s, tile) - finite[:, :, queries, None])
+        # Rows of P must add up to 1: distances multiply the error of a rounded LSE in the gradient of the slopes.
+        p = torch.exp(call.apply_mask(s, tile) - finite[:, :, queries, None] - lse_low[:, :, queries, None])
         dp = call.by_head(do_tile @ values.transpose(2, 3))  # [B, Hq, BM, BN]
         dropped = p
         if call.params.dropout:
@@ -287,9 +293,9 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, sinks, alibi_slopes, call):  # type: ignore[override]
         extras = Extras.of(bias, sinks, alibi_slopes, call.heads, wider(q.dtype))
-        out, lse = tiled_forward(q, k, v, extras, call)
+        out, lse, lse_low = tiled_forward(q, k, v, extras, call)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, bias, sinks, alibi_slopes)
+        ctx.save_for_backward(q, k, v, out, lse, lse_low, bias, sinks, alibi_slopes)
         ctx.call = call
         return out.to(q.dtype), lse
 

@@ -106,9 +106,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Mask | No
 
 def _aligned(x: Tensor) -> Tensor:
     """cuDNN reads 16 bytes at a time, and gives wrong results, not an error, where rows, or the tensor itself, do not
-    begin at such places."""
+    begin at such places. A tracer knows no address: there it is always copied, by the kernel that computes it."""
     if x.device.type != "cuda":
         return x
+    if torch.compiler.is_compiling():
+        return x.clone(memory_format=torch.contiguous_format)
     places = (x.storage_offset(), *x.stride()[:3])
     if any(place * x.element_size() % 16 for place in places):
         return x.clone(memory_format=torch.contiguous_format)

@@ -65,6 +65,7 @@ _CASES = (
     Case("odd-pairs", _axes(1, 9, 9, 2, 2, 16, 6), {"causal": True}),
     Case("transposed", _axes(2, 14, 14, 4, 2, 16), {"causal": True}, layout="transposed"),
     Case("padded", _axes(2, 14, 19, 4, 2, 24, 16), {"causal": True}, layout="padded"),
+    Case("offset", _axes(1, 14, 19, 2, 1, 32), {"causal": True}, layout="offset"),
     Case("no-queries", _axes(1, 0, 5, 2, 1, 16), {"return_lse": True}),
     Case("no-keys", _axes(1, 5, 0, 2, 1, 16), {"return_lse": True}),
 )

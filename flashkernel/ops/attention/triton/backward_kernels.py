@@ -164,15 +164,18 @@ def attention_backward_queries(
     target = gradients.dq + ((b * sizes.seqlen_q + row[:, None]) * sizes.heads + h) * HEAD_DIM + column
     tl.store(target, dq * terms.softmax_scale, mask=(row < sizes.seqlen_q)[:, None] & (column < HEAD_DIM))
     if terms.alibi_slopes is not None:
-        # delta comes from an output that was rounded, and long distances would multiply its error. The sum of p dp is
-        # delta without that error: the difference is taken back.
+        # delta and LSE are rounded, and long distances would multiply their errors. P must add up to 1 in each row, and
+        # the sum of p dp is delta without its error: both are put right.
+        norm = p_sum
+        if sinks is not None:
+            norm += p_sink
+        norm = tl.where(p_sum == 0.0, 1.0, norm)  # a row that sees nothing
         row_delta = tl.sum(delta, 1)
-        error = row_delta - (ds_sum + row_delta * p_sum)
+        error = row_delta - (ds_sum + row_delta * p_sum) / norm
         if stats.dlse is not None:
             error += tl.load(stats.dlse + stats_row + row, mask=row < sizes.seqlen_q, other=0.0)
-        tl.store(
-            gradients.dslopes + (b * sizes.heads + h) * tiles + tile, -tl.sum(dslope + error * distance_sum, 0)
-        )  # fmt: skip
+        dslope = (dslope + error * distance_sum) / norm
+        tl.store(gradients.dslopes + (b * sizes.heads + h) * tiles + tile, -tl.sum(dslope, 0))
 
 
 @triton.jit
