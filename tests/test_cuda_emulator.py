@@ -259,8 +259,9 @@ def test_every_ptx_function_is_emulated() -> None:
     assert functions(FOLDER / "ptx.cuh") == functions(BLOCKS / "ptx.cuh")
 
 
-def test_ptx_is_in_one_file() -> None:
+def test_ptx_is_in_its_own_files() -> None:
     package = BLOCKS.parents[1]
-    sources = [path for path in package.rglob("*.cu*") if path.suffix in (".cu", ".cuh") and path.name != "ptx.cuh"]
+    allowed = ("ptx.cuh", "hopper_ptx.cuh")  # Hopper's instructions are not emulated
+    sources = [path for path in package.rglob("*.cu*") if path.suffix in (".cu", ".cuh") and path.name not in allowed]
     assert sources
     assert not [path.name for path in sources if re.search(r"\basm\b", path.read_text())]

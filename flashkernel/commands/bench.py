@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flashkernel.lab.suites import Suite
 
 CPU_BUDGET_S, GPU_BUDGET_S = 0.1, 1.0
+LADDER_SIZE = 4096
 
 
 def bench(
@@ -50,12 +51,18 @@ def bench(
     max_autotune: Annotated[
         bool, typer.Option("--max-autotune", help="Of a suite: time torch.compile(mode='max-autotune') too; slow.")
     ] = False,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Time the rungs of the GEMM ladder instead, against cuBLAS.")
+    ] = False,
+    size: Annotated[int | None, typer.Option(min=1, help=f"Of --ladder: M, N and K, {LADDER_SIZE} by default.")] = None,
     commit: Commit = None,
     format: Formatted = Format.table,
 ) -> None:
     """Time operators against their baselines in one run; each is checked first. Ctrl-C keeps finished results."""
     if host:
         return _bench_host(names, case, device, save, commit, format)
+    if ladder:
+        return _bench_ladder(names, size or LADDER_SIZE, dtype, device, save, budget, commit, format)
     with progress.report_errors():
         from flashkernel.lab import selection, suites
         from flashkernel.lab.bench import BenchOptions
@@ -64,6 +71,8 @@ def bench(
         on_cpu = target.type == "cpu"
         most = scale if scale is not None else selection.CPU_ELEMENTS if on_cpu else 0
         grid = None if suite is None else suites.find(suite)
+        if size is not None:
+            raise ValueError("--size goes with --ladder; --case selects the sizes of operators")
         if max_autotune and grid is None:
             raise ValueError("--max-autotune goes with --suite; --impl compile times torch.compile's default mode")
         chosen = selection.operators(names or (None if grid is None else list(grid.cases)))
@@ -187,6 +196,42 @@ def _bench_host(
                 file.add(found)
     name = selection.hardware(str(target)).name
     output.show(format, [record.as_dict() for record in records], [host_tables.rich_table(records, name)])
+    progress.exit_with(stopped, failed=any(not record.correct for record in records))
+
+
+def _bench_ladder(
+    names: Sequence[str] | None, size: int, dtypes: Sequence[str] | None, device: str | None, save: Path | None,
+    budget: float | None, commit: str | None, format: Format,
+) -> None:  # fmt: skip
+    """Times the rungs of the GEMM ladder and cuBLAS; exits 1 if a result is wrong."""
+    with progress.report_errors():
+        from flashkernel.core import roofline
+        from flashkernel.lab import ladder, ladder_tables, selection
+        from flashkernel.lab.results import ResultsFile
+
+        if names not in (None, [], ["gemm"]):
+            given = ", ".join(names or ())
+            raise ValueError(f"--ladder times the rungs of the GEMM ladder, not {given}; name gemm or nothing")
+        target = selection.device(device)
+        if target.type != "cuda":
+            raise ValueError("--ladder times GPU kernels; this machine has no GPU, or --device names none")
+        kinds = selection.dtypes(dtypes or ["float16"]) or []
+    records: list[Record] = []
+    ceilings: Ceilings | None = None
+    with progress.progress_bar(len(kinds)) as bar, progress.keep_results() as stopped:
+        bar.describe("measuring memory bandwidth and matmul rates")
+        ceilings = roofline.ceilings(target, kinds)
+        with progress.report_errors():
+            file = ResultsFile.in_folder(save, ladder_tables.OP, ceilings, commit)
+        for kind in kinds:
+            of_product = []
+            for record in ladder.measure(size, kind, target, ceilings, budget or GPU_BUDGET_S, bar.describe):
+                of_product.append(record)
+                records.append(record)
+            if file is not None:
+                file.add(of_product)
+            bar.advance()
+    output.show_records(format, records, selection.hardware(str(target)).name, ceilings)
     progress.exit_with(stopped, failed=any(not record.correct for record in records))
 
 

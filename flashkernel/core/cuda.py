@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from flashkernel.core import device as devices
-from flashkernel.core import env, nvrtc, replay_switch
-from flashkernel.core.driver import LaunchRecord
+from flashkernel.core import driver, env, nvrtc, replay_switch
+from flashkernel.core.driver import LaunchRecord, PreparedLaunch, TensorMap
 from flashkernel.core.launch import is_observed, notify_launch
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
 
@@ -63,6 +63,7 @@ ARGUMENT_TYPES: dict[str, type] = {
     "float32": ctypes.c_float,
     "float64": ctypes.c_double,
     "bool": ctypes.c_bool,
+    "tensor_map": ctypes.c_char * 128,  # a TensorMap of core.driver, for a __grid_constant__ parameter
 }
 
 # C++ names of the dtypes that kernels compute in.
@@ -70,7 +71,7 @@ TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_
 
 _FORMATS = {
     "pointer": "P", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f", "float64": "d",
-    "bool": "?",
+    "bool": "?", "tensor_map": "M",
 }  # fmt: skip
 
 _has_gpu = cache(torch.cuda.is_available)
@@ -309,12 +310,26 @@ class Kernel:
                 _launch_configs.clear()
             config = _launch_configs[key] = _launch_config(*key)
         handle = torch._C._cuda_getCurrentRawStream(index)
+        if self.arguments is not None and "tensor_map" in self.arguments:
+            return self._launch_prepared(self._launch_record(kernel, key, args), self.pack(args, index), handle)
         stream = _streams.get((index, handle))
         if stream is None:
             stream = _streams[index, handle] = core().Stream.from_handle(handle)
         core().launch(stream, config, kernel, *self.pack(args, index))
         if is_observed():
             notify_launch(self._launch_record(kernel, key, args))
+
+    def _launch_prepared(self, record: Any, packed: Sequence[Any], stream: int) -> None:
+        """Launch through the driver, which takes tensor maps; cuda-core packs them from version 1.2 on only."""
+        addresses = {
+            index: value.base.data_ptr() if kind == "M" else value
+            for index, ((kind, _), value) in enumerate(zip(record.params, packed))
+            if kind in "MP"
+        }
+        prepared = PreparedLaunch(record, stream, (), addresses)
+        prepared.handle_error(driver.launch()(prepared.config, prepared.function, prepared.params, None))
+        if is_observed():
+            notify_launch(record)
 
     def _launch_record(self, kernel: Any, key: tuple[Any, Any, int, bool], args: Sequence[Any]) -> LaunchRecord | str:
         """The record that the driver repeats this launch from, or the reason why there is none."""
@@ -374,9 +389,9 @@ class Kernel:
         most = properties.shared_memory_per_block_optin
         if shared > most:
             raise ValueError(f"{self.name}: {shared} bytes of shared memory; this GPU gives a block at most {most}")
-        from cuda.bindings import driver
+        from cuda.bindings import driver as bindings
 
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _driver("cuKernelSetAttribute", attribute, shared, kernel.handle, _driver("cuDeviceGet", index))
         self._shared[index, self.module.older_arch()] = shared
 
@@ -409,6 +424,10 @@ def _declared(name: str, kind: str, value: Any, index: int) -> Any:
         if type(value) is int:
             return value
         raise TypeError(f"{name}: a pointer argument takes a tensor, None or an address, not {value!r}")
+    if kind == "tensor_map":
+        if not isinstance(value, TensorMap) or value.base.get_device() != index:
+            raise ValueError(f"{name}: a tensor_map argument takes a TensorMap of a tensor on cuda:{index}")
+        return value
     made = ARGUMENT_TYPES[kind](value)
     if made.value != value and kind not in ("float32", "float64"):
         raise OverflowError(f"{name}: {value!r} does not fit {kind}")
@@ -417,9 +436,9 @@ def _declared(name: str, kind: str, value: Any, index: int) -> Any:
 
 def _driver(function: str, *args: Any) -> Any:
     """Call the CUDA driver; its result, or an error that names the call."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver as bindings
 
-    status, *results = getattr(driver, function)(*args)
+    status, *results = getattr(bindings, function)(*args)
     if int(status) != 0:
         raise RuntimeError(f"{function} failed: {status.name}")
     return results[0] if results else None
@@ -438,9 +457,9 @@ def _loading_allowed() -> Iterator[None]:
     if not torch.cuda.is_current_stream_capturing():
         yield
         return
-    from cuda.bindings import driver
+    from cuda.bindings import driver as bindings
 
-    before = _driver("cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    before = _driver("cuThreadExchangeStreamCaptureMode", bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
         yield
     finally:

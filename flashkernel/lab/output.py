@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flashkernel.lab import generation_tables, host_tables, tables
+from flashkernel.lab import generation_tables, host_tables, ladder_tables, tables
 from flashkernel.lab.progress import FILE_WIDTH, log
 from flashkernel.lab.results import AnyRecord, GenerationRecord, Record
 
@@ -65,6 +65,9 @@ def show_records(
         of_op = [record for record in measured if record.op == op]
         if op == host_tables.OP:
             shown.append(host_tables.rich_table(of_op, device))
+            continue
+        if op == ladder_tables.OP:
+            shown.append(ladder_tables.rich_table(of_op, device))
             continue
         shown.append(tables.rich_table(op, of_op, device, ceilings))
         if op == TRAINING_STEP and any(record.peak_bytes for record in of_op):

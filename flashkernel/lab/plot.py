@@ -1,4 +1,5 @@
-"""Charts of results files, drawn with matplotlib: rooflines of operators, generation with whole models, host time."""
+"""Charts of results files, drawn with matplotlib: rooflines of operators, generation with whole models, host time, the
+GEMM ladder."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashkernel.lab import generation_tables, host_tables
+from flashkernel.lab import generation_tables, host_tables, ladder_tables
 from flashkernel.lab.packages import require
 from flashkernel.lab.results import GenerationRecord, Record
 from flashkernel.lab.tables import Row, columns, rows
@@ -22,7 +23,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     """Draws the chart of one results file as a PNG.
 
     Operators get a roofline and percent of the roof by case; training steps ms and GB; whole models ("e2e") tokens/s
-    and ms/token; host times us of flashkernel and of torch.
+    and ms/token; host times us of flashkernel and of torch; the GEMM ladder TFLOP/s of its rungs.
 
     Args:
         results: a results file as `results.load` returns it.
@@ -41,6 +42,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         _generation(figure, records)
     elif records[0].op == host_tables.OP:
         _host(figure, records)
+    elif records[0].op == ladder_tables.OP:
+        _ladder(figure, records)
     elif all(record.roof is None for record in records):
         _times(figure, records)
     else:
@@ -108,6 +111,23 @@ def _host(figure: Any, records: Sequence[Record]) -> None:
     axes.margins(y=0.01)
     axes.set(xlabel="us (median)")
     axes.set_title(f"host time of a call\n{host_tables.DIRECTIONS}", fontsize=9)
+
+
+def _ladder(figure: Any, records: Sequence[Record]) -> None:
+    """TFLOP/s of each rung and of cuBLAS, with the share of cuBLAS beside the bars."""
+    figure.set_size_inches(10, max(4.0, 0.45 * len(records)))
+    axes = figure.subplots()
+    several = len({record.key for record in records}) > 1
+    labels = [record.implementation + (f", {record.case} {record.dtype}" if several else "") for record in records]
+    shares = [ladder_tables.share(record, records) for record in records]
+    colours = ["0.6" if record.kind == "baseline" else "C0" for record in records]
+    bars = axes.barh(range(len(records)), [record.tflops or 0.0 for record in records], color=colours)
+    texts = [f"{record.tflops or 0:.1f}" + (f" ({part:.1%})" if part else "") for record, part in zip(records, shares)]
+    axes.bar_label(bars, texts, fontsize=8, padding=3)
+    axes.set_yticks(range(len(records)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)  # room for the values beside the bars
+    axes.set(xlabel="TFLOP/s (share of cuBLAS)", title=f"M = N = K = {records[0].case}, {records[0].dtype}")
 
 
 def _roofline(axes: Any, records: Sequence[Record], ceilings: Mapping[str, Any], colours: Mapping[str, str]) -> None:

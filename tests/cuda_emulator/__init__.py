@@ -180,7 +180,7 @@ def _gpp(arguments: Sequence[Any], name: str) -> None:
 
 
 def _sources(source_path: Path, folders: Sequence[Path]) -> dict[str, str]:
-    """The texts of a .cu file and of the project headers it includes, by file name; the emulator's own ptx.cuh.
+    """The texts of a .cu file and of the project headers it includes, by file name; ptx.cuh and mma.h are our own.
 
     All go to one folder: a quoted include looks beside its own file first, where the real ptx.cuh is.
     """
@@ -192,6 +192,8 @@ def _sources(source_path: Path, folders: Sequence[Path]) -> dict[str, str]:
         text = _DYNAMIC_SHARED.sub(r"DYNAMIC_SHARED(\1, \2);", origin.read_text(encoding="utf-8"))
         text = _INCLUDE.sub(lambda found: f'{found[1]}"{Path(found[2]).name}"', text)
         texts[path.name] = f'#line 1 "{origin}"\n{text}'
+    if any('#include "mma.h"' in text for text in texts.values()):  # wmma
+        texts["mma.h"] = (FOLDER / "mma.h").read_text(encoding="utf-8")
     return texts
 
 
