@@ -286,7 +286,7 @@ class Descriptor:
 
 def _load_tile(source: Descriptor, place: Any, barrier: Barrier, target: Shared) -> None:
     place = [int(x) for x in place]
-    target.data.fill_(float("nan"))  # under way: whoever reads it now reads nothing
+    target.data.fill_(_poison(target.dtype))  # under way: whoever reads it now reads nothing
 
     def arrive() -> None:
         target.data.copy_(source.read(place).view(target.data.shape))
@@ -320,6 +320,8 @@ class Product:
             a, b, accumulator, use = self.operands
             left = (a.data if isinstance(a, Shared) else a).float()
             product = left @ b.data.float()
+            if isinstance(accumulator, Product):  # issued before, and so completed before
+                accumulator = accumulator.finish()
             self.value = _value(product + accumulator if use else product)
         return self.value
 
@@ -337,9 +339,9 @@ def _mma_wait(left: int = 0, deps: Any = ()) -> Any:
     while len(queue) > left:
         queue.pop(0).finish()
     values = []
-    for product in deps:
-        assert not isinstance(product, Product) or product not in queue, "a product is used before it is awaited"
-        values.append(product.finish() if isinstance(product, Product) else product)
+    for product in deps:  # one that is still under way can only be accumulated onto, or awaited again
+        under_way = not isinstance(product, Product) or product in queue
+        values.append(product if under_way else product.finish())
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -387,7 +389,13 @@ def _named_barrier_sync(place: Any, groups: int) -> None:
 
 
 def _store_wait(pending: int) -> None:
-    _machine().happen(1.0, threading.get_ident())
+    """All but the last `pending` stores of this thread have happened."""
+    machine, thread = _machine(), threading.get_ident()
+    own = [event for event in machine.events if event[0] == thread]
+    later = own[len(own) - int(pending) :]
+    machine.events = [event for event in machine.events if event not in later]
+    machine.happen(1.0, thread)
+    machine.events += later
 
 
 def _specialize(functions: Any, warps: Any, registers: Any) -> None:
@@ -434,7 +442,12 @@ def _allocate(dtype: torch.dtype, shape: Any, layout: Any) -> Any:
     sizes = [int(size) for size in shape]
     if layout == "barrier":
         return Barriers(sizes[0])
-    return Shared(torch.full(sizes, float("nan"), dtype=dtype))
+    return Shared(torch.full(sizes, _poison(dtype), dtype=dtype))
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """What memory holds that was not written: NaN; of integers, a value that tests do not expect."""
+    return float("nan") if dtype.is_floating_point else 113
 
 
 def _tensors(*values: Any) -> list[Tensor]:
@@ -457,7 +470,7 @@ def _inline_asm(text: str, constraints: str, args: Any, dtype: torch.dtype, is_p
 _NAMES = types.SimpleNamespace(
     float32=torch.float32, int32=torch.int32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
     float8e4nv=torch.float8_e4m3fn, constexpr=None, inline_asm_elementwise=_inline_asm,
-    static_range=range,
+    static_range=range, static_assert=lambda *a: None,
     program_id=lambda axis: _value(torch.tensor(_machine().program)),
     num_programs=lambda axis: _value(torch.tensor(_machine().programs)),
     allocate_shared_memory=_allocate,

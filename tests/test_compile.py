@@ -102,7 +102,8 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
         if arch == 75:
             assert "tt.dot" not in machine.ttir, f"{launch.name} multiplies matrices, without tensor cores on sm_75"
         if gluon:
-            product = "QGMMA" if launch.name.endswith("fp8") else "HGMMA"
+            fp8 = launch.name.endswith("fp8") or torch.float8_e4m3fn in case.dtype_of.values()
+            product = "QGMMA" if fp8 else "HGMMA"
             assert product in machine.sass, f"{launch.name} does not multiply on the tensor cores' asynchronous path"
 
 

@@ -15,6 +15,7 @@ import torch
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks import mask as masks
 from flashkernel.blocks.expression import Table
+from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.blocks.mask import Mask
 from flashkernel.core.op import Case
 from flashkernel.core.random_case import Rng
@@ -52,8 +53,6 @@ def random_case(rng: Rng, case: Case) -> Case:
 
 def random_fp8_case(rng: Rng, case: Case) -> Case:
     """The same of FP8 attention, with a scale for each head or for each block of positions."""
-    from flashkernel.ops.attention.fp8.reference import SCALE_BLOCK
-
     axes, options = _shared(rng, dims=((16, 32, 64), (64, 64, 128, 128, 32, 48, 256)))
     for name, length in (("q", "queries"), ("k", "keys"), ("v", "keys")):
         axes[f"{name}_blocks"] = (-(-axes[length] // SCALE_BLOCK),) if rng.maybe(0.3) else ()

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.mask import Mask, checked, narrowed
 from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.fp8 import library, spec
-from flashkernel.ops.attention.fp8.reference import FP8, SCALE_BLOCK
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.mask import recalled
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-from flashkernel.ops.attention.fp8.reference import FP8
 
 
 def _forward(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import SCALE_BLOCK, quantise_fp8_groups
 from flashkernel.core.arguments import static
 from flashkernel.core.tracing import assume_constant_result
-from flashkernel.ops.attention.fp8.reference import SCALE_BLOCK
 
-E4M3_MAX = 448.0  # the largest float8_e4m3fn
 _ALIGNMENT = 16  # rows of a transposed tensor start at multiples of 16 bytes, as TMA requires
 
 
@@ -42,18 +41,10 @@ def quantize_fp8(
     wide = x.detach().float()
     if rotate:
         wide = wide @ rotation(static(x.shape[3]), x.device)
-    batch, sequence, heads, _ = x.shape
-    if block is None:
-        largest = wide.abs().amax((1, 3)) if sequence else wide.new_zeros((batch, heads))
-        scale = _scale(largest)  # [B, H]
-        factor = scale[:, None, :, None]
-    else:
-        padding = -sequence % block
-        padded = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block))
-        scale = _scale(padded.abs().amax((2, 4))).transpose(1, 2).contiguous()  # [B, H, blocks]
-        factor = scale.repeat_interleave(block, 2)[:, :, :sequence].transpose(1, 2)[..., None]  # [B, S, H, 1]
-    values = (wide / factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return (_transposed(values) if transpose else values.contiguous()), scale
+    values, scales = quantise_fp8_groups(wide.transpose(1, 2), (-1 if block is None else block, -1))
+    values = values.transpose(1, 2)
+    scale = scales[..., 0, 0] if block is None else scales[..., 0]  # [B, H], or [B, H, blocks]
+    return (_transposed(values) if transpose else values.contiguous()), scale.contiguous()
 
 
 @assume_constant_result
@@ -77,11 +68,6 @@ def _rotation(width: int) -> Tensor:
     # Without the signs, the mean of all channels would end up in one channel.
     signs = torch.randint(0, 2, (width, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     return signs * hadamard / width**0.5
-
-
-def _scale(largest: Tensor) -> Tensor:
-    """Returns the scales of the largest magnitudes; 1 where all elements are zero."""
-    return torch.where(largest > 0, largest / E4M3_MAX, 1.0)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales
 from flashkernel.blocks.mask import Mask
 from flashkernel.ops.attention import reference
-
-FP8 = torch.float8_e4m3fn
-SCALE_BLOCK = 128  # positions that share a scale, if a head has more than one
 
 
 def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x (batch, seqlen, heads, head_dim) times its scales, (batch, heads) or (batch, heads, blocks), in
     `dtype`."""
-    factor = scale.to(dtype)
+    factor = scale.to(dtype)[..., None]  # [B, H, 1], or [B, H, blocks, 1]
     if scale.ndim == 3:
-        factor = factor.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[1]]  # [B, H, S]
-        return x.to(dtype) * factor.transpose(1, 2)[..., None]
-    return x.to(dtype) * factor[:, None, :, None]
+        return x.to(dtype) * expand_scales(factor, (SCALE_BLOCK, 1), (x.shape[1], 1)).transpose(1, 2)
+    return x.to(dtype) * factor[:, None]
 
 
 def attention_fp8(

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.mask import Mask, causal, custom, sink_tokens, window
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
 from flashkernel.core.shapes import MODELS
-from flashkernel.ops.attention.fp8.reference import FP8, SCALE_BLOCK
 from flashkernel.ops.attention.random_cases import random_fp8_case
 
 _ROOM = "flashkernel.ops.attention.fp8"

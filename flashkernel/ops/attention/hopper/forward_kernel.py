@@ -19,6 +19,7 @@ head.
 
 from typing import Any, NamedTuple
 
+from flashkernel.blocks.pipeline_gluon import join_columns, next_stage, split_columns
 from flashkernel.core.gluon import (
     gl,
     gluon,
@@ -34,7 +35,6 @@ from flashkernel.ops.attention.hopper.pipeline import (
     consumer_release_k,
     consumer_release_v,
     first_block,
-    next_stage,
     skip_blocks,
     table_row,
     work_tile_at,
@@ -44,11 +44,9 @@ from flashkernel.ops.attention.hopper.softmax import (
     exp2_scores,
     finalize,
     first_softmax,
-    join_columns,
     masked_scores,
     online_softmax,
     partial_row_sums,
-    split_columns,
 )
 from flashkernel.ops.attention.hopper.warp_roles import (
     Buffers,

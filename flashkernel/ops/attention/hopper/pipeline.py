@@ -9,14 +9,8 @@ The tables that say what is loaded and visited are made on the host: tile_schedu
 
 from typing import Any, NamedTuple
 
+from flashkernel.blocks.pipeline_gluon import next_stage
 from flashkernel.core.gluon import gl, gluon, mbarrier, named_barrier_arrive, named_barrier_sync
-
-
-class PipelineState(NamedTuple):
-    """A position in the K/V ring: the stage, and the parity of the mbarrier phase that its loads complete."""
-
-    stage: Any
-    phase: Any
 
 
 class WorkTile(NamedTuple):
@@ -61,15 +55,6 @@ class BlockCursor(NamedTuple):
     block: Any
     block_end: Any
     masked: Any
-
-
-@gluon.jit
-def next_stage(state, NUM_STAGES: gl.constexpr):
-    """Returns the position behind `state`. Counted up, since `%` and `//` take more instructions."""
-    stage, phase = state
-    following = stage + 1
-    wraps = following == NUM_STAGES
-    return PipelineState(gl.where(wraps, 0, following), gl.where(wraps, phase ^ 1, phase))
 
 
 @gluon.jit

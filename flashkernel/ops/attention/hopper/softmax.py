@@ -102,19 +102,6 @@ def partial_row_sums(p):
 
 
 @gluon.jit
-def split_columns(x):
-    """Splits [64, columns] into two halves of the columns. No data moves: a thread's registers are told apart."""
-    return gl.split(x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def join_columns(left, right):
-    """Joins two halves of the columns."""
-    both = gl.join(left, gl.convert_layout(right, left.type.layout))
-    return both.permute((0, 2, 1)).reshape([64, 2 * left.shape[1]])
-
-
-@gluon.jit
 def finalize(row_max, row_sum, o_unit, work_tile, step, num_visited, args, w: gl.constexpr,
              CHECK_OVERFLOW: gl.constexpr, MIN_SUM: gl.constexpr, P_MAX_LOG2: gl.constexpr,
              TRAITS: gl.constexpr):  # fmt: skip

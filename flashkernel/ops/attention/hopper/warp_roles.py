@@ -10,6 +10,7 @@ The kernels differ in their layouts of K and V, and in the function PROCESS by w
 
 from typing import Any, NamedTuple
 
+from flashkernel.blocks.pipeline_gluon import PipelineState
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -26,7 +27,6 @@ from flashkernel.core.gluon import (
 from flashkernel.ops.attention.hopper.overflow_retry import any_flagged, clear_flags, next_work_tile, stores_done
 from flashkernel.ops.attention.hopper.pipeline import (
     BlockTables,
-    PipelineState,
     first_query,
     producer_acquire_k,
     producer_acquire_v,

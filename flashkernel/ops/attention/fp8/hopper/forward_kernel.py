@@ -19,6 +19,7 @@ multiplication that rescales O also changes the unit.
 
 from typing import Any, NamedTuple
 
+from flashkernel.blocks.pipeline_gluon import next_stage
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from flashkernel.ops.attention.fp8.hopper.assembly import (
@@ -34,7 +35,6 @@ from flashkernel.ops.attention.hopper.pipeline import (
     consumer_release_v,
     first_block,
     first_query,
-    next_stage,
     skip_blocks,
     table_row,
 )

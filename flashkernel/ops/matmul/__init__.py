@@ -1,0 +1,5 @@
+"""Matrix products: dense, batched, scaled and grouped."""
+
+from flashkernel.ops.matmul.api import grouped_matmul, matmul
+
+__all__ = ["grouped_matmul", "matmul"]

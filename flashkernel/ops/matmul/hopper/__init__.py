@@ -1,0 +1,5 @@
+"""Matrix products on Hopper: a Gluon kernel for sm_90 and its launcher."""
+
+from flashkernel.ops.matmul.hopper.launch import forward
+
+__all__ = ["forward"]

@@ -1,0 +1,172 @@
+"""Launch configs of the Hopper matrix product: tiles, consumers, stages, and in how many parts K is split.
+
+The heuristic is a cost rule. It estimates the clock cycles of every candidate and takes the cheapest: full waves of
+work tiles, each of which is bound by the tensor cores or by what it reads through L2, and with split-K one more pass
+over the partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, ceil_div, power_of_2
+
+PRODUCER_REGISTERS = 24  # per thread of the producer warp
+MAX_STAGES = 8  # as many named barriers are free (core/gluon.py)
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+STORE_STAGES = 2  # chunks of C in shared memory, per consumer, while TMA stores them
+_CHUNK_BYTES = 8192  # of a chunk: larger ones take more registers than the epilogue has
+GROUP_M = 8
+_BARRIER_BYTES = 1024  # mbarriers, and alignment of the buffers
+_MAX_SPLITS = 16
+_MMA_RATE = 4096  # bytes of K, times rows and columns of C: per clock cycle and SM
+_L2_RATE = 56  # bytes per clock cycle and SM
+_TILE_CYCLES = 1500  # of an epilogue's and a pipeline's start, whatever their size
+_STORE_RATE = 16  # elements of C per clock cycle
+_REDUCE_CYCLES = 6000  # of another launch
+_REDUCE_RATE = 16  # bytes per clock cycle and SM
+
+
+@dataclass(frozen=True)
+class HopperMatmul:
+    """Launch config of the Hopper matrix product.
+
+    Attributes:
+        rows: rows of C that a consumer warpgroup computes, 64 or 128.
+        block_n: columns of a work tile.
+        num_consumers: consumer warpgroups.
+        num_stages: K blocks in flight; each is 128 bytes of K.
+        pingpong: consumers take work tiles in turn; else they share one.
+        group_m: tiles of rows that are worked on at the same time (L2 swizzle).
+        num_splits: parts of K, which are summed by a second kernel.
+    """
+
+    rows: int
+    block_n: int
+    num_consumers: int
+    num_stages: int
+    pingpong: bool = False
+    group_m: int = GROUP_M
+    num_splits: int = 1
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a work tile."""
+        return self.rows * (1 if self.pingpong else self.num_consumers)
+
+
+def chunk_columns(rows: int, out_bytes: int) -> int:
+    """Returns the columns of a staged chunk of C: 128 bytes of 64 rows, or 64 bytes of 128 rows (one swizzle)."""
+    return _CHUNK_BYTES // (rows * out_bytes)
+
+
+def _stage_bytes(config: HopperMatmul) -> int:
+    return (config.block_m + config.block_n) * 128
+
+
+def _shared_bytes(config: HopperMatmul) -> int:
+    staged = config.num_consumers * STORE_STAGES * _CHUNK_BYTES
+    return config.num_stages * _stage_bytes(config) + staged + _BARRIER_BYTES
+
+
+def _blocks(shape: Mapping[str, int]) -> int:
+    return ceil_div(shape["k"] * shape["bytes"], 128)
+
+
+def _tiles(config: HopperMatmul, shape: Mapping[str, int]) -> int:
+    return shape["batch"] * ceil_div(shape["m"], config.block_m) * ceil_div(shape["n"], config.block_n)
+
+
+def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> str | None:
+    needed = _shared_bytes(config)
+    if needed > device.shared_per_block:
+        return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.rows not in (64, 128) or config.block_n not in (64, 128, 256):
+        return f"{config}: a consumer has 64 or 128 rows and 64, 128 or 256 columns"
+    if config.num_consumers not in CONSUMER_REGISTERS or (config.pingpong and config.num_consumers < 2):
+        return f"{config}: a tile has one to three consumers, with pingpong two or three"
+    # The accumulator, and what an instruction needs beside it, must fit into what a thread has before the warps divide
+    # the registers among them.
+    entry_registers = 65536 // (128 * (config.num_consumers + 1))
+    if config.rows * config.block_n // 128 + 32 > entry_registers:
+        return f"{config}: an accumulator of {config.rows} x {config.block_n} does not fit into the registers"
+    if shape["block_scaled"] and (config.pingpong or config.block_n > 128 or config.rows * config.block_n > 64 * 128):
+        return (
+            f"{config}: with block scales the consumers share a tile, each 64 x 128 of it, beside a second accumulator"
+        )
+    if shape["integer"] and config.block_n > 128:
+        return f"{config}: WGMMA of int8 operands has up to 128 columns in Triton"
+    if not 2 <= config.num_stages <= MAX_STAGES:
+        return f"{config} must have 2 to {MAX_STAGES} stages"
+    if not 1 <= config.num_splits <= max(1, _blocks(shape)):
+        return f"K has {_blocks(shape)} blocks and cannot be split in {config.num_splits}"
+    return None
+
+
+def _with_most_stages(config: HopperMatmul, device: Device) -> HopperMatmul:
+    left = device.shared_per_block - _shared_bytes(replace(config, num_stages=0))
+    return replace(config, num_stages=max(2, min(MAX_STAGES, left // _stage_bytes(config))))
+
+
+def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> float:
+    """Returns about how many clock cycles a call takes."""
+    steps = ceil_div(_blocks(shape), config.num_splits)
+    products = config.block_m * config.block_n * 128 / _MMA_RATE
+    step = max(products, _stage_bytes(config) / _L2_RATE)
+    epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
+    tiles = _tiles(config, shape) * config.num_splits
+    if config.pingpong:  # the epilogue of one consumer runs beside the products of the others
+        time = ceil_div(tiles, device.sms) * max(steps * step, epilogue / config.num_consumers) + epilogue
+    else:
+        time = ceil_div(tiles, device.sms) * (steps * step + epilogue)
+    if config.num_splits > 1:
+        moved = shape["batch"] * shape["m"] * shape["n"] * (8 * config.num_splits + 2)  # written and read once
+        time += _REDUCE_CYCLES + moved / (device.sms * _REDUCE_RATE)
+    return time
+
+
+def _tile_shapes() -> Iterator[HopperMatmul]:
+    yield HopperMatmul(64, 256, 2, 0)
+    yield HopperMatmul(128, 128, 2, 0)
+    yield HopperMatmul(64, 128, 2, 0)
+    yield HopperMatmul(128, 128, 2, 0, pingpong=True)
+    yield HopperMatmul(64, 256, 2, 0, pingpong=True)
+    yield HopperMatmul(64, 128, 2, 0, pingpong=True)
+    yield HopperMatmul(64, 64, 2, 0, pingpong=True)
+
+
+def _splits(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> list[int]:
+    """Returns the numbers of splits worth a look: 1, and what fills one or two waves of SMs."""
+    tiles, blocks = _tiles(config, shape), _blocks(shape)
+    most = min(_MAX_SPLITS, blocks // 4)
+    return sorted({1} | {splits for waves in (1, 2) if 1 < (splits := waves * device.sms // max(1, tiles)) <= most})
+
+
+def _heuristic(device: Device, shape: Mapping[str, int]) -> HopperMatmul:
+    candidates = [
+        replace(_with_most_stages(config, device), num_splits=splits)
+        for config in _tile_shapes()
+        for splits in _splits(config, device, shape)
+    ]
+    candidates = [config for config in candidates if _valid(config, device, shape) is None]
+    return min(candidates, key=lambda config: _cycles(config, device, shape))
+
+
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:
+    for config in _tile_shapes():
+        most = _with_most_stages(config, device).num_stages
+        for num_stages in {most, most - 1}:
+            for group_m in (4, 8, 16):
+                for splits in _splits(config, device, shape):
+                    yield replace(config, num_stages=num_stages, group_m=group_m, num_splits=splits)
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    # N and K stay exact: how they divide among the SMs is what the choice depends on.
+    rows = shape["m"] if shape["m"] % 64 == 0 and shape["m"] <= 1024 else power_of_2(shape["m"])
+    return (shape["batch"], rows, shape["n"], shape["k"], shape["bytes"], shape["block_scaled"], shape["integer"])
+
+
+HOPPER_MATMUL = Tunable("matmul_hopper", HopperMatmul, _heuristic, _space, _valid, _bucket)

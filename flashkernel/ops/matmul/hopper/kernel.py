@@ -1,0 +1,410 @@
+"""C = epilogue(A B) on Hopper: a persistent kernel with a producer warp and one to three consumer warpgroups.
+
+1. A program stays on its SM and takes work tiles program, program + num_programs, ... (`work_tile_at`). A work tile is
+   BLOCK_M x BLOCK_N of C and a range of K blocks. Neighbours in that order share rows of A and columns of B in L2.
+2. The producer warp loads tiles of A and B by TMA into a ring of NUM_STAGES stages, and signals each stage on an
+   mbarrier. It runs ahead of the consumers, into the next work tile as well.
+3. A consumer warpgroup multiplies its ROWS rows with all BLOCK_N columns by WGMMA. It issues the product of K block k,
+   then waits for that of block k - 1 and releases its stage through a named barrier.
+4. The epilogue goes through the accumulator in chunks of 8 KB: it is applied in registers, the chunk is staged in
+   shared memory, and TMA stores it while the next chunk (and the next work tile) is computed.
+
+Cooperative (not PINGPONG): all consumers work on the same tile; consumer w has rows w ROWS to (w + 1) ROWS.
+PINGPONG: consumers alternate; each computes whole work tiles, so that the epilogue of one runs beside the products of
+the other. A consumer starts when the one before it has issued its last product (`order` barriers): a phase of an
+mbarrier is known by its parity alone, so that nobody may wait for a stage more than one round of the ring ahead.
+
+BLOCK_SCALED (fp8): a scale belongs to 128 elements of K, which are one K block. A consumer multiplies the product of
+each block by its scales and adds it to the accumulator in float32, while the products of the other consumer run.
+
+WGMMA reads 16-bit operands in either order. An operand whose K index is contiguous (K-major) is loaded as
+[rows, BLOCK_K]; one whose rows are contiguous (MN-major) as [BLOCK_K, rows], and its tile is then transposed as a view.
+Operands of 8 and 32 bits (fp8, int8, tf32) must be K-major. Elements outside a tensor are zero: TMA fills them in, and
+does not store them.
+"""
+
+from typing import Any, NamedTuple
+
+from flashkernel.blocks.epilogue_triton import apply_epilogue
+from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage, split_columns
+from flashkernel.core.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
+    new_barriers,
+    specialize_warps,
+    store_tile,
+    synchronize,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashkernel.ops.matmul.triton.tiles import tile_position
+
+# Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
+SIZES = ("m", "n", "m_tiles", "n_tiles", "k_blocks", "batch", "num_splits")
+
+
+class MatmulTraits(NamedTuple):
+    """What the kernel is compiled for."""
+
+    ROWS: int  # of C, per consumer
+    BLOCK_N: int
+    BLOCK_K: int
+    NUM_CONSUMERS: int
+    NUM_STAGES: int
+    PINGPONG: bool
+    GROUP_M: int  # tiles of rows that are worked on at the same time
+    CHUNK_N: int  # columns of a staged chunk of C
+    STORE_STAGES: int  # chunks of C in shared memory, per consumer; divides those of a work tile
+    A_K_MAJOR: bool
+    B_K_MAJOR: bool
+    A_BATCHED: bool  # False: all batch entries share one A
+    B_BATCHED: bool
+    RESIDUAL_BATCHED: bool
+    CHAIN_BEFORE: str  # the epilogue up to the activation
+    CHAIN_AFTER: str  # from the activation on
+    SCALED: bool  # the sum, by a_scale[row] * b_scale[column]
+    BLOCK_SCALED: bool  # each K block's product, by a_scale[row, block] * b_scale[block, column // 128]
+    INTEGER: bool  # int8 operands, int32 sums
+    PREACTIVATION: bool  # what CHAIN_BEFORE gives is stored, too
+    TMA_STORE: bool  # False: rows of C are not a multiple of 16 bytes
+    CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
+    PRODUCER_REGISTERS: int
+
+
+class Schedule(NamedTuple):
+    """All work tiles. Splits are the outermost index, then batch entries."""
+
+    m_tiles: Any
+    n_tiles: Any
+    k_blocks: Any
+    batch: Any
+    num_splits: Any
+
+
+class WorkTile(NamedTuple):
+    """`entry` is split * batch + batch entry: which matrix of C (or of the partial sums) the tile is part of."""
+
+    entry: Any
+    batch: Any
+    row: Any  # in units of BLOCK_M, as column of BLOCK_N
+    column: Any
+    k_begin: Any  # in units of BLOCK_K
+    k_end: Any
+
+
+class EpilogueArgs(NamedTuple):
+    """Addresses and strides (in elements) of what the epilogue reads and writes beside C."""
+
+    bias: Any
+    bias_stride: Any
+    residual: Any
+    residual_batch_stride: Any
+    residual_stride: Any
+    a_scale: Any
+    a_scale_batch_stride: Any
+    a_scale_stride: Any
+    a_scale_block_stride: Any  # from one K block to the next (BLOCK_SCALED)
+    b_scale: Any
+    b_scale_batch_stride: Any
+    b_scale_stride: Any
+    b_scale_block_stride: Any
+    preactivation: Any  # [batch, m, n], contiguous
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory: A by stage and consumer, B by stage, chunks of C by consumer."""
+
+    a: Any
+    b: Any
+    c: Any
+
+
+class ProducerArgs(NamedTuple):
+    a: Any  # TMA descriptors
+    b: Any
+    buffers: Any
+    full: Any  # mbarriers: TMA has loaded a stage
+    schedule: Any
+
+
+class ConsumerArgs(NamedTuple):
+    c: Any  # TMA descriptor, or with TMA_STORE False an address
+    buffers: Any
+    full: Any
+    order: Any  # mbarriers: it is consumer w's turn (PINGPONG)
+    schedule: Any
+    epilogue: Any
+    m: Any
+    n: Any
+
+
+@gluon.jit
+def _num_work_tiles(schedule):
+    return schedule.m_tiles * schedule.n_tiles * schedule.batch * schedule.num_splits
+
+
+@gluon.jit
+def work_tile_at(index, schedule, GROUP_M: gl.constexpr):
+    """Returns work tile number `index`."""
+    tiles = schedule.m_tiles * schedule.n_tiles
+    entry, tile = index // tiles, index % tiles
+    split, batch = entry // schedule.batch, entry % schedule.batch
+    row, column = tile_position(tile, schedule.m_tiles, schedule.n_tiles, GROUP_M)
+    k_begin = split * schedule.k_blocks // schedule.num_splits
+    k_end = (split + 1) * schedule.k_blocks // schedule.num_splits
+    return WorkTile(entry, batch, row, column, k_begin, k_end)
+
+
+@gluon.jit
+def _produce(args, TRAITS: gl.constexpr):
+    """The producer warp: loads A and B of all work tiles."""
+    ROWS: gl.constexpr = TRAITS.ROWS
+    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
+    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
+    A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
+    a, b, buffers = args.a, args.b, args.buffers
+    num_loaded = gl.to_tensor(0)
+    for index in range(gl.program_id(0), _num_work_tiles(args.schedule), gl.num_programs(0)):
+        tile = work_tile_at(index, args.schedule, TRAITS.GROUP_M)
+        a_batch = tile.batch if TRAITS.A_BATCHED else 0
+        b_batch = tile.batch if TRAITS.B_BATCHED else 0
+        column = tile.column * TRAITS.BLOCK_N
+        for block in range(tile.k_begin, tile.k_end):
+            stage = num_loaded % NUM_STAGES
+            if num_loaded >= NUM_STAGES:
+                named_barrier_sync(stage, A_TILES)
+            full = args.full.index(stage)
+            mbarrier.expect(full, A_TILES * a.block_type.nbytes + b.block_type.nbytes)
+            for w in gl.static_range(A_TILES):
+                row = (tile.row * A_TILES + w) * ROWS
+                a_place = [a_batch, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [a_batch, block * BLOCK_K, row]
+                load_tile(a, a_place, full, buffers.a.index(stage * A_TILES + w))
+            b_place = [b_batch, column, block * BLOCK_K] if TRAITS.B_K_MAJOR else [b_batch, block * BLOCK_K, column]
+            load_tile(b, b_place, full, buffers.b.index(stage))
+            num_loaded += 1
+    for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
+        if num_loaded + later >= NUM_STAGES:
+            named_barrier_sync((num_loaded + later) % NUM_STAGES, A_TILES)
+
+
+@gluon.jit
+def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
+    """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it."""
+    ROWS: gl.constexpr = TRAITS.ROWS
+    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
+    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
+    stage, phase = state
+    mbarrier.wait(args.full.index(stage), phase)
+    if TRAITS.PINGPONG:
+        a_tile = args.buffers.a.index(stage)
+    else:
+        a_tile = args.buffers.a.index(stage * TRAITS.NUM_CONSUMERS + w)
+    b_tile = args.buffers.b.index(stage)
+    if TRAITS.A_K_MAJOR:
+        a_operand = a_tile.reshape([ROWS, BLOCK_K])
+    else:
+        a_operand = a_tile.reshape([BLOCK_K, ROWS]).permute((1, 0))
+    if TRAITS.B_K_MAJOR:
+        b_operand = b_tile.reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+    else:
+        b_operand = b_tile.reshape([BLOCK_K, BLOCK_N])
+    return warpgroup_mma(a_operand, b_operand, acc, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def _multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns the sum [ROWS, BLOCK_N] over `num_blocks` K blocks, which begin at `position` in the ring."""
+    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
+    RELEASED_BY: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
+    ROWS: gl.constexpr = TRAITS.ROWS
+    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
+    MMA_K: gl.constexpr = TRAITS.BLOCK_K // 4  # 32 bytes of K
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, MMA_K])
+    ACC_DTYPE: gl.constexpr = gl.int32 if TRAITS.INTEGER else gl.float32
+    zeros = gl.zeros([ROWS, BLOCK_N], ACC_DTYPE, ACC_LAYOUT)
+    state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
+    acc = warpgroup_mma_wait(1, deps=[_issue(args, state, zeros, w, False, TRAITS)])
+    for _ in range(1, num_blocks):
+        previous = state.stage
+        state = next_stage(state, NUM_STAGES)
+        acc = warpgroup_mma_wait(1, deps=[_issue(args, state, acc, w, True, TRAITS)])
+        named_barrier_arrive(previous, RELEASED_BY)
+    if TRAITS.PINGPONG:
+        mbarrier.arrive(args.order.index((w + 1) % TRAITS.NUM_CONSUMERS), count=1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    named_barrier_arrive(state.stage, RELEASED_BY)
+    return acc
+
+
+@gluon.jit
+def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns the sum [ROWS, BLOCK_N] over a work tile's K blocks, each multiplied by its scales."""
+    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
+    ROWS: gl.constexpr = TRAITS.ROWS
+    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
+    MMA_K: gl.constexpr = TRAITS.BLOCK_K // 4
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, MMA_K])
+    ep = args.epilogue
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, ACC_LAYOUT)
+    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, ACC_LAYOUT)
+    state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
+    row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT))
+    a_scales = ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride
+    column_block = tile.column * BLOCK_N // 128
+    b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride + column_block * ep.b_scale_stride
+    for block in range(tile.k_begin, tile.k_end):
+        # Asked for before the product, which takes longer than these loads.
+        a_scale = gl.load(a_scales + block * ep.a_scale_block_stride, mask=row < args.m, other=0.0)
+        scale = a_scale * gl.load(b_scales + block * ep.b_scale_block_stride)
+        product = warpgroup_mma_wait(0, deps=[_issue(args, state, zeros, w, False, TRAITS)])
+        named_barrier_arrive(state.stage, TRAITS.NUM_CONSUMERS)
+        acc += product * scale[:, None]
+        state = next_stage(state, NUM_STAGES)
+    return acc
+
+
+@gluon.jit
+def _column_chunks(x, COUNT: gl.constexpr):
+    """Returns a tuple of COUNT equal parts of x's columns."""
+    if COUNT == 1:
+        return (x,)
+    else:
+        left, right = split_columns(x)
+        return _column_chunks(left, COUNT // 2) + _column_chunks(right, COUNT // 2)
+
+
+@gluon.jit
+def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Stores epilogue(acc) chunk by chunk."""
+    ROWS: gl.constexpr = TRAITS.ROWS
+    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
+    COUNT: gl.constexpr = TRAITS.BLOCK_N // CHUNK_N
+    CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
+    CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
+    ep, m, n = args.epilogue, args.m, args.n
+    if TRAITS.PINGPONG:
+        first_row = tile.row * ROWS
+    else:
+        first_row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    in_rows = row < m
+    residual = ep.residual
+    if TRAITS.RESIDUAL_BATCHED:
+        residual = ep.residual + tile.batch.to(gl.int64) * ep.residual_batch_stride
+    if TRAITS.SCALED:
+        a_scale = gl.load(
+            ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
+        )
+        b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride
+    chunks = _column_chunks(acc, COUNT)
+    for chunk in gl.static_range(COUNT):
+        first_column = tile.column * TRAITS.BLOCK_N + chunk * CHUNK_N
+        column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
+        in_columns = column < n
+        value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
+        if TRAITS.SCALED:
+            b_scale = gl.load(b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
+            value = value * a_scale[:, None] * b_scale[None, :]
+        value = apply_epilogue(
+            value, value, row, column, column, in_rows, in_columns, ep.bias, ep.bias, ep.bias_stride,
+            residual, ep.residual_stride, CHAIN_BEFORE,
+        )  # fmt: skip
+        if TRAITS.PREACTIVATION:
+            _store_plainly(ep.preactivation, value, tile.entry, row, column, m, n)
+        value = apply_epilogue(
+            value, value, row, column, column, in_rows, in_columns, ep.bias, ep.bias, ep.bias_stride,
+            residual, ep.residual_stride, CHAIN_AFTER,
+        )  # fmt: skip
+        if TRAITS.TMA_STORE:
+            buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + chunk % TRAITS.STORE_STAGES)
+            tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
+            buffer.reshape([ROWS, CHUNK_N]).store(value.to(args.c.dtype))
+            fence_async_shared()
+            store_tile(args.c, [tile.entry, first_row, first_column], buffer)
+        else:
+            _store_plainly(args.c, value, tile.entry, row, column, m, n)
+
+
+@gluon.jit
+def _store_plainly(target, value, entry, row, column, m, n):
+    """Stores [rows, columns] of a contiguous [entries, m, n], converted to its dtype."""
+    first = (entry.to(gl.int64) * m + row.to(gl.int64)) * n  # of each row
+    gl.store(target + first[:, None] + column[None, :], value, mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@gluon.jit
+def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
+    """Consumer warpgroup `w`: its part of all work tiles, or with PINGPONG every NUM_CONSUMERS-th work tile."""
+    STEP: gl.constexpr = TRAITS.NUM_CONSUMERS if TRAITS.PINGPONG else 1
+    FIRST_PHASE: gl.constexpr = 1 if w == 0 else 0  # nobody comes before consumer 0's first work tile
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    position = gl.to_tensor(0)  # K blocks in the ring before this work tile
+    first = program
+    order_phase = gl.to_tensor(FIRST_PHASE)
+    if TRAITS.PINGPONG:
+        for before in gl.static_range(w):
+            position += _num_blocks(program + before * num_programs, args.schedule, TRAITS)
+        first = program + w * num_programs
+    for index in range(first, _num_work_tiles(args.schedule), STEP * num_programs):
+        tile = work_tile_at(index, args.schedule, TRAITS.GROUP_M)
+        num_blocks = tile.k_end - tile.k_begin
+        if TRAITS.PINGPONG:
+            mbarrier.wait(args.order.index(w), order_phase)
+            order_phase ^= 1
+        if TRAITS.BLOCK_SCALED:
+            acc = _multiply_block_scaled(args, tile, position, w, TRAITS)
+        else:
+            acc = _multiply(args, position, num_blocks, w, TRAITS)
+        _store_epilogue(acc, args, tile, w, TRAITS)
+        position += num_blocks
+        for after in gl.static_range(1, STEP):  # those of the other consumers
+            position += _num_blocks(index + after * num_programs, args.schedule, TRAITS)
+    if TRAITS.TMA_STORE:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _num_blocks(index, schedule, TRAITS: gl.constexpr):
+    """Returns the number of K blocks of a work tile."""
+    tile = work_tile_at(index, schedule, TRAITS.GROUP_M)
+    return tile.k_end - tile.k_begin
+
+
+@gluon.jit(do_not_specialize_on_alignment=SIZES)
+def matmul_kernel(
+    a, b, c, bias, residual, a_scale, b_scale, preactivation, bias_stride, residual_batch_stride, residual_stride,
+    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
+    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
+):  # fmt: skip
+    """C [num_splits * batch, m, n]. a, b and c are TMA descriptors; c is an address if not TMA_STORE."""
+    A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
+    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
+    a_buffers = gl.allocate_shared_memory(a.dtype, [NUM_STAGES * A_TILES] + a.block_shape, a.layout)
+    b_buffers = gl.allocate_shared_memory(b.dtype, [NUM_STAGES] + b.block_shape, b.layout)
+    c_buffers = a_buffers
+    if TRAITS.TMA_STORE:
+        c_buffers = gl.allocate_shared_memory(
+            c.dtype, [TRAITS.NUM_CONSUMERS * TRAITS.STORE_STAGES] + c.block_shape, c.layout
+        )
+    buffers = Buffers(a_buffers, b_buffers, c_buffers)
+    full = new_barriers(NUM_STAGES, 1)
+    order = new_barriers(TRAITS.NUM_CONSUMERS, 1)
+    synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
+    schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits)
+    epilogue = EpilogueArgs(
+        bias, bias_stride, residual, residual_batch_stride, residual_stride, a_scale, a_scale_batch_stride,
+        a_scale_stride, a_scale_block_stride, b_scale, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
+        preactivation,
+    )  # fmt: skip
+    specialize_warps(
+        _consume, (ConsumerArgs(c, buffers, full, order, schedule, epilogue, m, n), TRAITS), TRAITS.NUM_CONSUMERS,
+        TRAITS.CONSUMER_REGISTERS, _produce, (ProducerArgs(a, b, buffers, full, schedule), TRAITS),
+        TRAITS.PRODUCER_REGISTERS,
+    )  # fmt: skip

@@ -1,0 +1,335 @@
+"""The declaration of the matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import ACTIVATIONS
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
+from flashkernel.core import backends
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, integers, normal
+from flashkernel.core.random_case import Rng
+from flashkernel.core.shapes import MODELS
+
+_ROOM = "flashkernel.ops.matmul"
+_HALF = (torch.bfloat16,)
+
+
+def _triton(call: Call) -> str | None:
+    if call.gradients and call.dtype not in FLOATS:
+        return "products of 8-bit operands are forward only"
+    if call.dtype == FP8 and call.device.kind == "cuda" and call.device.arch < 89:
+        return f"FP8 products need sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
+    return None
+
+
+def _hopper(call: Call) -> str | None:
+    if call.gradients and call.dtype not in FLOATS:
+        return "products of 8-bit operands are forward only"
+    return None
+
+
+def _cublas_is_faster(call: Call) -> str | None:
+    if call.dtype.itemsize > 1 and not call.facts["fused"]:
+        return "cuBLAS serves products without an activation better"
+    return None
+
+
+def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    return 0.5 + torch.rand(shape, generator=generator, device=generator.device)
+
+
+_INPUTS = {
+    "a": Input(("*a_batch", "m", "k")),
+    "b": Input(("*b_batch", "k", "n"), draw=normal(0.1)),
+    "bias": Input(("n",), optional=True),
+    "residual": Input(("*c_batch", "m", "n"), optional=True),
+    "a_scale": Input(("*a_scales",), torch.float32, _positive, grad=False, optional=True),
+    "b_scale": Input(("*b_scales",), torch.float32, _positive, grad=False, optional=True),
+}
+
+
+def _axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
+    batch = () if not a + b else b if a in ((), (1,)) and b else a
+    return {"m": m, "n": n, "k": k, "a_batch": a, "b_batch": b, "c_batch": batch, "a_scales": (), "b_scales": ()}
+
+
+def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **options: Any) -> Case:
+    return Case(
+        name, {**axes, **_scale_axes(axes, kind)}, options, present=("a_scale", "b_scale"), gradients=False,
+        dtype_of={"a": dtype, "b": dtype},
+    )  # fmt: skip
+
+
+def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    m, n, blocks_k, blocks_n = axes["m"], axes["n"], -(-axes["k"] // SCALE_BLOCK), -(-axes["n"] // SCALE_BLOCK)
+    kinds: dict[str, dict[str, tuple[int, ...]]] = {
+        "tensor": {"a_scales": (), "b_scales": ()},
+        "row": {"a_scales": (m,), "b_scales": (n,)},
+        "batch": {"a_scales": (*axes["a_batch"], m, 1), "b_scales": (*axes["b_batch"], 1, n)},
+        "block": {"a_scales": (*axes["a_batch"], m, blocks_k), "b_scales": (*axes["b_batch"], blocks_k, blocks_n)},
+    }
+    return kinds[kind]
+
+
+_SMALL = _axes(33, 24, 40)
+_CASES = (
+    Case("plain", _SMALL),
+    Case("several-tiles", _axes(70, 90, 100)),
+    Case("odd", _axes(17, 13, 7)),
+    Case("one-row", _axes(1, 50, 64), present=("bias",)),
+    Case("one-column", _axes(37, 1, 40), present=("residual",)),
+    Case("one-k", _axes(20, 30, 1)),
+    *(Case(f"transposed-{'-'.join(which)}", _axes(48, 64, 40), layout_of=dict.fromkeys(which, "transposed"))
+      for which in (("a",), ("b",), ("a", "b"))),
+    Case("batch", _axes(20, 24, 16, (3,), (3,)), present=("bias", "residual")),
+    Case("batch-of-a", _axes(20, 24, 16, (3,)), present=("residual",)),
+    Case("batch-of-b", _axes(20, 24, 16, (), (2,))),
+    Case("broadcast-a", _axes(9, 24, 16, (1,), (2,)), {"activation": "silu"}),
+    Case("broadcast-b", _axes(9, 24, 16, (2,), (1,)), {"activation": "gelu"}, present=("bias",)),
+    Case("bias", _SMALL, present=("bias",)),
+    Case("residual", _SMALL, {"scale": 0.5}, present=("bias", "residual")),
+    *(Case(kind.replace("_", "-"), _SMALL, {"activation": kind, "scale": 0.5}, present=("bias",))
+      for kind in ACTIVATIONS),
+    Case("everything", _axes(33, 24, 40, (2,), (2,)), {"activation": "gelu_tanh", "scale": 0.5},
+         present=("bias", "residual")),
+    Case("float32-out", _SMALL, {"out_dtype": torch.float32}, present=("residual",)),
+    Case("float32-extras", _SMALL, present=("bias", "residual"), dtypes=(torch.float16, torch.bfloat16),
+         dtype_of={"bias": torch.float32, "residual": torch.float32}),
+    Case("padded", _axes(33, 24, 40, (2,), (2,)), {"activation": "relu"}, present=("residual",), layout="padded"),
+    Case("transposed", _axes(33, 24, 40), {"activation": "silu", "scale": 0.5}, present=("bias", "residual"),
+         layout="transposed"),
+    Case("no-rows", _axes(0, 24, 40), present=("bias",)),
+    Case("no-columns", _axes(33, 0, 40)),
+    Case("no-k", _axes(5, 24, 0), present=("bias",)),
+    Case("no-batch", _axes(5, 24, 8, (0,), (1,))),
+    _scaled("fp8-tensor", FP8, _axes(33, 48, 64), "tensor"),
+    _scaled("fp8-row", FP8, _axes(33, 48, 80), "row", activation="silu"),
+    _scaled("fp8-batch", FP8, _axes(17, 20, 32, (2,), (2,)), "batch", out_dtype=torch.float32),
+    _scaled("fp8-block", FP8, _axes(20, 140, 300), "block"),
+    _scaled("int8-tensor", torch.int8, _axes(33, 48, 64), "tensor"),
+    _scaled("int8-row", torch.int8, _axes(17, 20, 50), "row", out_dtype=torch.float32),
+)  # fmt: skip
+
+
+def _random_case(rng: Rng, case: Case) -> Case:
+    """Batches that fit, scales for 8-bit operands only, and no gradients where rounding may cross a kink."""
+    axes, options, present = dict(case.axes), dict(case.options), list(case.present)
+    batch = rng.call.choice((1, 2, 3))
+    left, right = rng.one((((), ()), ((), ()), ((batch,), (batch,)), ((batch,), ()), ((1,), (batch,)), ((), (batch,))))
+    axes |= {"a_batch": left, "b_batch": right, "c_batch": _axes(1, 1, 1, left, right)["c_batch"]}
+    eight_bits = "a" in case.dtype_of
+    present = [name for name in present if not name.endswith("_scale")]
+    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in ("a", "b", *present)}
+    if eight_bits:
+        present += ["a_scale", "b_scale"]
+        axes |= _scale_axes(axes, rng.one(("tensor", "row", "batch", "block")))
+    kinked = options.get("activation") == "relu" and case.dtypes[0] != torch.float32
+    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
+                   gradients=not eight_bits and not kinked)  # fmt: skip
+
+
+def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **options: Any) -> Case:
+    """The weight is (N, K), as in torch.nn.Linear."""
+    small = {"m": min(m, 512), "n": min(n, 512), "k": min(k, 1024)}
+    return Case(name, _axes(m, n, k), options, dtypes=_HALF, present=present, layout_of={"b": "transposed"},
+                check_axes=small)  # fmt: skip
+
+
+def _benches() -> tuple[Case, ...]:
+    llama, gpt_oss = MODELS["llama-3.1-8b"], MODELS["gpt-oss-20b"]
+    qkv = (llama.heads + 2 * llama.kv_heads) * llama.head_dim
+    layers = {"qkv": (qkv, llama.hidden), "gate-up": (2 * llama.intermediate, llama.hidden),
+              "down": (llama.hidden, llama.intermediate)}  # fmt: skip
+    return (
+        *(_bench(f"{size}x{size}x{size}", size, size, size) for size in (4096, 8192)),
+        *(_bench(f"llama-8b-{layer}-{rows}", rows, n, k) for layer, (n, k) in layers.items()
+          for rows in (512, 4096, 16384)),
+        _bench("llama-8b-gelu-16384", 16384, llama.intermediate, llama.hidden, ("bias",), activation="gelu_tanh"),
+        _bench("gpt-oss-o-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim, ("bias", "residual")),
+        *(
+            replace(
+                _scaled(f"fp8-{kind}-8192x8192x8192", FP8, _axes(8192, 8192, 8192), kind),
+                dtypes=_HALF, layout_of={"b": "transposed"},
+                check_axes={"m": 512, "n": 512, "k": 1024, **_scale_axes(_axes(512, 512, 1024), kind)},
+            )
+            for kind in ("row", "block")
+        ),
+    )  # fmt: skip
+
+
+def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    """Every operand is read once and the output written once."""
+    axes, each = case.axes, case.dtype_of.get("a", dtype).itemsize
+    batch, m, n, k = count(axes["c_batch"]), axes["m"], axes["n"], axes["k"]
+    moved = (count(axes["a_batch"]) * m * k + count(axes["b_batch"]) * k * n) * each
+    moved += batch * m * n * dtype.itemsize * (2 if "residual" in case.present else 1)
+    flops = 2.0 * batch * m * n * k
+    return {"fwd": Cost(flops, moved), "bwd": Cost(2 * flops, 2 * moved)}
+
+
+MATMUL = Op(
+    name="matmul",
+    backward=None,  # the gradients are products of the same kernels
+    summary="matrix products, batched and scaled, with bias, activation and residual",
+    function=f"{_ROOM}.api:matmul",
+    reference=f"{_ROOM}.reference:matmul",
+    inputs=_INPUTS,
+    backends=(
+        backends.hopper(
+            f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
+        ),
+        replace(
+            backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
+            deprioritised=_cublas_is_faster,
+        ),
+        backends.torch_native(f"{_ROOM}.torch:matmul"),
+        backends.reference(f"{_ROOM}.reference:matmul"),
+    ),
+    cases=_CASES,
+    benches=_benches(),
+    cost=_cost,
+    ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
+    random_case=_random_case,
+    random_share=3,
+    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
+)
+
+
+def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    """Offsets of groups of uneven sizes: "empty" of the first are empty, and the last "tail" rows are in no group."""
+    last = max(0, axes["rows"] - axes["tail"])
+    inner = torch.randint(0, last + 1, shape, generator=generator, device=generator.device)
+    inner[1 : 1 + axes["empty"]] = 0
+    inner[-1:] = last
+    inner[:1] = 0
+    return inner.sort().values.to(torch.int32)
+
+
+def _permutation(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    rows = axes["rows"] if axes["out_rows"] is None else axes["out_rows"]
+    order = torch.rand(rows, generator=generator, device=generator.device).argsort()
+    return order[: shape[0]].to(torch.int32)
+
+
+class _Rows(Input):
+    """Rows of x: as many as there are rows, or as an axis "tokens" says where they are gathered."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return (axes["tokens"] if axes["tokens"] is not None else axes["rows"], axes["k"])
+
+
+class _Offsets(Input):
+    """One more than there are groups."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return (axes["groups"] + 1,)
+
+
+_GROUPED_INPUTS = {
+    "x": _Rows(("rows", "k")),
+    "weights": Input(("groups", "k", "n"), draw=normal(0.1)),
+    "group_offsets": _Offsets(("groups",), torch.int32, _offsets, grad=False),
+    "gather": Input(("rows",), torch.int32, integers("tokens"), grad=False, optional=True),
+    "scatter": Input(("rows",), torch.int32, _permutation, grad=False, optional=True),
+    "row_weights": Input(("rows",), torch.float32, optional=True),
+    "bias": Input(("groups", "n"), optional=True),
+}
+
+
+def _groups(
+    rows: int, groups: int, n: int, k: int, *, tokens: int | None = None, out_rows: int | None = None, empty: int = 1,
+    tail: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "rows": rows, "groups": groups, "n": n, "k": k, "tokens": tokens, "out_rows": out_rows, "empty": empty,
+        "tail": tail,
+    }  # fmt: skip
+
+
+_FEW = _groups(50, 5, 24, 40)
+_GROUPED_CASES = (
+    Case("plain", _FEW),
+    Case("even", _groups(64, 4, 32, 32, empty=0)),
+    Case("one-group", _groups(37, 1, 20, 24, empty=0)),
+    Case("all-but-one-empty", _groups(33, 7, 20, 24, empty=6)),
+    Case("odd", _groups(29, 3, 13, 7)),
+    Case("several-tiles", _groups(150, 3, 70, 48)),
+    Case("tail", _groups(60, 4, 24, 40, tail=17)),
+    Case("gather", _groups(50, 4, 24, 40, tokens=20), present=("gather",)),
+    Case("scatter", _FEW, present=("scatter",)),
+    Case("scatter-into-more", _groups(40, 4, 24, 40, out_rows=100), {"out_rows": 100}, present=("scatter", "bias")),
+    Case("bias", _FEW, present=("bias",)),
+    Case("row-weights", _FEW, present=("row_weights",)),
+    Case("everything", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather", "scatter", "row_weights", "bias")),
+    Case("float32-out", _FEW, {"out_dtype": torch.float32}),
+    Case("padded", _FEW, present=("bias",), layout="padded"),
+    Case("transposed", _FEW, present=("bias",), layout="transposed"),
+    Case("no-rows", _groups(0, 3, 24, 40)),
+    Case("no-columns", _groups(9, 3, 0, 40)),
+    Case("no-k", _groups(9, 3, 24, 0), present=("bias",)),
+    Case("no-groups", _groups(9, 0, 24, 8, tail=9)),
+)
+
+
+def _random_groups(rng: Rng, case: Case) -> Case:
+    axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key != "out_rows"}
+    rows = axes["rows"]
+    axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
+             "tail": rng.call.randint(0, rows) if rng.maybe(0.2) else 0,
+             "tokens": rng.size(1, 50) if "gather" in case.present else None}  # fmt: skip
+    if "scatter" in case.present and rng.maybe():
+        axes["out_rows"] = options["out_rows"] = rows + rng.call.randint(0, 9)
+    return replace(case, axes=axes, options=options)
+
+
+def _grouped_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    axes = case.axes
+    rows, groups, n, k = axes["rows"], axes["groups"], axes["n"], axes["k"]
+    moved = (rows * (n + k) + groups * n * k) * dtype.itemsize
+    return {"fwd": Cost(2.0 * rows * n * k, moved), "bwd": Cost(4.0 * rows * n * k, 2 * moved)}
+
+
+def _even_bench(name: str, rows: int, groups: int, n: int, k: int, **more: Any) -> Case:
+    small = {"rows": 512, "groups": 4, "n": 256, "k": 256}
+    if more.get("tokens"):
+        small["tokens"] = 128
+    present = more.pop("present", ())
+    return Case(name, _groups(rows, groups, n, k, **more), dtypes=_HALF, present=present, check_axes=small)
+
+
+_GROUPED_BENCHES = (
+    _even_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),
+    _even_bench("32x65536x5760x2880-gather", 65536, 32, 5760, 2880, tokens=16384, present=("gather",)),
+    _even_bench("128x65536x1536x2048", 65536, 128, 1536, 2048),
+)
+
+GROUPED_MATMUL = Op(
+    name="grouped_matmul",
+    backward="grouped_weight_gradient",
+    summary="a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
+    function=f"{_ROOM}.api:grouped_matmul",
+    reference=f"{_ROOM}.reference:grouped_matmul",
+    inputs=_GROUPED_INPUTS,
+    backends=(
+        backends.triton(f"{_ROOM}.triton", min_arch=80),
+        backends.torch_native(f"{_ROOM}.torch:grouped_matmul"),
+        backends.reference(f"{_ROOM}.reference:grouped_matmul"),
+    ),
+    cases=_GROUPED_CASES,
+    benches=_GROUPED_BENCHES,
+    cost=_grouped_cost,
+    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 1), "k": (0, 70, 1)},
+    random_case=_random_groups,
+    random_share=2,
+    baselines=(
+        Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"),
+        Baseline("loop", f"{_ROOM}.baselines:loop"),
+    ),
+)
+OPS = (MATMUL, GROUPED_MATMUL)

@@ -1,0 +1,92 @@
+"""Matrix products by torch's own operators: cuBLAS, or the CPU's BLAS; grouped products are one for each group."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import Epilogue, Operands, standard
+from flashkernel.blocks.fp8 import scaled_mm_takes
+from flashkernel.ops.matmul import reference
+from flashkernel.ops.matmul.reference import default_dtype, dequantised, offsets_of_counts
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+) -> Tensor:
+    dtype = default_dtype(a.dtype) if out_dtype is None else out_dtype
+    if a.dtype.itemsize > 1:
+        product = torch.matmul(a, b)
+    elif a_scale is None or b_scale is None:
+        product = torch.matmul(a.float(), b.float())
+    elif _scaled_mm_serves(a, b, a_scale, b_scale):
+        vectors = (a_scale.contiguous(), b_scale.contiguous())
+        product = torch._scaled_mm(a, b, *vectors, out_dtype=torch.bfloat16)
+    else:
+        product = torch.matmul(dequantised(a, a_scale), dequantised(b, b_scale))
+    chain = Epilogue(standard(bias is not None, activation, scale, residual is not None))
+    if not chain.pieces:
+        return product.to(dtype)
+    return chain.run((product,), Operands(() if bias is None else (bias,), residual)).to(dtype)
+
+
+def _scaled_mm_serves(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> bool:
+    """Whether cuBLAS has the product: FP8 matrices of aligned sizes, A by rows and B by columns, scales of one kind."""
+    kinds = {(a_scale.numel() == 1, b_scale.numel() == 1)}
+    each = a_scale.shape[-2:] == (a.shape[-2], 1) and b_scale.shape[-2:] == (1, b.shape[-1])
+    return (
+        scaled_mm_takes(b)
+        and a.ndim == a_scale.ndim == b_scale.ndim == 2
+        and a.numel() > 0
+        and a.stride(1) == 1
+        and a.stride(0) % 16 == 0
+        and (kinds == {(True, True)} or each)
+    )
+
+
+def grouped_matmul(
+    x: Tensor,
+    weights: Tensor,
+    group_offsets: Tensor,
+    *,
+    gather: Tensor | None = None,
+    scatter: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    options = {
+        "gather": gather, "scatter": scatter, "row_weights": row_weights, "bias": bias, "out_rows": out_rows,
+        "out_dtype": out_dtype,
+    }  # fmt: skip
+    if torch.compiler.is_compiling():  # offsets on the host would break the graph
+        return reference.grouped_matmul(x, weights, group_offsets, **options)  # type: ignore[arg-type]
+    groups = weights.shape[0]
+    offsets = group_offsets if group_offsets.shape[0] == groups + 1 else offsets_of_counts(group_offsets)
+    given = x if gather is None else x[gather]
+    bounds = offsets.tolist()  # a host sync
+    parts = []
+    for group, (begin, end) in enumerate(pairwise(bounds)):
+        product = given[begin:end] @ weights[group]
+        parts.append(product if bias is None else product + bias[group])
+    after = given.shape[0] - bounds[-1]
+    y = torch.cat([*parts, given.new_zeros((after, weights.shape[2]), dtype=parts[0].dtype if parts else x.dtype)])
+    if row_weights is not None:
+        y = y * row_weights[:, None]
+    y = y.to(x.dtype if out_dtype is None else out_dtype)
+    if scatter is None:
+        return y
+    target = y.new_zeros((y.shape[0] if out_rows is None else out_rows, weights.shape[2]))
+    return target.index_copy(0, scatter.long(), y)

@@ -1,0 +1,213 @@
+"""Grouped products: one launch over `groups` products whose row counts only the GPU knows.
+
+Every program reads all offsets, counts the tiles of each group, and finds the group of each of its tiles by comparing
+the tile's index with the running count. Nothing depends on values that the host would have to wait for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch
+from flashkernel.ops.matmul.configs import GROUPED
+from flashkernel.ops.matmul.params import GroupedParams
+from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
+from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
+
+
+@triton.jit
+def _row_index(index, row, inside):
+    """Which rows of a tensor the rows of a tile are: index[row], or row where there is no index. In 64 bits."""
+    if index is None:
+        return row.to(tl.int64)
+    else:
+        return tl.load(index + row, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def _load_rows(base, row, inside, row_stride, column, columns, column_stride):
+    """[rows, columns] of a matrix, any rows of it; zero where `inside` is false and beyond the columns."""
+    pointers = base + row[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
+    return tl.load(pointers, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x, x_descriptor, weights, weights_descriptor, y, offsets, gather, scatter, row_weights, bias,
+    x_strides, weight_strides, bias_strides, rows, groups, N, K,
+    PRECISION: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    # Rows after the last group form one more, whose products are zero. GROUPS > groups is a power of two.
+    group_id = tl.arange(0, GROUPS)
+    begins = tl.load(offsets + group_id, mask=group_id <= groups, other=0)
+    ends = tl.load(offsets + group_id + 1, mask=group_id < groups, other=0)
+    ends = tl.where(group_id == groups, rows, ends)
+    tiles_of = tl.where(ends > begins, (ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_until = tl.cumsum(tiles_of, 0)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+
+    for work in tl.range(tl.program_id(0), tl.sum(tiles_of, 0) * tiles_n, tl.num_programs(0)):
+        tile_m, first_n = work // tiles_n, work % tiles_n * BLOCK_N
+        group = tl.sum((tiles_until <= tile_m).to(tl.int32), 0)
+        mine = group_id == group
+        first_tile = tl.sum(tl.where(mine, tiles_until - tiles_of, 0), 0)
+        begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+        first_m = begin + (tile_m - first_tile) * BLOCK_M
+        row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        in_rows, in_columns = row < end, column < N
+        x_row = _row_index(gather, row, in_rows)
+        real = group < groups
+        weight_group = tl.where(real, group, 0)
+        weight = weights + weight_group.to(tl.int64) * weight_strides[0]
+        value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.where(real, tl.cdiv(K, BLOCK_K), 0), num_stages=NUM_STAGES):
+            k = step * BLOCK_K
+            if X_TMA:  # rows of the next group are read too, and not stored
+                x_tile = load_tile(
+                    x, x_descriptor, 0, first_m, k, rows, K, 0, 0,
+                    BLOCK_M, BLOCK_K, False, False, True, False, X_TRANSPOSED,
+                )  # fmt: skip
+            else:
+                x_tile = _load_rows(x, x_row, in_rows, x_strides[0], k + tl.arange(0, BLOCK_K), K, x_strides[1])
+            w_tile = load_tile(
+                weight, weights_descriptor, weight_group, k, first_n, K, N, weight_strides[1], weight_strides[2],
+                BLOCK_K, BLOCK_N, not EVEN_K, True, W_TMA, True, W_TRANSPOSED,
+            )  # fmt: skip
+            value = tl.dot(x_tile, w_tile, value, input_precision=PRECISION)
+        if bias is not None:
+            vector = bias + weight_group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+            value += tl.load(vector, mask=in_columns & real, other=0.0).to(tl.float32)[None, :]
+        if row_weights is not None:
+            value *= tl.load(row_weights + row, mask=in_rows, other=0.0)[:, None]
+        y_row = _row_index(scatter, row, in_rows)
+        tl.store(
+            y + y_row[:, None] * N + column[None, :], value.to(y.dtype.element_ty),
+            mask=in_rows[:, None] & in_columns[None, :],
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped_weight_gradient_kernel(
+    x, x_descriptor, dy, dy_descriptor, dw, offsets, gather, scatter, row_weights,
+    x_strides, dy_strides, rows, groups, N, K,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, DY_TRANSPOSED: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dW[g] [K, N]: a tile is BLOCK_M features of x by BLOCK_N of dy; the sum goes over BLOCK_K rows at a time."""
+    tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles = tiles_k * tiles_n
+    for work in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0)):
+        group = work // tiles
+        tile_k, tile_n = tile_position(work % tiles, tiles_k, tiles_n, GROUP_M)
+        first_k, first_n = tile_k * BLOCK_M, tile_n * BLOCK_N
+        k, column = first_k + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
+        full = begin + (end - begin) // BLOCK_K * BLOCK_K  # rows in whole steps; the last step has bounds
+        value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if TMA:
+            for first in tl.range(begin, full, BLOCK_K, num_stages=NUM_STAGES):
+                x_tile = load_tile(
+                    x, x_descriptor, 0, first, first_k, rows, K, 0, 0,
+                    BLOCK_K, BLOCK_M, False, False, True, False, X_TRANSPOSED,
+                )  # fmt: skip
+                dy_tile = load_tile(
+                    dy, dy_descriptor, 0, first, first_n, rows, N, 0, 0,
+                    BLOCK_K, BLOCK_N, False, False, True, False, DY_TRANSPOSED,
+                )  # fmt: skip
+                value = tl.dot(x_tile.T, dy_tile, value, input_precision=PRECISION)
+            rest = full
+        else:
+            rest = begin
+        for first in tl.range(rest, end, BLOCK_K, num_stages=1 if TMA else NUM_STAGES):
+            row = first + tl.arange(0, BLOCK_K)
+            inside = row < end
+            x_tile = _load_rows(x, _row_index(gather, row, inside), inside, x_strides[0], k, K, x_strides[1])
+            dy_row = _row_index(scatter, row, inside)
+            dy_tile = _load_rows(dy, dy_row, inside, dy_strides[0], column, N, dy_strides[1])
+            if row_weights is not None:
+                factor = tl.load(row_weights + row, mask=inside, other=0.0)
+                x_tile = (x_tile.to(tl.float32) * factor[:, None]).to(dy_tile.dtype)
+            value = tl.dot(x_tile.T, dy_tile, value, input_precision=PRECISION)
+        target = dw + (group.to(tl.int64) * K + k.to(tl.int64))[:, None] * N + column[None, :]
+        tl.store(target, value.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (column < N)[None, :])
+
+
+def grouped_forward(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    params: GroupedParams,
+    gather: Tensor | None,
+    scatter: Tensor | None,
+    row_weights: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """y [out_rows, N]; `GroupedMatmulKernels.grouped_forward` documents the arguments."""
+    groups, k, n = weights.shape
+    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
+    size = (params.out_rows, n)
+    # As many different indices as rows name every row: all are written.
+    whole = scatter is None or rows == params.out_rows
+    y = (torch.empty if whole else torch.zeros)(size, dtype=params.out_dtype, device=x.device)
+    if y.numel() == 0 or rows == 0:
+        return y
+    if groups == 0:
+        return y.zero_()
+    props = device.properties(x.device)
+    shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": False,
+             "blocks": False, "aligned": aligned(x) and aligned(weights)}  # fmt: skip
+    config = tune.pick(GROUPED, props, shape)
+    x_tma, w_tma = gather is None and describable(x), describable(weights)
+    most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * tune.ceil_div(n, config.block_n)
+    launch(
+        grouped_matmul_kernel, (min(most_tiles, props.sms) if config.persistent else most_tiles,),
+        x, describe(x, config.block_m, config.block_k) if x_tma else x,
+        weights, describe(weights, config.block_k, config.block_n) if w_tma else weights,
+        y, offsets, gather, scatter, row_weights, bias, x.stride(), weights.stride(),
+        (0, 0) if bias is None else bias.stride(), rows, groups, n, k,
+        PRECISION=precision(x, params.tf32), X_TMA=x_tma, W_TMA=w_tma, X_TRANSPOSED=x_tma and transposed(x),
+        W_TRANSPOSED=w_tma and transposed(weights), EVEN_K=k % config.block_k == 0,
+        GROUPS=tune.power_of_2(groups + 1), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return y
+
+
+def grouped_weight_gradient(
+    x: Tensor,
+    dy: Tensor,
+    offsets: Tensor,
+    params: GroupedParams,
+    gather: Tensor | None,
+    scatter: Tensor | None,
+    row_weights: Tensor | None,
+) -> Tensor:
+    """dW [groups, K, N]; `GroupedMatmulKernels.grouped_weight_gradient` documents the arguments."""
+    groups, k, n = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
+    dw = torch.empty((groups, k, n), dtype=params.out_dtype, device=x.device)
+    if dw.numel() == 0:
+        return dw
+    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
+    props = device.properties(x.device)
+    shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": True,
+             "blocks": False, "aligned": aligned(x) and aligned(dy)}  # fmt: skip
+    config = tune.pick(GROUPED, props, shape)
+    tma = gather is None and scatter is None and row_weights is None and describable(x) and describable(dy)
+    tiles = tune.ceil_div(k, config.block_m) * tune.ceil_div(n, config.block_n) * groups
+    launch(
+        grouped_weight_gradient_kernel, (min(tiles, props.sms) if config.persistent else tiles,),
+        x, describe(x, config.block_k, config.block_m) if tma else x,
+        dy, describe(dy, config.block_k, config.block_n) if tma else dy,
+        dw, offsets, gather, scatter, row_weights, x.stride(), dy.stride(), rows, groups, n, k,
+        PRECISION=precision(x, params.tf32), TMA=tma, X_TRANSPOSED=tma and transposed(x),
+        DY_TRANSPOSED=tma and transposed(dy), GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dw
