@@ -6,7 +6,8 @@ Every operator is a function of this module. All of them take `backend=`, and `e
     masks                    causal, window, sink_tokens, prefix, documents, block_sparse, column_intervals, custom,
                              tensor_mask; Mask, Table; score_function, where
     decoding                 decode_attention, paged_attention, append_kv
-    linear layers            linear
+    linear layers            linear, Weight
+    matrix products          matmul, grouped_matmul
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
     activations              gelu, silu, relu, squared_relu, swiglu, geglu, reglu, gpt_oss_glu
@@ -47,8 +48,9 @@ from flashkernel.ops.attention import (
     window,
 )
 from flashkernel.ops.decode import decode_attention, paged_attention
-from flashkernel.ops.gemm import linear
+from flashkernel.ops.gemm import Weight, linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
+from flashkernel.ops.matmul import grouped_matmul, matmul
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
@@ -61,6 +63,7 @@ __all__ = [
     "Frequencies",
     "Mask",
     "Table",
+    "Weight",
     "append_kv",
     "argmax",
     "attention",
@@ -77,10 +80,12 @@ __all__ = [
     "geglu",
     "gelu",
     "gpt_oss_glu",
+    "grouped_matmul",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "logsumexp",
+    "matmul",
     "max",
     "mean",
     "paged_attention",

@@ -196,6 +196,8 @@ LOWER = {
     "attention": ("q", "k", "v", "bias"),
     "linear": ("x", "weight"),
     "linear_cross_entropy": ("x", "weight", "bias"),
+    "matmul": ("a", "b"),
+    "grouped_matmul": ("x", "weights"),
 }
 
 

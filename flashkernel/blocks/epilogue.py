@@ -163,6 +163,13 @@ class Epilogue:
         """What a linear chain multiplies its product by."""
         return math.prod(piece.factor for piece in self.pieces if isinstance(piece, Scale))
 
+    @property
+    def around_activation(self) -> tuple[str, str]:
+        """The texts of the pieces ahead of the activation, and of those from it on."""
+        kinds = [isinstance(piece, Activation) for piece in self.pieces]
+        first = kinds.index(True) if True in kinds else len(kinds)
+        return Epilogue(self.pieces[:first]).text, Epilogue(self.pieces[first:]).text
+
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> Epilogue:

@@ -159,7 +159,10 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
         else:
             key = getattr(value, "cache_key", None)
             if key is None:
-                return False
+                inside = getattr(value, "cache_parts", None)  # an object that holds tensors
+                if inside is None or not _collect(inside, parts, tensors):
+                    return False
+                key = kind
             parts.append(key)
     return True
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashkernel as fk
+from flashkernel import Weight
 from flashkernel.blocks.rope import token_tables
 from flashkernel.engine.moe import moe
 from flashkernel.kvcache import LayerPages
@@ -108,14 +109,20 @@ class ForwardPass:
             h = self.norm_linear(x, *weights, activation=config.activation, packed=config.packed)
         return self.linear_residual(h, layer.down_proj, layer.down_proj_bias, x)
 
-    def linear_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """residual + linear(x), in the residual's memory if that saves a pass over it."""
         if bias is None and x.shape[0] > FUSED_ROWS and x.is_cuda:
-            return residual.addmm_(x, weight.T)
+            return _linear(x, weight, None, residual, out=residual)
         return _linear(x, weight, bias, residual)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, **options: Any
+        self,
+        x: Tensor,
+        norm: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor | Weight,
+        bias: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         """linear(norm(x)), in one launch for RMSNorm and few rows; `options` are those of `linear`."""
         eps = self.config.eps
@@ -127,8 +134,8 @@ class ForwardPass:
 
 
 class TorchForwardPass(ForwardPass):
-    """A pass that calls torch's operators without dispatch. Rare cases (quantised pages, sinks, padding, interleaved
-    gates) take the public operators."""
+    """A pass that calls torch's operators without dispatch. Rare cases (quantised weights or pages, sinks, padding,
+    interleaved gates) take the public operators."""
 
     def __init__(self, config: ModelConfig, model_input: ModelInput) -> None:
         super().__init__(config, model_input)
@@ -162,23 +169,32 @@ class TorchForwardPass(ForwardPass):
                 locations.append(slots[start % page_size :][: length - start])
         return locations
 
-    def linear_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
+        if isinstance(weight, Weight):
+            return super().linear_residual(x, weight, bias, residual)
         if bias is None and x.dtype == torch.float32:
             return torch.addmm(residual, x, weight.T)
         return F.linear(x, weight, bias).add_(residual)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, **options: Any
+        self,
+        x: Tensor,
+        norm: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor | Weight,
+        bias: Tensor | None,
+        **options: Any,
     ) -> Tensor:
         activation, packed = options.get("activation"), options.get("packed", "halves")
-        if activation is not None and activation not in _GLUS and activation not in _ACTIVATIONS:
+        known = activation is None or activation in _GLUS or activation in _ACTIVATIONS
+        if isinstance(weight, Weight) or not known:
             return super().norm_linear(x, norm, norm_bias, weight, bias, **options)
         if self.config.norm == "layer":
             h = F.layer_norm(x, x.shape[-1:], norm, norm_bias, self.config.eps)
         else:
             h = F.rms_norm(x, x.shape[-1:], norm, self.config.eps)
         y = F.linear(h, weight, bias)
-        if activation in _GLUS:
+        if activation is not None and activation in _GLUS:
             y = _GLUS[activation](y, packed=packed)
         elif activation is not None:
             y = _ACTIVATIONS[activation](y)

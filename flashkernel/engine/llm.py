@@ -31,6 +31,7 @@ from flashkernel.kvcache.storage import bytes_per_page
 Prompt = str | Sequence[int]  # a text, or token ids
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+QUANTIZATIONS = ("fp8",)
 CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE = 2**31, 0.25
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -53,6 +54,8 @@ class EngineArgs:
         block_size: Tokens of a KV cache block (page): a power of two from 16 to 256. 16 on a GPU, 64 on a CPU.
         kv_cache_tokens: Size of the KV cache in tokens; by default what fits.
         kv_cache_dtype: "float8_e4m3fn" or "int8" store keys and values in one byte; by default `dtype`.
+        quantization: "fp8" stores the layers' projections in float8_e4m3fn with a scale for each output; by default
+            they are as the checkpoint has them.
         gpu_memory_utilization: Share of a GPU's memory to use, weights included.
         enforce_eager: No CUDA graphs.
         enable_prefix_caching: Sequences that begin alike share blocks.
@@ -77,6 +80,7 @@ class EngineArgs:
     block_size: int | None = None
     kv_cache_tokens: int | None = None
     kv_cache_dtype: str | None = None
+    quantization: str | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
@@ -86,7 +90,7 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"engine: {name} is {value!r}; it must be a whole number above 0")
-        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("quantization", QUANTIZATIONS)):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(f"engine: {name} is {value!r}; it must be one of {', '.join(known)}")
@@ -131,7 +135,9 @@ class LLM:
     ) -> None:
         self.engine_args = EngineArgs(**engine_args)
         if isinstance(model, Transformer):
-            self.model, self.tokenizer, self.name = model, tokenizer, model.config.architecture
+            quantization = self.engine_args.quantization
+            self.model = model if quantization is None else model.quantised(quantization)
+            self.tokenizer, self.name = tokenizer, model.config.architecture
         else:
             self.name = str(model)
             self.model, found = _load(hub.resolve(model, download), self.engine_args, progress)
@@ -408,7 +414,7 @@ def _load(
     device = _device(args.device)
     stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
     dtype = _dtype(args.dtype, stored, devices.properties(device))
-    return load_model(checkpoint, device, dtype, progress), checkpoint.tokenizer()
+    return load_model(checkpoint, device, dtype, progress, args.quantization), checkpoint.tokenizer()
 
 
 def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.dtype:

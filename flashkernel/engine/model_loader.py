@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel import Weight
 from flashkernel.engine.architectures import StoredWeight, architecture_of
 from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
-from flashkernel.engine.transformer import LayerWeights, ModelWeights, Transformer
+from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelWeights, Transformer
+
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of a weight in fp8: vLLM's and DeepSeek's names; both multiply
 
 
 def load_model(
@@ -19,14 +22,18 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
+    quantization: str | None = None,
 ) -> Transformer:
-    """Loads a model; calls `progress(layers loaded, layers)` after each layer."""
+    """Loads a model; calls `progress(layers loaded, layers)` after each layer.
+
+    With `quantization`, the name of a `Weight` format, projections are quantised with a scale for each output.
+    """
     architecture = architecture_of(checkpoint.config)
     config = architecture.configure(checkpoint.config)
     loader = _WeightLoader(checkpoint, config, device, dtype)
     found = loader.load(architecture.model_weights, "")
     if config.tie_word_embeddings:
-        found["lm_head"] = found["embedding"] = _laid_out(found["embedding"])
+        found["lm_head"] = found["embedding"] = _laid_out(_dense(found["embedding"], dtype))
     elif found.get("lm_head") is None:
         raise ModelError(f"{checkpoint.config.source}: the output layer's weight is missing, and it is not tied")
     else:
@@ -35,7 +42,7 @@ def load_model(
     layers = []
     for index in range(config.num_layers):
         tensors = loader.load(architecture.layer_weights, architecture.layer_prefix.format(index))
-        projections = {name: _laid_out(tensors[name]) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
+        projections = {name: _laid_out(tensors[name], quantization) for name in PROJECTIONS}
         layers.append(LayerWeights(**tensors | projections))
         if progress is not None:
             progress(index + 1, config.num_layers)
@@ -44,12 +51,16 @@ def load_model(
     return Transformer(config, weights, layers)
 
 
-def _laid_out(weight: Tensor) -> Tensor:
-    """The weight in the memory order that its device reads fastest.
+def _laid_out(weight: Tensor | Weight, quantization: str | None = None) -> Tensor | Weight:
+    """The weight in the format that is asked for, else in the memory order that its device reads fastest.
 
     CPU libraries read a weight with more outputs than inputs faster by columns: 1.1 to 1.25 times as fast with one row,
     and more with several.
     """
+    if isinstance(weight, Weight):  # as the checkpoint has it
+        return weight
+    if quantization is not None:
+        return Weight.quantise(weight, quantization, "row")
     transposed = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.ndim == 2
     return weight.T.contiguous().T if transposed and weight.shape[0] > weight.shape[1] else weight
 
@@ -65,27 +76,47 @@ class _WeightLoader:
     def load(self, table: Mapping[str, StoredWeight], prefix: str) -> dict[str, Any]:
         return {name: self._weight(stored, prefix) for name, stored in table.items()}
 
-    def _weight(self, stored: StoredWeight, prefix: str) -> Tensor | None:
+    def _weight(self, stored: StoredWeight, prefix: str) -> Tensor | Weight | None:
         names = [prefix + name for name in stored.names]
         if stored.optional and not any(name in self.names for name in names):
             return None
         if any("{expert}" in name for name in names):
             experts = range(self.config.num_experts)
-            found = torch.stack([self._concatenated([name.format(expert=e) for name in names]) for e in experts])
+            each = [self._concatenated([name.format(expert=e) for name in names]) for e in experts]
+            found = Weight.stack(each) if isinstance(each[0], Weight) else torch.stack(each)
         else:
             found = self._concatenated(names)
+        if isinstance(found, Weight):
+            if stored.transposed:
+                raise ModelError(f"{self.checkpoint.config.source}: {names[0]} is quantised and stored (in, out)")
+            return found.to(self.device)
         if stored.transposed:
             found = found.transpose(-1, -2)
         return found.to(self.device, self.dtype).contiguous()
 
-    def _concatenated(self, names: list[str]) -> Tensor:
+    def _concatenated(self, names: list[str]) -> Any:
+        """The tensors' rows in one: a tensor, or a `Weight` if they are stored in fp8 with scales."""
         missing = [name for name in names if name not in self.names]
         if missing:
             source = self.checkpoint.config.source
             raise ModelError(f"{source}: {', '.join(missing)} are missing; the model is incomplete, get it again")
         self.unused.difference_update(names)
         parts = [self.checkpoint.read(name) for name in names]
+        if parts[0].dtype == torch.float8_e4m3fn:
+            return Weight.concatenate([self._packed(name, part) for name, part in zip(names, parts)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _packed(self, name: str, data: Tensor) -> Weight:
+        """A weight in fp8 with its scales. x stays as it is, whatever the checkpoint rounds it to."""
+        found = [name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self.names]
+        if not found:
+            raise ModelError(f"{self.checkpoint.config.source}: {name} is in float8_e4m3fn and has no scales")
+        self.unused.difference_update(found)
+        self.unused.discard(name.removesuffix("weight") + "input_scale")
+        try:
+            return Weight.pack(data, self.checkpoint.read(found[0]), format="fp8")
+        except ValueError as error:
+            raise ModelError(f"{self.checkpoint.config.source}: {name}: {error}") from error
 
     def check_all_used(self, ignored: tuple[str, ...]) -> None:
         """ModelError if a stored tensor was not used: the model would run without a part of it."""
@@ -109,6 +140,11 @@ def _check_shapes(config: ModelConfig, weights: ModelWeights, layers: list[Layer
     _check_shape(f"{source}: the lm_head", weights.lm_head, table)
 
 
-def _check_shape(what: str, weight: Tensor, expected: tuple[int, ...]) -> None:
+def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
+    """The weight as a tensor, which a lookup of tokens needs."""
+    return weight.dequantise(dtype) if isinstance(weight, Weight) else weight
+
+
+def _check_shape(what: str, weight: Tensor | Weight, expected: tuple[int, ...]) -> None:
     if tuple(weight.shape) != expected:
         raise ModelError(f"{what} has shape {tuple(weight.shape)}; the configuration says {expected}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import flashkernel as fk
+from flashkernel import Weight
 
 if TYPE_CHECKING:
     from flashkernel.engine.config import ModelConfig
@@ -34,13 +35,23 @@ def _all_experts(x: Tensor, layer: LayerWeights, config: ModelConfig, weights: T
     This reads all weights, which few tokens do anyway, and no shape depends on the router: a CUDA graph can hold it.
     """
     dense = torch.zeros(x.shape[0], config.num_experts, device=x.device).scatter_(1, chosen, weights)
-    gate_up = x.expand(config.num_experts, *x.shape) @ layer.gate_up_proj.transpose(1, 2)  # [experts, tokens, 2 inner]
+    gate_up = _each_expert(x.expand(config.num_experts, *x.shape), layer.gate_up_proj)  # [experts, tokens, 2 inner]
     if layer.gate_up_proj_bias is not None:
         gate_up = gate_up + layer.gate_up_proj_bias[:, None]
-    y = _glu(gate_up, config) @ layer.down_proj.transpose(1, 2)  # [experts, tokens, hidden]
+    y = _each_expert(_glu(gate_up, config), layer.down_proj)  # [experts, tokens, hidden]
     if layer.down_proj_bias is not None:
         y = y + layer.down_proj_bias[:, None]
     return torch.einsum("eth,te->th", y.float(), dense).to(x.dtype)
+
+
+def _each_expert(x: Tensor, weights: Tensor | Weight) -> Tensor:
+    """x [experts, tokens, in] through each expert's own weight (out, in).
+
+    Tensors are one batched product. Quantised weights are a `linear` for each expert, which reads them as they are.
+    """
+    if isinstance(weights, Tensor):
+        return x @ weights.transpose(1, 2)
+    return torch.stack([_linear(rows, weights[expert]) for expert, rows in enumerate(x.unbind())])
 
 
 def _chosen_experts(x: Tensor, layer: LayerWeights, config: ModelConfig, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -6,15 +6,19 @@ chunks. For few tokens, norms, biases, activations and residuals are fused into 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernel import Weight
 from flashkernel.engine import forward_pass
 from flashkernel.engine.config import ModelConfig
 from flashkernel.kvcache import LayerPages, Step
+
+PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,11 @@ class LayerWeights:
     """Weights of one decoder layer. Projections are (out, in), those of experts [experts, out, in]."""
 
     attention_norm: Tensor
-    qkv_proj: Tensor
-    o_proj: Tensor
+    qkv_proj: Tensor | Weight
+    o_proj: Tensor | Weight
     mlp_norm: Tensor
-    gate_up_proj: Tensor  # gate and up in one; up alone if the activation has no gate
-    down_proj: Tensor
+    gate_up_proj: Tensor | Weight  # gate and up in one; up alone if the activation has no gate
+    down_proj: Tensor | Weight
     attention_norm_bias: Tensor | None = None
     qkv_proj_bias: Tensor | None = None
     o_proj_bias: Tensor | None = None
@@ -46,7 +50,7 @@ class ModelWeights:
 
     embedding: Tensor  # [vocab, hidden]
     final_norm: Tensor
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself if tied
+    lm_head: Tensor | Weight  # [vocab, hidden]; the embedding itself if tied
     final_norm_bias: Tensor | None = None
     position_embedding: Tensor | None = None  # [positions, hidden]; None: rotary
 
@@ -93,12 +97,24 @@ class Transformer:
     def nbytes(self) -> int:
         """Bytes of the weights; a tied LM head counts once."""
         found = {
-            x.data_ptr(): x.nbytes
+            tensor.data_ptr(): tensor.nbytes
             for part in (self.weights, *self.layers)
             for x in vars(part).values()
             if x is not None
+            for tensor in (x.tensors if isinstance(x, Weight) else (x,))
         }
         return sum(found.values())
+
+    def quantised(self, format: str) -> Transformer:
+        """The model with its layers' projections in another `Weight` format, a scale for each output."""
+        layers = []
+        for layer in self.layers:
+            found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
+            for name, projection in found.items():
+                if isinstance(projection, Tensor):
+                    found[name] = Weight.quantise(projection, format, "row")
+            layers.append(replace(layer, **found))
+        return Transformer(self.config, self.weights, layers)
 
     def forward(self, model_input: ModelInput, pages: list[LayerPages]) -> Tensor:
         """Computes logits; writes the keys and values of the tokens into `pages`.

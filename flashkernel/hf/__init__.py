@@ -3,6 +3,8 @@
     import flashkernel.hf
     print(flashkernel.hf.patch(model))  # a loaded model: attention, rotary embedding, norms, MLPs and the loss
 
+    flashkernel.hf.quantise(model, "fp8")  # its linear layers with weights in fp8
+
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fkernel")  # the attention alone
 
 Packed documents do not see each other if `cu_seq_lens_q` and `cu_seq_lens_k` are given (DataCollatorWithFlattening
@@ -20,6 +22,7 @@ except ImportError as error:
 
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, layer_mask, register
 from flashkernel.hf.patching import patch, patched, unpatch
+from flashkernel.hf.quantised import quantise
 from flashkernel.hf.report import Entry, Report
 
 register()
@@ -33,6 +36,7 @@ __all__ = [
     "layer_mask",
     "patch",
     "patched",
+    "quantise",
     "register",
     "unpatch",
 ]

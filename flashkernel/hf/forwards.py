@@ -20,6 +20,7 @@ from transformers.utils.generic import can_return_tuple
 
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, sees_all
 from flashkernel.hf.families import Attention, Head, Norm
+from flashkernel.hf.quantised import QuantisedLinear
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, swiglu
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.gemm import linear
@@ -294,7 +295,7 @@ def _can_fuse(x: Tensor, layers: list[Any]) -> bool:
     few = x.shape[:-1].numel() <= MAX_DECODE_TOKENS
     if not (few if torch.compiler.is_compiling() else x.ndim > 2 and _is_decode_step(x)):
         return False
-    return all([_is_plain_linear(layer) and layer.weight.dtype == x.dtype for layer in layers]) and (  # noqa: C419  dynamo
+    return all([_is_fusable(layer, x.dtype) for layer in layers]) and (  # noqa: C419  dynamo
         len({layer.bias is None for layer in layers}) == 1
     )
 
@@ -307,6 +308,13 @@ def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
         biases = None if layers[0].bias is None else [layer.bias for layer in layers]
         return list(linear(x, [layer.weight for layer in layers], biases))
     return [layer(x) for layer in layers]
+
+
+def _is_fusable(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether `linear` may compute the layer: a plain one in this dtype, or one with a quantised weight."""
+    if type(layer) is QuantisedLinear:
+        return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks
+    return _is_plain_linear(layer) and layer.weight.dtype == dtype
 
 
 def _is_plain_linear(layer: Any) -> bool:

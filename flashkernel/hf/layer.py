@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from flashkernel.blocks.weight import Weight
 from flashkernel.hf import forwards
 from flashkernel.hf.attention import LayerMask, attention_forward, is_causal
+from flashkernel.hf.quantised import QuantisedLinear
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.norm import rms_norm
 from flashkernel.ops.rope import rope
@@ -37,7 +39,7 @@ _KNOWN = frozenset(("attention_mask", "position_ids", "past_key_values", "use_ca
 class Linear(NamedTuple):
     """Weights of a linear layer."""
 
-    weight: Tensor
+    weight: Any  # Tensor or Weight
     bias: Tensor | None
 
 
@@ -130,8 +132,10 @@ def _patched_with(module: Any, forward: Any) -> Any:
 
 
 def _linear(layer: Any, dtype: torch.dtype) -> Linear | None:
-    """As `forwards._is_plain_linear` decides; on this path each attribute that torch looks up counts."""
+    """As `forwards._is_fusable` decides; on this path each attribute that torch looks up counts."""
     kept = layer.__dict__
+    if type(layer) is QuantisedLinear:
+        return Linear(layer.weight, layer.bias) if forwards._is_fusable(layer, dtype) else None
     if type(layer) is not nn.Linear or "forward" in kept or kept["_forward_hooks"] or kept["_forward_pre_hooks"]:
         return None
     weight = kept["_parameters"]["weight"]
@@ -163,7 +167,7 @@ def _forward(
         k, v = cache.update(k, v, parts.attention.layer_idx)
     x = _add_linear(x, _attention(parts.attention, q, k, v, mask), o_proj, torch.addmm)
     h = _normed(x, parts.norms[1])
-    h = parts.act_fn.forward(F.linear(h, *gate_proj)).mul_(F.linear(h, *up_proj))
+    h = parts.act_fn.forward(_project(h, gate_proj)).mul_(_project(h, up_proj))
     return _add_linear(x, h, down_proj, Tensor.addmm_).view(batch, tokens, width)
 
 
@@ -199,7 +203,7 @@ def _norm_linears(x: Tensor, layers: tuple[Linear, ...], norm: RmsNorm, glu: str
         given = None if None in biases else biases
         return linear(x, weights, given, norm_weight=norm.weight, norm_eps=norm.eps, activation=glu)
     h = _normed(x, norm)
-    return [F.linear(h, *layer) for layer in layers]
+    return [_project(h, layer) for layer in layers]
 
 
 def _gate_up(x: Tensor, gate: Linear, up: Linear, parts: LayerParts) -> Any:
@@ -215,7 +219,7 @@ def _heads(
     q_proj, k_proj, v_proj = parts.linears[:3]
     (batch, tokens), dim, norms = sizes, parts.attention.head_dim, parts.norms
     shape = (batch, tokens, -1, dim)
-    q, k, v = F.linear(h, *q_proj).view(shape), F.linear(h, *k_proj).view(shape), F.linear(h, *v_proj).view(shape)
+    q, k, v = _project(h, q_proj).view(shape), _project(h, k_proj).view(shape), _project(h, v_proj).view(shape)
     if len(norms) > 2:
         q, k = _normed(q, norms[2]), _normed(k, norms[3])
     q, k = forwards.apply_rotary(q, k, *forwards.rotary_tables(mask, position_embeddings, dim))
@@ -241,6 +245,11 @@ def _attention(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: LayerMask)
 
 def _add_linear(x: Tensor, h: Tensor, layer: Linear, add_product: Callable[..., Tensor]) -> Tensor:
     """x + linear(h), added in the product if there is no bias; `add_product` is addmm, or addmm_ to write into x."""
-    if layer.bias is None:
+    if layer.bias is None and type(layer.weight) is not Weight:
         return add_product(x, h, layer.weight.t())
-    return x + F.linear(h, *layer)
+    return x + _project(h, layer)
+
+
+def _project(h: Tensor, layer: Linear) -> Any:
+    """linear(h). Plain weights take torch's operator: prompts have many shapes, and a new one costs dispatch more."""
+    return linear(h, *layer) if type(layer.weight) is Weight else F.linear(h, *layer)

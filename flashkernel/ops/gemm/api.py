@@ -1,13 +1,15 @@
 """The public linear layer: argument checks and dispatch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative
+from flashkernel.blocks.weight import Weight
+from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import library, spec
@@ -16,7 +18,7 @@ from flashkernel.ops.gemm import library, spec
 @replayed
 def linear(
     x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | Weight | Sequence[Tensor | Weight],
     bias: Tensor | Sequence[Tensor] | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -28,18 +30,20 @@ def linear(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Returns scale * activation(norm(x) @ weight^T + bias) + residual, in one launch where x has few rows.
 
-    Sums are in float32 and every tensor is differentiable. Under autocast x and the weights are cast as for
-    torch.nn.functional.linear; the output then has the wider dtype of that and the residual's.
+    Sums are in float32 and every tensor is differentiable, except those of a quantised `Weight`. Under autocast x and
+    the weights are cast as for torch.nn.functional.linear; the output then has the wider dtype of that and the
+    residual's.
 
     Args:
         x: (..., in_features), float32, float16 or bfloat16.
-        weight: (out_features, in_features) in x's dtype, as in torch.nn.Linear. A list of up to three (q, k and v)
-            gives a tuple of outputs. With a gated activation: a list of gate and up, or both packed in one weight
-            (2 * out_features, in_features).
+        weight: (out_features, in_features) in x's dtype, as in torch.nn.Linear, or a `Weight`, whose format may differ
+            from x's dtype. A list of up to three (q, k and v) gives a tuple of outputs. With a gated activation: a list
+            of gate and up, or both packed in one weight (2 * out_features, in_features).
         bias: (out_features,), a list of them for a list of weights, or None.
         residual: the output's shape; added last.
         norm_weight: (in_features,); x goes through RMSNorm first: x / rms(x) * (norm_weight + norm_offset).
@@ -51,6 +55,8 @@ def linear(
         norm_eps: of the RMSNorm.
         norm_offset: added to norm_weight; Gemma's norms take 1.
         out_dtype: the output's dtype; x's unless given.
+        out: where the output is written and returned, instead of a new tensor; it may be the residual itself, which
+            saves a pass over it. Only for a single output, and without gradients.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
@@ -64,13 +70,23 @@ def linear(
         True
         >>> q, k, v = fk.linear(x, [weight, weight, weight])
     """
+    single = isinstance(weight, (Tensor, Weight))
+    weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
+    quantised = False
+    for index, one in enumerate(weights):
+        if type(one) is Weight:
+            if one.format == "plain":
+                weights[index] = one.data
+            else:
+                quantised = True
+    if out is not None and out_dtype is None:
+        out_dtype = out.dtype
     lower = autocast_dtype(x)
     if lower is not None:
         x = autocast(x, lower)
-        weight = autocast(weight, lower) if isinstance(weight, Tensor) else [autocast(one, lower) for one in weight]
+        weights = [autocast(one, lower) if isinstance(one, Tensor) else one for one in weights]
         if residual is not None and out_dtype is None:
             out_dtype = torch.promote_types(x.dtype, residual.dtype)  # what linear(x) + residual has
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     _check_names(activation, packed, out_dtype)
     check_finite("linear", "scale", scale)
@@ -78,25 +94,34 @@ def linear(
     check_finite("linear", "norm_offset", norm_offset)
     gated = isinstance(activation, Gate) or (isinstance(activation, str) and activation in GATES)
     sizes = _check_weights(x, weights, biases, gated)
-    _check_extras(x, sizes, residual, norm_weight, splits, len(weights) > 1 and not gated)
+    several = len(weights) > 1 and not gated
+    _check_extras(x, sizes, residual, norm_weight, splits, several)
+    if out is not None:
+        _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None,
+                   x, residual, norm_weight, *biases, *[one for one in weights if isinstance(one, Tensor)])  # fmt: skip
+    first = weights[0].data if type(weights[0]) is Weight else weights[0]
+    formats: dict[str, Any] = {"weight": spec.layouts(weights)} if quantised else {}
     chosen = choose(
         spec.LINEAR, backend, x.device, x.dtype, rows=spec.row_class(x.shape[:-1].numel()),
-        transposed=weights[0].shape[1] > 1 and weights[0].stride(1) != 1,
+        transposed=first.shape[1] > 1 and first.stride(1) != 1, **formats,
     )  # fmt: skip
     if chosen.composite:
-        return chosen.run(
-            x, weight, bias, residual, norm_weight,
+        y = chosen.run(
+            x, weights[0] if single else weights, bias, residual, norm_weight,
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
-            norm_offset=norm_offset, out_dtype=out_dtype,
+            norm_offset=norm_offset, out_dtype=out_dtype, out=out,
         )  # fmt: skip
+        return y if out is None or y is out else out.copy_(y)
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     y = library.linear(
         chosen.target, x, weights, biases, residual, norm_weight,
         chain, packed, float(norm_eps), float(norm_offset), x.dtype if out_dtype is None else out_dtype,
     )  # fmt: skip
+    if out is not None:
+        return out.copy_(y)
     if splits is not None:
         return y.split(list(splits), -1)
-    return y if gated or isinstance(weight, Tensor) else y.split(sizes, -1)
+    return y if gated or single else y.split(sizes, -1)
 
 
 def _check_names(activation: str | Activation | Gate | None, packed: str, out_dtype: torch.dtype | None) -> None:
@@ -116,7 +141,7 @@ def _check_names(activation: str | Activation | Gate | None, packed: str, out_dt
         raise ValueError(f"linear: out_dtype is {out_dtype}; it must be a float dtype")
 
 
-def _check_weights(x: Tensor, weights: list[Tensor], biases: list[Tensor], gated: bool) -> list[int]:
+def _check_weights(x: Tensor, weights: list[Any], biases: list[Tensor], gated: bool) -> list[int]:
     """The sizes of the outputs."""
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"linear: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
@@ -132,10 +157,10 @@ def _check_weights(x: Tensor, weights: list[Tensor], biases: list[Tensor], gated
                 f"linear: a weight has shape {tuple(weight.shape)}; x has {x.shape[-1]} columns, so it must be "
                 f"(outputs, {x.shape[-1]})"
             )
-        if weight.dtype != x.dtype or weight.device != x.device:
+        if weight.device != x.device or (weight.dtype != x.dtype and isinstance(weight, Tensor)):
             raise ValueError(
                 f"linear: a weight is {weight.dtype} on {weight.device} but x is {x.dtype} on {x.device}; "
-                "convert one of them"
+                "convert one of them, or give a flashkernel.Weight"
             )
     sizes = [weight.shape[0] for weight in weights]
     if biases and len(biases) != len(weights):
@@ -153,6 +178,20 @@ def _check_weights(x: Tensor, weights: list[Tensor], biases: list[Tensor], gated
     if len(sizes) == 2 and sizes[0] != sizes[1]:
         raise ValueError(f"linear: the gate has {sizes[0]} outputs and up has {sizes[1]}; they must have as many")
     return [sizes[0] if len(sizes) == 2 else sizes[0] // 2]
+
+
+def _check_out(
+    out: Tensor, dtype: torch.dtype | None, shape: tuple[int, ...], several: bool, *inputs: Tensor | None
+) -> None:
+    if several:
+        raise ValueError("linear: out needs one output; leave splits out, or give one weight")
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != inputs[0].device:  # type: ignore[union-attr]
+        raise ValueError(
+            f"linear: out is {out.dtype} {tuple(out.shape)} on {out.device}; the output is {dtype} {shape} on "
+            f"{inputs[0].device}"  # type: ignore[union-attr]
+        )
+    if needs_gradients(out, *inputs):
+        raise ValueError("linear: out takes no gradients; call it under torch.no_grad(), or leave out away")
 
 
 def _check_extras(

@@ -86,6 +86,8 @@ def _tensor(device: Device, shape: Mapping[str, int]) -> LinearConfig:
     rows = row_tile(shape["rows"])
     if shape["bytes"] == 4:
         columns, inner, num_stages = 64, 32, 3
+    elif rows == 64 and shape["bytes"] == 1:  # 8-bit weights are converted in registers, which wider tiles have not
+        columns, inner, num_stages = 64, 64, 4
     elif rows == 64:  # x is read again for every tile: wide tiles
         columns, inner, num_stages = 128 // shape["streams"], 64, 4
     elif shape["columns"] >= _VERY_MANY:
@@ -148,7 +150,8 @@ def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> st
         return f"there is no kernel {config.kernel!r}; there are 'vector' and 'tensor'"
     if config.block_k < 16:
         return "tensor cores sum at least 16 elements at a time"
-    staged = (loaded + row_tile(shape["rows"]) * config.block_k) * shape["bytes"] * config.num_stages
+    x_bytes = shape.get("x_bytes", shape["bytes"])  # quantised weights have narrower elements than x
+    staged = (loaded * shape["bytes"] + row_tile(shape["rows"]) * config.block_k * x_bytes) * config.num_stages
     if device.shared_per_block and staged > device.shared_per_block:
         return f"{config} needs {staged} bytes of shared memory; a block has {device.shared_per_block}"
     if config.programs and ceil_div(shape["columns"], config.block_n) > MAX_COUNTERS - 2:

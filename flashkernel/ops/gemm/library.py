@@ -1,25 +1,30 @@
 """The linear layer's kernels as a torch operator, with their gradients.
 
 An operator takes no epilogue, but its text. The weights are separate arguments, at most three, because autograd looks
-into no list. The backward pass is made of torch's products: serving has none, and training has rows in plenty.
+into no list. Quantised weights have no gradient: they are a list of tensors and the text of their layouts. The backward
+pass is made of torch's products: serving has none, and training has rows in plenty.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
-from flashkernel.core.arguments import without_autocast
+from flashkernel.blocks.weight import Layout, Weight
+from flashkernel.core.arguments import unit_stride, without_autocast
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 
 MOST_WEIGHTS = 3
+_AND = " and "  # between the layouts of quantised weights
 
 
 def linear(
     kernels: str,
     x: Tensor,
-    weights: list[Tensor],
+    weights: list[Any],
     biases: list[Tensor],
     residual: Tensor | None,
     norm_weight: Tensor | None,
@@ -29,9 +34,15 @@ def linear(
     offset: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """All outputs side by side, [..., outputs]; differentiable in every tensor."""
+    """All outputs side by side, [..., outputs]; differentiable in every tensor but those of quantised weights."""
     padding = [None] * (MOST_WEIGHTS - len(weights))
     vectors = [*biases, *padding] if biases else [None] * MOST_WEIGHTS
+    if type(weights[0]) is Weight:  # all are: no kernel takes both kinds
+        stored = [tensor for weight in weights for tensor in weight.tensors]
+        layouts = _AND.join([weight.layout for weight in weights])
+        return _linear_quantised(
+            x, stored, *vectors, residual, norm_weight, layouts, chain, packed, eps, offset, dtype, kernels
+        )  # fmt: skip
     return _linear(
         x, *weights, *padding, *vectors, residual, norm_weight, chain, packed, eps, offset, dtype, kernels
     )  # fmt: skip
@@ -40,15 +51,19 @@ def linear(
 def _rows(x: Tensor) -> Tensor:
     """[rows, columns] with unit stride along the row; a view where the layout allows one."""
     flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return flat if flat.stride(-1) == 1 or flat.shape[-1] <= 1 else flat.contiguous()
+    return unit_stride(flat)
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _streams(tensors: list[Tensor], gated: bool, packed: str) -> list[Tensor]:
+def _streams(tensors: list[Any], gated: bool, packed: str) -> list[Any]:
     """A gated chain's packed weight or bias as gate and up; anything else as it is."""
+    if gated and len(tensors) == 1 and isinstance(tensors[0], Weight):
+        weight, half = tensors[0], tensors[0].shape[0] // 2
+        parts = (slice(0, half), slice(half, None)) if packed == "halves" else (slice(0, None, 2), slice(1, None, 2))
+        return [weight.rows(part) for part in parts]
     return list(split_gate_up(tensors[0], packed, 0)) if gated and len(tensors) == 1 else tensors
 
 
@@ -206,3 +221,74 @@ def _pull_back(ctx, dy):
 
 _linear_backward = KernelOp("linear_backward", _backward, _fake_backward)
 _linear = KernelOp("linear", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+
+
+def _rebuilt(stored: list[Tensor], layouts: str) -> list[Weight]:
+    """Weights from their tensors, one after the other, and the text of their layouts."""
+    weights, first = [], 0
+    for text in layouts.split(_AND):
+        count = 3 if Layout.parse(text).zeros else 2
+        weights.append(Weight.from_tensors(stored[first : first + count], text))
+        first += count
+    return weights
+
+
+def _forward_quantised(
+    x: Tensor,
+    stored: list[Tensor],
+    bias: Tensor | None,
+    bias2: Tensor | None,
+    bias3: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    layouts: str,
+    chain: str,
+    packed: str,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    kernels: str,
+) -> Tensor:
+    gated = Epilogue.parse(chain).gated
+    y = resolve(kernels).forward(
+        _rows(x), _streams(_rebuilt(stored, layouts), gated, packed),
+        _streams(_given(bias, bias2, bias3), gated, packed), None if residual is None else _rows(residual),
+        norm_weight, chain, eps, offset, dtype,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _fake_forward_quantised(
+    x, stored, bias, bias2, bias3, residual, norm_weight, layouts, chain, packed, eps, offset, dtype, kernels
+):
+    outputs = sum([weight.shape[0] for weight in _rebuilt(stored, layouts)])
+    return x.new_empty((*x.shape[:-1], outputs // 2 if Epilogue.parse(chain).gated else outputs), dtype=dtype)
+
+
+def _setup_context_quantised(ctx, inputs, output):
+    x, stored, *biases, residual, norm_weight, layouts, chain, packed, eps, offset, _, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, *biases, norm_weight, *stored)
+    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed, eps, offset)
+    ctx.layouts = layouts
+
+
+def _pull_back_quantised(ctx, dy):
+    x, bias, bias2, bias3, norm_weight, *stored = ctx.saved_tensors
+    none = [None] * len(stored)
+    if dy is None:
+        return None, none, *[None] * 12
+    needs = list(ctx.needs_input_grad)
+    wanted = [needs[0], False, False, False, *needs[2:7]]
+    with without_autocast(dy):
+        weights: list[Any] = [weight.dequantise(x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
+        weights += [None] * (MOST_WEIGHTS - len(weights))
+        results = _linear_backward(dy, x, *weights, bias, bias2, bias3, norm_weight, *ctx.settings, wanted)
+    dx, _, _, _, *others = [result if want else None for result, want in zip(results, wanted)]
+    return dx, none, *others, *[None] * 7
+
+
+_linear_quantised = KernelOp(
+    "linear_quantised", _forward_quantised, _fake_forward_quantised,
+    setup_context=_setup_context_quantised, backward=_pull_back_quantised,
+)  # fmt: skip

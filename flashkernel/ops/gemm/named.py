@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm import api
 from flashkernel.ops.gemm import reference as plain
 
@@ -23,8 +26,19 @@ def reference(x: Tensor, weight: Tensor, **given: Any) -> Any:
     return gathered(plain.linear, x, weight, given)
 
 
-def gathered(function: Callable[..., Any], x: Tensor, weight: Tensor, given: dict[str, Any]) -> Any:
+def gathered(function: Callable[..., Any], x: Tensor, weight: Any, given: dict[str, Any]) -> Any:
     """A function of lists, called with named tensors and options."""
+    activation_dtype = given.pop("activation_dtype", None)
+    scales = {name: given.pop(f"{name}_scales") for name in ("weight", *_MORE) if f"{name}_scales" in given}
+    for name, values in scales.items():  # a check in float64 has widened both, which loses nothing
+        data = weight if name == "weight" else given[name]
+        packed = Weight.pack(data.to(FP8), values.float(), format="fp8")
+        if activation_dtype is not None:
+            packed = replace(packed, activation_dtype=activation_dtype)
+        if name == "weight":
+            weight = packed
+        else:
+            given[name] = packed
     more = [name for name in _MORE if name in given]
     rest = {name: value for name, value in given.items() if not name.startswith(_MORE)}
     if not more:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Gate
 
@@ -21,3 +22,4 @@ class LinearParams:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     out_dtype: torch.dtype | None = None
+    out: Tensor | None = None  # a backend may write there; the public function copies if it does not

@@ -7,15 +7,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.weight import Weight
+
 
 class LinearKernels(Protocol):
     """A module such as `triton`."""
 
     def forward(
-        self, x: Tensor, weights: list[Tensor], biases: list[Tensor], residual: Tensor | None,
+        self, x: Tensor, weights: list[Tensor] | list[Weight], biases: list[Tensor], residual: Tensor | None,
         norm_weight: Tensor | None, chain: str, eps: float, offset: float, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """Returns (rows, outputs) in `dtype`, those of all weights side by side; `chain` is the text of an epilogue."""
+        """Returns (rows, outputs) in `dtype`, those of all weights side by side; `chain` is the text of an epilogue.
+
+        Weights are tensors in x's dtype, or quantised weights if the backend's `supports` takes their layouts.
+        """
 
 
 PROTOCOLS = {"linear": LinearKernels}

@@ -11,12 +11,13 @@ from torch import Tensor
 from flashkernel.blocks.activation import FORMULAS, apply_gate
 from flashkernel.blocks.epilogue import GATES, Activation, Gate
 from flashkernel.blocks.gate_up import split_gate_up
+from flashkernel.blocks.weight import Weight, rounded_activations
 from flashkernel.ops.gemm.params import LinearParams
 
 
 def linear(
     x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | Weight | Sequence[Tensor | Weight],
     bias: Tensor | Sequence[Tensor] | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -28,11 +29,12 @@ def linear(
     if norm_weight is not None:
         scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + params.norm_eps)
         x = (scaled * (norm_weight + params.norm_offset)).to(x.dtype)
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    single = isinstance(weight, (Tensor, Weight))
+    weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
     biases = [None] * len(weights) if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     products = [
-        x @ matrix.transpose(0, 1) + (0 if vector is None else vector) for matrix, vector in zip(weights, biases)
-    ]
+        _product(x, matrix) + (0 if vector is None else vector) for matrix, vector in zip(weights, biases)
+    ]  # fmt: skip
     gate = _gate(params.activation)
     if gate is not None:
         left, right = products if len(products) == 2 else split_gate_up(products[0], params.packed)
@@ -43,7 +45,14 @@ def linear(
     outputs = [(product * params.scale + (0 if residual is None else residual)).to(dtype) for product in products]
     if params.splits is not None:
         return outputs[0].split(list(params.splits), -1)
-    return outputs[0] if gate is not None or isinstance(weight, Tensor) else tuple(outputs)
+    return outputs[0] if gate is not None or single else tuple(outputs)
+
+
+def _product(x: Tensor, matrix: Tensor | Weight) -> Tensor:
+    """x matrix^T; a quantised weight is the matrix that it stands for, and may ask for x in 8 bits."""
+    if isinstance(matrix, Weight):
+        x, matrix = rounded_activations(x, matrix), matrix.dequantise(x.dtype)
+    return x @ matrix.transpose(0, 1)
 
 
 def _gate(activation: str | Activation | Gate | None) -> Gate | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight, format_named
 from flashkernel.core import backends
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
@@ -17,6 +20,7 @@ from flashkernel.ops.gemm.configs import MOST_ROWS, VECTOR_ROWS
 
 _ROOM = "flashkernel.ops.gemm"
 _HALF = (torch.bfloat16,)
+_AND = " and "  # between the layouts of several weights
 _FEW, _SOME, _MANY = f"1 to {VECTOR_ROWS}", f"{VECTOR_ROWS + 1} to {MOST_ROWS}", f"over {MOST_ROWS}"
 
 
@@ -28,7 +32,43 @@ def row_class(rows: int) -> str:
 _CUBLAS = f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
 
 
+def layouts(weights: list[Any]) -> str:
+    """The different layouts of a call's weights, as the fact "weight" of a call with quantised ones."""
+    found: list[str] = []
+    for weight in weights:
+        layout = weight.layout if isinstance(weight, Weight) else "plain"
+        if layout not in found:
+            found.append(layout)
+    return _AND.join(found)
+
+
+def _reads(backend: str) -> Callable[[Call], str | None]:
+    """Why the kernels of a backend cannot read the call's weights."""
+
+    def answer(call: Call) -> str | None:
+        given = call.facts.get("weight")
+        if given is None:
+            return None
+        parsed = [Layout.parse(text) for text in given.split(_AND)]
+        reasons = [format_named(layout.format).declines(backend, layout) for layout in parsed]
+        if any(reasons):
+            return next(reason for reason in reasons if reason)
+        if len({layout.format for layout in parsed}) > 1:
+            return f"its kernels take weights of one format, not {given}"
+        if call.device.kind == "cuda" and call.device.arch < 89:
+            return f"it reads 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
+        return None
+
+    return answer
+
+
+_reads_triton, _reads_cuda = _reads("triton"), _reads("cuda")
+
+
 def _rows(call: Call) -> str | None:
+    reason = _reads_triton(call)
+    if reason is not None:
+        return reason
     if call.facts["rows"] == _MANY:
         return _CUBLAS
     if call.device.kind == "cuda" and call.device.arch < 80:
@@ -53,6 +93,24 @@ class _Residual(Input):
         return super().shape({**axes, "columns": axes.get("residual", axes["columns"])})
 
 
+class _Scales(Input):
+    """Scales of a weight in fp8; the axis "scales" says what shares one."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        sizes = super().shape(axes)
+        groups = GRANULARITIES[axes["scales"]]
+        return tuple(1 if each == -1 else -(-size // each) for size, each in zip(sizes, groups))
+
+
+def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    """Such that products of a few hundred elements are of order one, as float16's limit wants them."""
+    return torch.rand(shape, generator=generator, device=generator.device) * 0.4 + 0.1
+
+
+def _scales(columns: str) -> Input:
+    return _Scales((columns, "inner"), dtype=torch.float32, draw=_positive, grad=False, optional=True)
+
+
 _INPUTS = {
     "x": Input(("*rows", "inner")),
     "weight": Input(("columns", "inner"), draw=normal(0.1)),
@@ -65,6 +123,10 @@ _INPUTS = {
     "second_bias": Input(("second",), optional=True),
     "third": Input(("third", "inner"), draw=normal(0.1), optional=True),
     "third_bias": Input(("third",), optional=True),
+    "weight_scales": _scales("columns"),
+    "up_scales": _scales("columns"),
+    "second_scales": _scales("second"),
+    "third_scales": _scales("third"),
 }
 _SIZES = {"rows": 3, "columns": 24, "inner": 40}
 _QKV = {"columns": 24, "second": 7, "third": 10}
@@ -74,6 +136,13 @@ _THREE = ("second", "third", "bias", "second_bias", "third_bias")
 
 def _case(name: str, present: tuple[str, ...] = (), axes: Axes | None = None, **options: Any) -> Case:
     return Case(name, {**_SIZES, **(axes or {})}, options, present=present)
+
+
+def _fp8(name: str, scales: str, present: tuple[str, ...] = (), axes: Axes | None = None, **options: Any) -> Case:
+    """A case with weights in fp8; `present` names no scales."""
+    weights = ("weight", *(one for one in ("up", "second", "third") if one in present))
+    case = _case(name, (*present, *(f"{one}_scales" for one in weights)), {**(axes or {}), "scales": scales}, **options)
+    return replace(case, dtype_of=dict.fromkeys(weights, FP8))
 
 
 _CASES = (
@@ -115,6 +184,24 @@ _CASES = (
     _case("no-columns", axes={"columns": 0}),
     _case("no-inner", ("bias",), {"inner": 0}),
     _case("one-element", ("bias",), {"rows": 1, "columns": 1, "inner": 1}),
+    _fp8("fp8-tensor", "tensor"),
+    _fp8("fp8-row", "row", ("bias", "residual"), {"columns": 33, "inner": 77}),
+    _fp8("fp8-row-some-rows", "row", ("bias",), {"rows": 9, "columns": 70, "inner": 300}, activation="gelu"),
+    _fp8("fp8-group", "group", (), {"columns": 21, "inner": 140}),
+    _fp8("fp8-block", "block", ("residual",), {"columns": 140, "inner": 300}),
+    _fp8("fp8-gate-up", "row", _WITH_BIASES, activation="swiglu", scale=0.5),
+    _fp8("fp8-gate-up-norm", "tensor", ("up", "norm_weight"), {"rows": 17, "inner": 64}, activation="geglu"),
+    _fp8("fp8-packed-halves", "row", ("bias",), {"columns": 26}, activation="swiglu"),
+    _fp8("fp8-packed-interleaved", "row", (), {"columns": 26}, activation="swiglu", packed="interleaved"),
+    _fp8("fp8-three-weights", "row", ("second", "third"), _QKV),
+    _fp8("fp8-out-float32", "row", (), {"rows": (2, 3)}, out_dtype=torch.float32),
+    _fp8("fp8-many-rows", "row", ("bias",), {"rows": 65}, activation="silu"),
+    _fp8("fp8-activations", "row", ("bias",), {"columns": 32, "inner": 48}, activation_dtype=FP8),
+    _fp8("fp8-activations-block", "block", (), {"columns": 140, "inner": 260}, activation_dtype=FP8),
+    replace(_fp8("fp8-padded", "row", ("residual",), {"rows": (2, 3)}), layout="padded"),
+    replace(_fp8("fp8-transposed", "row", ("bias",), {"rows": 6, "inner": 32}), layout="transposed"),
+    _fp8("fp8-no-rows", "row", ("bias",), {"rows": (0, 3)}),
+    _fp8("fp8-no-inner", "block", ("bias",), {"inner": 0}),
 )  # fmt: skip
 
 
@@ -123,7 +210,8 @@ _ROWS = ((1, 2, 7, 8, 9, 17), (1, 2, 7, 8, 9, 16, 33, 63, 64, 65, 130))  # small
 
 def _random_case(rng: Rng, case: Case) -> Case:
     """One weight with any epilogue, gate and up, or up to three weights; biases for all weights or none."""
-    options = {name: value for name, value in case.options.items() if name not in ("activation", "packed", "splits")}
+    drawn_here = ("activation", "packed", "splits", "activation_dtype")
+    options = {name: value for name, value in case.options.items() if name not in drawn_here}
     axes = dict(case.axes)
     if not rng.empty():
         axes["rows"] = (*((2,) if rng.maybe(0.2) else ()), rng.call.choice(_ROWS[rng.large]))
@@ -147,7 +235,11 @@ def _random_case(rng: Rng, case: Case) -> Case:
     if kind not in ("several", "splits") and rng.maybe(0.3):
         present.append("residual")
         axes["residual"] = residual_width
-    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in present}
+    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in present and dtype != FP8}
+    if rng.maybe(0.2) and not (kind == "gate" and options["activation"] == "gpt_oss_glu"):
+        axes["scales"] = rng.one(tuple(GRANULARITIES))
+        present += [f"{name}_scales" for name in ("weight", *weights)]
+        dtype_of |= dict.fromkeys(("weight", *weights), FP8)
     # Where a product lies so near to a kink that rounding takes it across, its gradient is another one.
     kinked = options.get("activation") in ("relu", "reglu", "gpt_oss_glu") and case.dtypes[0] != torch.float32
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
@@ -227,6 +319,7 @@ LINEAR = Op(
         backends.triton(f"{_ROOM}.triton", _rows),
         backends.cuda(
             f"{_ROOM}.cuda",
+            _reads_cuda,
             dtypes=(torch.float16, torch.bfloat16),
             auto_devices=("cuda",),
             deprioritised=_others_are_faster,

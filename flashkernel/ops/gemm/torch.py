@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands, standard
+from flashkernel.blocks.fp8 import FP8, quantise_fp8_groups, scaled_mm_takes
 from flashkernel.blocks.gate_up import split_gate_up
+from flashkernel.blocks.weight import GRANULARITIES, Weight, rounded_activations
 from flashkernel.ops.gemm.params import LinearParams
 
 
 def linear(
     x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | Weight | Sequence[Tensor | Weight],
     bias: Tensor | Sequence[Tensor] | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -26,6 +28,8 @@ def linear(
     dtype = x.dtype if params.out_dtype is None else params.out_dtype
     if norm_weight is not None:
         x = normalised(x, norm_weight, params.norm_eps, params.norm_offset)
+    if type(weight) is Weight and weight.activation_dtype is None:
+        weight = weight.dequantise(x.dtype)
     if (
         params.activation is None
         and params.scale == 1.0
@@ -33,14 +37,18 @@ def linear(
         and (bias is None or _fits(bias, x))
     ):
         # Most layers: on a CPU, assembling a chain takes longer than running it.
+        if params.out is not None and params.out is residual and bias is None and _adds_in_place(x, residual):
+            residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+            return residual
         product = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)
         y = (product if residual is None else product + residual).to(dtype)
         return y if params.splits is None else y.split(list(params.splits), -1)
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    single = isinstance(weight, (Tensor, Weight))
+    weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     fused = len(biases) > 0 and all([vector.dtype == x.dtype for vector in biases])  # noqa: C419  dynamo wants a list
     products = [
-        F.linear(x, matrix, biases[index] if fused else None) for index, matrix in enumerate(weights)
+        matrix_product(x, matrix, biases[index] if fused else None) for index, matrix in enumerate(weights)
     ]  # fmt: skip
     chain = Epilogue(standard(len(biases) > 0 and not fused, params.activation, params.scale, residual is not None))
     if chain.gated:
@@ -54,7 +62,49 @@ def linear(
     ]
     if params.splits is not None:
         return outputs[0].split(list(params.splits), -1)
-    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+    return outputs[0] if single else tuple(outputs)
+
+
+def matrix_product(x: Tensor, matrix: Tensor | Weight, bias: Tensor | None) -> Tensor:
+    """x matrix^T + bias. A quantised weight is dequantised first, unless it asks for x in fp8 and cuBLAS takes both."""
+    if isinstance(matrix, Tensor):
+        return F.linear(x, matrix, bias)
+    if not _scaled_mm_serves(x, matrix):
+        return F.linear(rounded_activations(x, matrix), matrix.dequantise(x.dtype), bias)
+    y = _ScaledProduct.apply(x, matrix.data, matrix.scales)
+    return y if bias is None else y + bias
+
+
+def _adds_in_place(x: Tensor, residual: Tensor) -> bool:
+    return residual.dtype == x.dtype and residual.numel() > 0 and residual.is_contiguous()
+
+
+def _scaled_mm_serves(x: Tensor, weight: Weight) -> bool:
+    """Whether torch._scaled_mm computes the product of fp8 operands with a scale for each row of both."""
+    return (
+        weight.activation_dtype == FP8
+        and weight.group_shape in (GRANULARITIES["tensor"], GRANULARITIES["row"])
+        and x.dtype == torch.bfloat16  # the only output of row-wise scales
+        and x.numel() > 0
+        and scaled_mm_takes(weight.data.t())
+    )
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """x weight^T with x in fp8, a scale for each row; the gradient is that of the weight as it stands for a matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, data: Tensor, scales: Tensor) -> Tensor:
+        ctx.save_for_backward(data, scales)
+        x_data, x_scales = quantise_fp8_groups(x.reshape(-1, x.shape[-1]), (1, -1))
+        columns = scales.reshape(1, -1).expand(1, data.shape[0]).contiguous()
+        y = torch._scaled_mm(x_data, data.t(), x_scales, columns, out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (dy,), (data, scales) = gradients, ctx.saved_tensors
+        return dy @ (data.float() * scales).to(dy.dtype), None, None
 
 
 def _fits(bias: Tensor | Sequence[Tensor], x: Tensor) -> bool:

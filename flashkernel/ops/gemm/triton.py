@@ -10,6 +10,7 @@ program computes together. RMSNorm's 1 / rms is a factor of the finished row, so
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.pdl_triton import pdl_enter
+from flashkernel.blocks.weight import Weight
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.gemm.configs import LINEAR, MAX_COUNTERS, LinearConfig, row_tile, tile_count
@@ -43,6 +45,19 @@ def _weight_of_tile(tile, weights, strides, biases, sizes, BLOCK_N: tl.constexpr
 
 
 @triton.jit
+def _scales_of_tile(tile, out_column, scales, scale_strides, sizes, BLOCK_N: tl.constexpr):
+    """Scales [BLOCK_N] of a tile's outputs, from those of the quantised weight that it belongs to."""
+    scale, stride, size, tiles = scales[0], scale_strides[0], sizes[0], 0
+    for part in tl.static_range(1, len(sizes)):
+        tiles += tl.cdiv(sizes[part - 1], BLOCK_N)
+        here = tile >= tiles
+        scale = tl.where(here, scales[part], scale)
+        stride = tl.where(here, scale_strides[part], stride)
+        size = tl.where(here, sizes[part], size)
+    return tl.load(scale + tl.minimum(out_column, size - 1) * stride)
+
+
+@triton.jit
 def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
     """[..., LENGTH] -> [..., LENGTH / VECTOR]: sums within a thread."""
     if len(values.shape) == 2:
@@ -53,9 +68,9 @@ def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def linear_vector(
-    x, norm_weight, weights, biases, residual, y,
-    x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
-    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, FULL_K: tl.constexpr,
+    x, norm_weight, weights, scales, biases, residual, y,
+    x_stride, strides, scale_strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, FULL_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -97,9 +112,17 @@ def linear_vector(
         sums, squares = new_sums, new_squares
 
     in_columns = out_column < size
+    if SCALED:
+        scale = _scales_of_tile(tile, out_column, scales, scale_strides, sizes, BLOCK_N)
+        if GATED:
+            up_scale = tl.load(scales[LAST] + tl.minimum(out_column, size - 1) * scale_strides[LAST])
     for row in tl.static_range(BLOCK_M):
         value = tl.sum(sums[row * PRODUCTS], 1)[None, :]  # [1, BLOCK_N]
         up_value = tl.sum(sums[row * PRODUCTS + PRODUCTS - 1], 1)[None, :]
+        if SCALED:
+            value *= scale[None, :]
+            if GATED:
+                up_value *= up_scale[None, :]
         if NORM:
             rstd = tl.rsqrt(tl.sum(squares[row], 0) / inner + eps)
             value *= rstd
@@ -157,10 +180,11 @@ def _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED: tl.cons
 
 @triton.jit
 def linear_tensor(
-    x, norm_weight, weights, biases, residual, y, workspace, counters,
-    x_stride, strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share, eps, offset,
-    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, FULL_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STREAM_K: tl.constexpr, PRECISION: tl.constexpr,
+    x, norm_weight, weights, scales, biases, residual, y, workspace, counters,
+    x_stride, strides, scale_strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share,
+    eps, offset,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, FULL_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, STREAM_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
@@ -203,10 +227,10 @@ def linear_tensor(
                 squares += wide * wide
                 factor = tl.load(norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + offset
                 values = (wide * factor[:, None]).to(values.dtype)
-            product = tl.dot(loaded, values, product, input_precision=PRECISION)
+            product = tl.dot(loaded.to(values.dtype), values, product, input_precision=PRECISION)
             if GATED:
                 loaded = tl.load(right + first * right_advance, mask=there, other=0.0, eviction_policy="evict_first")
-                other = tl.dot(loaded, values, other, input_precision=PRECISION)
+                other = tl.dot(loaded.to(values.dtype), values, other, input_precision=PRECISION)
 
         value, up_value, square = (
             tl.trans(product),
@@ -231,6 +255,11 @@ def linear_tensor(
                     )
                     complete = True
         if complete:
+            if SCALED:
+                value *= _scales_of_tile(tile, out_column, scales, scale_strides, sizes, BLOCK_N)[None, :]
+                if GATED:
+                    near = tl.minimum(out_column, size - 1)
+                    up_value *= tl.load(scales[LAST] + near * scale_strides[LAST])[None, :]
             if NORM:
                 rstd = tl.rsqrt(square / inner + eps)[:, None]
                 value *= rstd
@@ -246,7 +275,7 @@ def linear_tensor(
 
 def forward(
     x: Tensor,
-    weights: list[Tensor],
+    weights: list[Any],
     biases: list[Tensor],
     residual: Tensor | None,
     norm_weight: Tensor | None,
@@ -257,7 +286,8 @@ def forward(
 ) -> Tensor:
     """y [rows, outputs] of x [rows, inner]; the weights are [n, inner] each, and a gated chain's are gate and up.
 
-    x and the residual have unit stride along their rows; the biases are none, or one for each weight.
+    x and the residual have unit stride along their rows; the biases are none, or one for each weight. Quantised weights
+    are read as they are stored, and finished sums are multiplied by their scales.
     """
     rows, inner = x.shape
     gated = Epilogue.parse(chain).gated
@@ -265,24 +295,30 @@ def forward(
     y = torch.empty((rows, sum(sizes)), dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
+    scales = scale_strides = None
+    if type(weights[0]) is Weight:
+        scales = tuple([weight.scales.reshape(-1) for weight in weights])  # one, or one for each output
+        scale_strides = tuple([0 if scale.numel() == 1 else scale.stride(0) for scale in scales])
+        weights = [weight.data for weight in weights]
     weights, outer = _one_layout(weights)
     if len({(bias.dtype, bias.stride(0)) for bias in biases}) > 1:
         biases = [bias.float().contiguous() for bias in biases]
     if norm_weight is not None:
         norm_weight = norm_weight.contiguous()
     shape = {
-        "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": x.element_size(),
-        "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
+        "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": weights[0].element_size(),
+        "x_bytes": x.element_size(), "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
     }  # fmt: skip
     props = device.properties(x.device)
     config = tune.pick(LINEAR, props, shape)
-    tensors = (tuple(weights), tuple(biases) if biases else (x,) * len(weights), residual, y)
+    tensors = (tuple(weights), scales, tuple(biases) if biases else (x,) * len(weights), residual, y)
     strides = (
-        x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]),
+        x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]), scale_strides,
         biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0), sizes, inner,
     )  # fmt: skip
     constants = {
-        "EPILOGUE": chain, "GATED": gated, "NORM": norm_weight is not None, "FULL_K": inner % config.block_k == 0,
+        "EPILOGUE": chain, "GATED": gated, "NORM": norm_weight is not None, "SCALED": scales is not None,
+        "FULL_K": inner % config.block_k == 0,
         "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "NUM_STAGES": config.num_stages,
         "num_warps": config.num_warps,
         **pdl_options(props),
@@ -291,7 +327,7 @@ def forward(
         launch(
             linear_vector, (tile_count(config, sizes),),
             x, norm_weight, *tensors, *strides, eps, offset,
-            BLOCK_M=rows, VECTOR=16 // x.element_size(), **constants,
+            BLOCK_M=rows, VECTOR=16 // weights[0].element_size(), **constants,
         )  # fmt: skip
         return y
     programs, share, tiles = _stream_k_shares(config, sizes, inner)

@@ -1,0 +1,64 @@
+"""float8_e4m3fn with float32 scales: quantisation of groups of elements, and what torch's own fp8 product takes.
+
+A group is a rectangle of a matrix, (rows, columns), whose elements share a scale; a size of -1 stands for all rows or
+all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashkernel.core import device
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest e4m3 value
+SCALE_BLOCK = 128  # elements of a dim that share a scale in block scaling, as DeepSeek-V3 stores its weights
+
+
+def group_count(size: int, each: int) -> int:
+    """The number of groups of `each` elements along a dim of `size`."""
+    return 1 if each == -1 else -(-size // each)
+
+
+def expand_scales(scales: Tensor, group_shape: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Scales (row groups, column groups) as a matrix of `shape` is multiplied by them: a dim is the matrix's, or 1."""
+    for dim, each in zip((-2, -1), group_shape):
+        if each > 1:
+            scales = scales.repeat_interleave(each, dim).narrow(dim, 0, shape[dim])
+    return scales
+
+
+def quantise_fp8_groups(x: Tensor, group_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Returns x (..., rows, columns) in float8_e4m3fn and the scales of its groups: the largest element becomes 448.
+
+    The scale of zeros is 1.
+    """
+    rows, columns = x.shape[-2:]
+    each = [size if group == -1 else group for size, group in zip((rows, columns), group_shape)]
+    counts = [group_count(size, group) for size, group in zip((rows, columns), group_shape)]
+    wide = x.float()
+    if x.numel() == 0:
+        return x.to(FP8), wide.new_ones((*x.shape[:-2], *counts))
+    padding = (0, counts[1] * each[1] - columns, 0, counts[0] * each[0] - rows)
+    padded = F.pad(wide, padding) if any(padding) else wide
+    largest = padded.abs().unflatten(-1, (counts[1], each[1])).unflatten(-3, (counts[0], each[0])).amax((-3, -1))
+    smallest = torch.finfo(torch.float32).tiny  # a quotient that rounds to 0 would divide by it
+    scales = torch.where(largest > 0, (largest / FP8_MAX).clamp_min(smallest), 1.0)
+    return (wide / expand_scales(scales, group_shape, x.shape)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+def scaled_mm_takes(b: Tensor) -> bool:
+    """Whether torch._scaled_mm multiplies by b [K, N] on its GPU: fp8, contiguous along K, sizes multiples of 16."""
+    return (
+        b.is_cuda
+        and b.dtype == FP8
+        and b.ndim == 2
+        and b.numel() > 0
+        and device.properties(b.device).arch >= 89
+        and b.stride(0) == 1
+        and all(size % 16 == 0 for size in (*b.shape, b.stride(1)))
+    )

@@ -1,0 +1,507 @@
+"""What a matrix product multiplies by: `Weight`, the formats it may be stored in, and a module that holds one.
+
+A format is registered once (`register_format`): how its tensors become a matrix, how a matrix becomes its tensors, and
+which kernels read them as they are. Callers (linear layers, model loaders, the engine, `hf`) handle a `Weight` and name
+no format, so a new format changes none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, group_count, quantise_fp8_groups
+
+# (rows, columns) of the matrix that share a scale; -1: all of them.
+GRANULARITIES = {"tensor": (-1, -1), "row": (1, -1), "group": (1, SCALE_BLOCK), "block": (SCALE_BLOCK, SCALE_BLOCK)}
+_NAMES = {shape: name for name, shape in GRANULARITIES.items()}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Weight:
+    """The matrix (out, in) that a linear layer multiplies by, in one of several formats.
+
+    Formats are "plain" (float32, float16 or bfloat16) and "fp8" (float8_e4m3fn with float32 scales). Element (i, j) of
+    an "fp8" matrix is data[i, j] * scales[i // rows, j // columns], where group_shape is (rows, columns).
+    `flashkernel.linear` takes a Weight wherever it takes a tensor. A quantised Weight is frozen: gradients go through
+    it to x, and it has none. torch.compile, torch.utils._pytree and state dicts (`WeightBuffers`) see its tensors.
+
+    Args:
+        data: The stored elements, (out, in), or (experts, out, in) for a stack of matrices.
+        scales: float32, (out / rows, in / columns) rounded up, with the stack's dim before; None for "plain".
+        zeros: Zero points, for formats that have them; None otherwise.
+        format: Name of a registered format.
+        group_shape: Rows and columns of the matrix that share a scale; -1 stands for all.
+        activation_dtype: What x is rounded to before the product, with a scale for each row (for each row and 128
+            columns if group_shape has 128 columns); None keeps x as it is.
+
+    Returns:
+        A Weight, which checks that its tensors fit together. `Weight.quantise` makes one from a matrix, `Weight.pack`
+        from the tensors of a checkpoint.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> matrix = torch.randn(6, 8)
+        >>> weight = fk.Weight.quantise(matrix, "fp8", granularity="row")
+        >>> weight
+        Weight(fp8 row, 6x8, 72 bytes)
+        >>> x = torch.randn(2, 8)
+        >>> torch.allclose(fk.linear(x, weight), x @ weight.dequantise(torch.float32).T, atol=1e-5)
+        True
+        >>> (weight.dequantise(torch.float32) - matrix).abs().max() < 0.07 * matrix.abs().max()
+        tensor(True)
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    format: str = "plain"
+    group_shape: tuple[int, int] = (-1, -1)
+    activation_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        problem = format_named(self.format).problem(self)
+        if problem is not None:
+            raise ValueError(f"Weight: {problem}")
+
+    @staticmethod
+    def quantise(
+        tensor: Tensor, format: str = "fp8", granularity: str = "row", activation_dtype: torch.dtype | None = None
+    ) -> Weight:
+        """Returns a matrix in another format; values are rounded to nearest, and no gradient goes back to them.
+
+        Args:
+            tensor: (out, in), or (experts, out, in); float32, float16 or bfloat16.
+            format: Name of the format.
+            granularity: What shares a scale: "tensor", "row" (of outputs), "group" (a row's 128 columns) or "block"
+                (128x128).
+            activation_dtype: As in `Weight`.
+        """
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or tensor.ndim < 2:
+            raise ValueError(
+                f"Weight.quantise: the tensor is {tensor.dtype} {tuple(tensor.shape)}; it must be a float matrix "
+                "(out, in) or a stack of them"
+            )
+        if granularity not in GRANULARITIES:
+            raise ValueError(
+                f"Weight.quantise: granularity is {granularity!r}; it must be one of {', '.join(GRANULARITIES)}"
+            )
+        found = format_named(format).quantise(tensor.detach(), GRANULARITIES[granularity])
+        return found if activation_dtype is None else replace(found, activation_dtype=activation_dtype)
+
+    @staticmethod
+    def pack(data: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, format: str = "plain") -> Weight:
+        """Returns the Weight of tensors as a checkpoint stores them; what shares a scale follows from their shapes.
+
+        Args:
+            data: The elements.
+            scales: One, one for each row (out) or (out, 1), or one for each group or block of 128.
+            zeros: Zero points, or None.
+            format: Name of the format.
+        """
+        return format_named(format).pack(data, scales, zeros)
+
+    @staticmethod
+    def concatenate(weights: Sequence[Weight]) -> Weight:
+        """Returns the rows of several `weights` of one format in one, as q, k and v are stored for one product."""
+        first = weights[0]
+        if any(one.format != first.format or one.activation_dtype != first.activation_dtype for one in weights):
+            raise ValueError(f"Weight.concatenate: {', '.join(map(repr, weights))} have different formats")
+        return first if len(weights) == 1 else _FORMATS[first.format].concatenate(weights)
+
+    @staticmethod
+    def stack(weights: Sequence[Weight]) -> Weight:
+        """Returns a stack (experts, out, in) of `weights` of one layout."""
+        first = weights[0]
+        if any(one.layout != first.layout or one.shape != first.shape for one in weights):
+            raise ValueError(f"Weight.stack: {', '.join(map(repr, weights))} have different layouts")
+        lists = zip(*[(one.data, one.scales, one.zeros) for one in weights])
+        return first._with([None if given[0] is None else torch.stack(given) for given in lists])
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out, in) of the matrix, with the stack's dim before."""
+        return _FORMATS[self.format].shape(self.data)
+
+    @property
+    def ndim(self) -> int:
+        """2, or 3 for a stack."""
+        return self.data.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `data`."""
+        return self.data.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors there are: data, scales, zeros."""
+        return tuple([one for one in (self.data, self.scales, self.zeros) if one is not None])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum([one.nbytes for one in self.tensors])
+
+    @property
+    def layout(self) -> str:
+        """All but the tensors, as text: `explain` prints it, and `from_tensors` reads it."""
+        if self.format == "plain":
+            return "plain"
+        text = f"{self.format} {_NAMES.get(self.group_shape) or f'{self.group_shape[0]}x{self.group_shape[1]}'}"
+        text += "" if self.zeros is None else " zeros"
+        return text if self.activation_dtype is None else f"{text} x:{_dtype_name(self.activation_dtype)}"
+
+    @staticmethod
+    def from_tensors(tensors: Sequence[Tensor], layout: str) -> Weight:
+        """Returns the Weight of such `tensors` and such a `layout`: the inverse of those two properties."""
+        return _rebuilt(list(tensors), Layout.parse(layout))
+
+    @property
+    def cache_parts(self) -> tuple[Any, ...]:
+        """What a launch cache's key and its tensors are made of (core/replay.py)."""
+        return (self.format, self.group_shape, self.activation_dtype, self.data, self.scales, self.zeros)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """Returns the matrix as a tensor in `dtype`, computed in float32 (in float64 for that) and rounded once."""
+        return _FORMATS[self.format].dequantise(self, dtype)
+
+    def rows(self, rows: slice) -> Weight:
+        """Returns some rows of the matrix, that is outputs of the layer: a view of the data. `rows` is a slice."""
+        return _FORMATS[self.format].rows(self, rows)
+
+    def to(self, device: torch.device | str) -> Weight:
+        """Returns the Weight on another `device`."""
+        return self._with([one if one is None else one.to(device) for one in (self.data, self.scales, self.zeros)])
+
+    def __getitem__(self, index: int) -> Weight:
+        if self.data.ndim < 3:
+            raise IndexError(f"Weight: {self!r} is one matrix; only a stack of them can be indexed")
+        return self._with([one if one is None else one[index] for one in (self.data, self.scales, self.zeros)])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _with(self, tensors: Sequence[Any]) -> Weight:
+        """Other tensors of the same layout."""
+        return _assembled(tensors, (self.format, self.group_shape, self.activation_dtype))
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return f"Weight({self.layout if self.format != 'plain' else _dtype_name(self.dtype)}, {size}, {_size(self)})"
+
+
+class Layout(NamedTuple):
+    """What `Weight.layout` says."""
+
+    format: str
+    group_shape: tuple[int, int] = (-1, -1)
+    zeros: bool = False
+    activation_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        return _parse(text)
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> Layout:
+    name, *rest = text.split(" ")
+    if not rest:
+        return Layout(name)
+    rows, _, columns = rest[0].partition("x")
+    group = GRANULARITIES[rest[0]] if rest[0] in GRANULARITIES else (int(rows), int(columns))
+    dtypes = [getattr(torch, one[2:]) for one in rest if one.startswith("x:")]
+    return Layout(name, group, "zeros" in rest, dtypes[0] if dtypes else None)
+
+
+def _rebuilt(tensors: list[Tensor], layout: Layout) -> Weight:
+    data, *rest = tensors
+    zeros = rest.pop() if layout.zeros else None
+    return Weight(data, rest[0] if rest else None, zeros, layout.format, layout.group_shape, layout.activation_dtype)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(weight: Weight) -> str:
+    count = weight.nbytes
+    return f"{count} bytes" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
+
+
+def _assembled(tensors: Sequence[Any], context: Sequence[Any]) -> Weight:
+    """A Weight of data, scales and zeros, and of its other fields; unchecked, because torch's pytrees hold things that
+    are no tensors."""
+    made = object.__new__(Weight)
+    names = ("data", "scales", "zeros", "format", "group_shape", "activation_dtype")
+    for name, value in zip(names, (*tensors, *context)):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _flatten(weight: Weight) -> tuple[list[Any], Any]:
+    given = (weight.data, weight.scales, weight.zeros)
+    present = tuple(one is not None for one in given)
+    context = (weight.format, weight.group_shape, weight.activation_dtype)
+    return [one for one in given if one is not None], (present, context)
+
+
+def _unflatten(tensors: Any, layout: Any) -> Weight:
+    (present, context), left = layout, iter(tensors)
+    return _assembled([next(left) if there else None for there in present], context)
+
+
+pytree.register_pytree_node(Weight, _flatten, _unflatten, serialized_type_name="flashkernel.Weight")
+
+
+class WeightFormat(Protocol):
+    """What a format defines. `register_format` makes it known; no caller of `linear` changes."""
+
+    name: str
+
+    def shape(self, data: Tensor) -> torch.Size:
+        """The matrix's shape, which packed data does not have."""
+
+    def problem(self, weight: Weight) -> str | None:
+        """What is wrong with a Weight's tensors; None if they fit."""
+
+    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """The matrix in `dtype`."""
+
+    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+        """A matrix in this format."""
+
+    def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
+        """A checkpoint's tensors in the layout that kernels read."""
+
+    def rows(self, weight: Weight, rows: slice) -> Weight:
+        """Some rows of the matrix."""
+
+    def concatenate(self, weights: Sequence[Weight]) -> Weight:
+        """The rows of all matrices."""
+
+    def declines(self, backend: str, layout: Layout) -> str | None:
+        """Why the kernels of a backend do not read the format; None if they do. "torch" and "reference" always do."""
+
+
+_FORMATS: dict[str, WeightFormat] = {}
+
+
+def register_format(format: WeightFormat) -> None:
+    """Makes a format known by its name."""
+    _FORMATS[format.name] = format
+
+
+def format_named(name: str) -> WeightFormat:
+    """The format of a name; ValueError if there is none."""
+    if name not in _FORMATS:
+        raise ValueError(f"Weight: there is no format {name!r}; there are {', '.join(_FORMATS)}")
+    return _FORMATS[name]
+
+
+class Plain:
+    """Floats as they are: the tensor itself."""
+
+    name = "plain"
+
+    def shape(self, data: Tensor) -> torch.Size:
+        return data.shape
+
+    def problem(self, weight: Weight) -> str | None:
+        if weight.scales is not None or weight.zeros is not None or weight.activation_dtype is not None:
+            return "a plain weight has no scales, no zeros and no activation_dtype"
+        if weight.data.dtype.itemsize < 2 or not weight.data.is_floating_point() or weight.data.ndim < 2:
+            return f"plain data is {weight.data.dtype} {tuple(weight.data.shape)}; it must be a float matrix (out, in)"
+        return None
+
+    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return weight.data.to(dtype)
+
+    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+        return Weight(tensor)
+
+    def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
+        return Weight(data, scales, zeros)
+
+    def rows(self, weight: Weight, rows: slice) -> Weight:
+        return Weight(weight.data[..., rows, :])
+
+    def concatenate(self, weights: Sequence[Weight]) -> Weight:
+        return Weight(torch.cat([weight.data for weight in weights], -2))
+
+    def declines(self, backend: str, layout: Layout) -> str | None:
+        return None
+
+
+class Fp8:
+    """float8_e4m3fn with float32 scales for the tensor, its rows, or blocks of it."""
+
+    name = "fp8"
+
+    def shape(self, data: Tensor) -> torch.Size:
+        return data.shape
+
+    def problem(self, weight: Weight) -> str | None:
+        data, scales, group = weight.data, weight.scales, weight.group_shape
+        if data.dtype != FP8 or data.ndim < 2:
+            return f"fp8 data is {data.dtype} {tuple(data.shape)}; it must be a float8_e4m3fn matrix (out, in)"
+        if weight.zeros is not None:
+            return "fp8 has no zeros"
+        if any(size != -1 and size < 1 for size in group):
+            return f"group_shape is {group}; sizes are positive, or -1 for all"
+        wanted = (*data.shape[:-2], *[group_count(size, each) for size, each in zip(data.shape[-2:], group)])
+        if scales is None or scales.dtype != torch.float32 or tuple(scales.shape) != wanted:
+            given = "missing" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
+            return (
+                f"the scales are {given}; data {tuple(data.shape)} in groups of {group} has float32 scales {wanted}; "
+                "Weight.pack takes those of checkpoints"
+            )
+        if scales.device != data.device:
+            return f"the data is on {data.device} and the scales are on {scales.device}; move one of them"
+        if weight.activation_dtype not in (None, FP8):
+            return f"activation_dtype is {weight.activation_dtype}; fp8 weights take x as it is or in {FP8}"
+        return None
+
+    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        scales = expand_scales(_scales_of(weight).to(wide), weight.group_shape, weight.data.shape)
+        return (weight.data.to(wide) * scales).to(dtype)
+
+    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+        return Weight(*quantise_fp8_groups(tensor, group_shape), format="fp8", group_shape=group_shape)
+
+    def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
+        if scales is None:
+            raise ValueError("Weight.pack: fp8 data comes with scales; none were given")
+        (rows, columns), stack = data.shape[-2:], data.shape[:-2]
+        for group in GRANULARITIES.values():
+            wanted = (*stack, group_count(rows, group[0]), group_count(columns, group[1]))
+            # One scale for a matrix is also stored as (), and one for each row as (out,).
+            short = {"tensor": stack, "row": (*stack, rows)}.get(_NAMES[group])
+            if tuple(scales.shape) == wanted or tuple(scales.shape) == short or (short == () and scales.shape == (1,)):
+                return Weight(data, scales.float().reshape(wanted), zeros, "fp8", group)
+        raise ValueError(
+            f"Weight.pack: fp8 data {tuple(data.shape)} has one scale, one for each row, or one for each 128 columns "
+            f"of a row or of 128 rows; scales {tuple(scales.shape)} are none of these"
+        )
+
+    def rows(self, weight: Weight, rows: slice) -> Weight:
+        if weight.group_shape[0] == -1:
+            return replace(weight, data=weight.data[..., rows, :])
+        each = self._scale_for_each_row(weight)  # rows of a slice lie anywhere in a group
+        return replace(each, data=each.data[..., rows, :], scales=_scales_of(each)[..., rows, :])
+
+    def concatenate(self, weights: Sequence[Weight]) -> Weight:
+        each, columns = weights[0].group_shape
+        if any(weight.group_shape[1] != columns for weight in weights):
+            raise ValueError(f"Weight.concatenate: {', '.join(map(repr, weights))} have scales of different columns")
+        whole = each > 1 and all(
+            weight.group_shape[0] == each and (weight is weights[-1] or weight.data.shape[-2] % each == 0)
+            for weight in weights
+        )
+        parts = list(weights) if whole else [self._scale_for_each_row(weight) for weight in weights]
+        data, scales = torch.cat([part.data for part in parts], -2), torch.cat([_scales_of(part) for part in parts], -2)
+        return replace(weights[0], data=data, scales=scales, group_shape=parts[0].group_shape)
+
+    def _scale_for_each_row(self, weight: Weight) -> Weight:
+        scales, rows = _scales_of(weight), weight.data.shape[-2]
+        each, columns = weight.group_shape
+        if each == 1:
+            return weight
+        scales = scales.expand(*scales.shape[:-2], rows, -1) if each == -1 else scales.repeat_interleave(each, -2)
+        return replace(weight, scales=scales.narrow(-2, 0, rows), group_shape=(1, columns))
+
+    def declines(self, backend: str, layout: Layout) -> str | None:
+        if backend != "triton":
+            return f"its kernels read float weights, not {self.name}"
+        if layout.group_shape not in (GRANULARITIES["tensor"], GRANULARITIES["row"]):
+            return "its kernels apply scales to finished sums: one for the tensor or for each row, not for blocks"
+        if layout.activation_dtype is not None:
+            return "its kernels take x as it is; this weight asks for x in 8 bits"
+        return None
+
+
+def _scales_of(weight: Weight) -> Tensor:
+    assert weight.scales is not None
+    return weight.scales
+
+
+def rounded_activations(x: Tensor, weight: Weight) -> Tensor:
+    """Returns x (..., in) as it is after rounding to the weight's activation_dtype, in x's dtype.
+
+    The gradient goes through as if nothing was rounded (straight-through).
+    """
+    if weight.activation_dtype is None or x.numel() == 0:
+        return x
+    group = (1, weight.group_shape[1])
+    flat = x.detach().reshape(-1, x.shape[-1])
+    data, scales = quantise_fp8_groups(flat, group)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rounded = (data.to(wide) * expand_scales(scales.to(wide), group, flat.shape)).to(x.dtype).view(x.shape)
+    return rounded + (x - x.detach())  # the difference is 0, and has x's gradient
+
+
+register_format(Plain())
+register_format(Fp8())
+
+
+class WeightBuffers(nn.Module):
+    """A module that holds a `Weight`: its tensors are in the state dict and move with the module.
+
+    A plain weight that has a gradient is a parameter, everything else a buffer. A change of the module's dtype
+    (`module.half()`) leaves the tensors of a quantised weight as they are.
+
+    Args:
+        weight: The Weight.
+    """
+
+    def __init__(self, weight: Weight) -> None:
+        super().__init__()
+        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
+        if weight.format == "plain" and weight.data.requires_grad:
+            self.data = weight.data if isinstance(weight.data, nn.Parameter) else nn.Parameter(weight.data)
+        else:
+            self.register_buffer("data", weight.data)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("zeros", weight.zeros)
+
+    @property
+    def weight(self) -> Weight:
+        """The Weight of the tensors that are here now."""
+        return _assembled((self.data, self.scales, self.zeros), self._context)
+
+    def get_extra_state(self) -> str:
+        """The layout, so that tensors of another one are not loaded."""
+        return self.weight.layout
+
+    def set_extra_state(self, state: str) -> None:
+        """ValueError if a state dict has another layout than the module."""
+        if state != self.weight.layout:
+            raise ValueError(f"the state dict has a weight in {state!r}; the module's is in {self.weight.layout!r}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightBuffers:
+        if self._context[0] == "plain":
+            return super()._apply(fn, recurse)
+        stored = [id(tensor) for tensor in self.weight.tensors]
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
+
+        return super()._apply(keep_dtype, recurse)
+
+    def extra_repr(self) -> str:
+        """The weight's own text."""
+        return repr(self.weight)

@@ -1,0 +1,526 @@
+"""Weights in their formats: what they stand for, how linear takes them, and who may hold them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import flashkernel as fk
+from flashkernel import Weight
+from flashkernel.blocks.fp8 import FP8, expand_scales, quantise_fp8_groups
+from flashkernel.blocks.weight import _FORMATS, GRANULARITIES, Layout, WeightBuffers, register_format
+from flashkernel.core import device as devices
+
+GRANULARITY = pytest.mark.parametrize("granularity", list(GRANULARITIES))
+
+
+def _matrix(rows: int = 150, columns: int = 300) -> Tensor:
+    return torch.randn(rows, columns) * torch.rand(rows, 1) * 0.1
+
+
+@GRANULARITY
+@pytest.mark.parametrize("shape", [(150, 300), (128, 128), (1, 1), (3, 129), (2, 5, 140)])
+def test_quantisation_by_its_definition(granularity: str, shape: tuple[int, ...]) -> None:
+    """Element (i, j) is data[i, j] * scales[i // rows, j // columns], and the largest of a group is 448."""
+    matrix = torch.randn(shape)
+    weight = Weight.quantise(matrix, "fp8", granularity)
+    rows, columns = [size if each == -1 else each for size, each in zip(shape[-2:], weight.group_shape)]
+    exact = weight.dequantise(torch.float64)
+    assert weight.scales is not None
+    for i in range(0, shape[-2], 7):
+        for j in range(0, shape[-1], 11):
+            scale = weight.scales[..., i // rows, j // columns].double()
+            torch.testing.assert_close(exact[..., i, j], weight.data[..., i, j].double() * scale, rtol=1e-15, atol=0)
+    groups = weight.data.float().abs()
+    assert groups.max() == 448
+    # Three bits of fraction: an error of at most a sixteenth, or half a step of the smallest numbers.
+    step = expand_scales(weight.scales, weight.group_shape, shape) * 2.0**-9
+    assert ((exact - matrix).abs() <= torch.maximum(matrix.abs() / 16, step / 2) * 1.001).all()
+    assert weight.shape == matrix.shape
+    assert weight.nbytes == matrix.numel() + 4 * weight.scales.numel()
+
+
+def test_zeros_and_empty_matrices() -> None:
+    assert not Weight.quantise(torch.zeros(5, 7)).dequantise(torch.float32).any()
+    for granularity in GRANULARITIES:
+        for shape in ((0, 7), (5, 0), (0, 0)):
+            assert Weight.quantise(torch.empty(shape), "fp8", granularity).dequantise(torch.float16).shape == shape
+
+
+def test_what_it_prints() -> None:
+    assert repr(Weight(torch.ones(4, 6))) == "Weight(float32, 4x6, 96 bytes)"
+    assert repr(Weight.quantise(torch.ones(2, 4, 6), "fp8", "row")) == "Weight(fp8 row, 2x4x6, 80 bytes)"
+    assert "1.6 MB" in repr(Weight.quantise(torch.ones(1000, 1600), "fp8", "tensor"))
+
+
+@GRANULARITY
+def test_layouts_and_tensors_make_the_weight(granularity: str) -> None:
+    weight = Weight.quantise(_matrix(), "fp8", granularity, activation_dtype=FP8)
+    assert Layout.parse(weight.layout) == Layout("fp8", weight.group_shape, False, FP8)
+    again = Weight.from_tensors(weight.tensors, weight.layout)
+    assert again.layout == weight.layout
+    assert torch.equal(again.dequantise(torch.float32), weight.dequantise(torch.float32))
+    assert Layout.parse("int4 1x32 zeros") == Layout("int4", (1, 32), True, None)
+
+
+@GRANULARITY
+def test_rows_and_concatenation(granularity: str) -> None:
+    first, second = (Weight.quantise(_matrix(rows), "fp8", granularity) for rows in (256, 37))
+    whole = torch.cat([first.dequantise(torch.float32), second.dequantise(torch.float32)])
+    for parts in ([first, second], [second, first]):
+        expected = torch.cat([part.dequantise(torch.float32) for part in parts])
+        assert torch.equal(Weight.concatenate(parts).dequantise(torch.float32), expected)
+    assert Weight.concatenate([first, second]).group_shape[0] == (128 if granularity == "block" else 1)
+    together = Weight.concatenate([first, second])
+    for rows in (slice(0, 20), slice(130, 290), slice(1, None, 2), slice(5, 5)):
+        assert torch.equal(together.rows(rows).dequantise(torch.float32), whole[rows])
+    stack = Weight.stack([first, first])
+    assert stack.shape == (2, 256, 300)
+    assert torch.equal(stack[1].dequantise(torch.float32), first.dequantise(torch.float32))
+    with pytest.raises(ValueError, match="different layouts"):
+        Weight.stack([first, second])
+    with pytest.raises(ValueError, match="different formats"):
+        Weight.concatenate([first, Weight(_matrix())])
+
+
+def test_pack_takes_the_scales_of_checkpoints() -> None:
+    data = _matrix(256, 384).to(FP8)
+    stored = {(): "tensor", (1,): "tensor", (256,): "row", (256, 1): "row", (256, 3): "group", (2, 3): "block"}
+    for shape, granularity in stored.items():
+        weight = Weight.pack(data, torch.rand(shape, dtype=torch.bfloat16), format="fp8")
+        assert weight.group_shape == GRANULARITIES[granularity]
+        assert weight.scales is not None
+        assert weight.scales.dtype == torch.float32
+    experts = Weight.pack(data.expand(3, 256, 384), torch.rand(3), format="fp8")
+    assert experts.group_shape == (-1, -1)
+    with pytest.raises(ValueError, match=r"scales \(7, 3\) are none of these"):
+        Weight.pack(data, torch.rand(7, 3), format="fp8")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Weight(torch.ones(2, 3, dtype=torch.int8)), "must be a float matrix"),
+        (lambda: Weight(torch.ones(2, 3), torch.ones(1, 1)), "a plain weight has no scales"),
+        (lambda: Weight(torch.ones(2, 3).to(FP8), format="fp8"), "the scales are missing"),
+        (lambda: Weight(torch.ones(2, 3).to(FP8), torch.ones(3, 1), format="fp8"), r"float32 scales \(1, 1\)"),
+        (lambda: Weight(torch.ones(2, 3), torch.ones(1, 1), format="fp8"), "must be a float8_e4m3fn matrix"),
+        (lambda: Weight(torch.ones(2, 3), format="fp7"), "there is no format 'fp7'; there are plain, fp8"),
+        (lambda: Weight.quantise(torch.ones(2, 3), granularity="column"), "granularity is 'column'"),
+        (lambda: Weight.quantise(torch.ones(3)), "must be a float matrix"),
+        (lambda: Weight.quantise(torch.ones(2, 3), activation_dtype=torch.int8), "activation_dtype is torch.int8"),
+        (lambda: fk.linear(torch.ones(2, 4), Weight.quantise(torch.ones(2, 3))), "a weight has shape"),
+        (lambda: fk.linear(torch.ones(2, 3), Weight.quantise(torch.ones(2, 2, 3))), "a weight has shape"),
+        (lambda: fk.linear(torch.ones(2, 3), torch.ones(2, 3).half()), "or give a flashkernel.Weight"),
+        (lambda: Weight(torch.ones(2, 3))[0], "only a stack"),
+    ],
+)
+def test_wrong_inputs(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, IndexError), match=message):
+        make()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+def test_linear_of_a_plain_weight_is_that_of_its_tensor(backend: str) -> None:
+    x, matrix, up = torch.randn(3, 20), torch.randn(8, 20, requires_grad=True), torch.randn(8, 20)
+    y = fk.linear(x, Weight(matrix), backend=backend)
+    assert torch.equal(y, fk.linear(x, matrix, backend=backend))
+    (gradient,) = torch.autograd.grad(y.sum(), matrix)
+    torch.testing.assert_close(gradient, x.sum(0).expand(8, 20))
+    pair = fk.linear(x, [Weight(matrix), up], activation="swiglu", backend=backend)
+    assert torch.equal(pair, fk.linear(x, [matrix, up], activation="swiglu", backend=backend))
+
+
+@GRANULARITY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_go_through_a_quantised_weight(granularity: str, dtype: torch.dtype) -> None:
+    weight = Weight.quantise(_matrix(), "fp8", granularity)
+    x = torch.randn(5, 300, dtype=dtype, requires_grad=True)
+    residual = torch.randn(5, 150, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(5, 150, dtype=dtype)
+    matrix = weight.dequantise(dtype)
+    expected = torch.autograd.grad(x @ matrix.T + residual, (x, residual), upstream)
+    for backend in ("torch", "triton") if weight.group_shape[1] == -1 else ("torch",):
+        y = fk.linear(x, weight, residual=residual, backend=backend)
+        for mine, theirs in zip(torch.autograd.grad(y, (x, residual), upstream), expected):
+            torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
+
+
+def test_rounded_activations() -> None:
+    """x in fp8 with a scale for each row, and a gradient as if nothing was rounded."""
+    weight = Weight.quantise(_matrix(32, 48), "fp8", "row", activation_dtype=FP8)
+    x = torch.randn(2, 3, 48, requires_grad=True)
+    data, scales = quantise_fp8_groups(x.detach().view(6, 48), (1, -1))
+    expected = (data.float() * scales) @ weight.dequantise(torch.float32).T
+    y = fk.linear(x, weight)
+    torch.testing.assert_close(y.view(6, 32), expected)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient, weight.dequantise(torch.float32).sum(0).expand(2, 3, 48))
+    assert not torch.equal(y, fk.linear(x, replace(weight, activation_dtype=None)))
+
+
+def test_explain_says_which_backend_reads_a_format() -> None:
+    x, matrix = torch.randn(2, 256).half(), _matrix(128, 256)
+    h200, a100 = devices.KNOWN["h200"], devices.KNOWN["a100"]
+
+    def verdicts(weight: Any, gpu: Any = h200) -> dict[str, str]:
+        with devices.pretend(gpu):
+            found = fk.explain(fk.linear, x, weight)
+        return {one.backend: one.reason or "" for one in found.verdicts} | {"chosen": found.chosen or ""}
+
+    row = Weight.quantise(matrix, "fp8", "row")
+    assert verdicts(row)["chosen"] == "triton"
+    assert "read float weights, not fp8" in verdicts(row)["cuda"]
+    assert "8-bit floats from sm_89 on" in verdicts(row, a100)["triton"]
+    assert verdicts(row, a100)["chosen"] == "torch"
+    block = verdicts(Weight.quantise(matrix, "fp8", "block"))
+    assert (block["chosen"], "not for blocks" in block["triton"]) == ("torch", True)
+    pairs_of_rows = Weight(row.data, row.scales[::2], format="fp8", group_shape=(2, -1))  # type: ignore[index]
+    assert "not for blocks" in verdicts(pairs_of_rows)["triton"]
+    assert "x in 8 bits" in verdicts(replace(row, activation_dtype=FP8))["triton"]
+    assert "weights of one format, not fp8 row and plain" in verdicts([row, matrix.half()])["triton"]
+    assert verdicts([row, Weight.quantise(matrix, "fp8", "tensor")])["chosen"] == "triton"
+    with devices.pretend(h200):
+        assert "weight=fp8 row" in str(fk.explain(fk.linear, x, row))
+        assert "weight" not in fk.explain(fk.linear, x, matrix.half()).call.facts
+
+
+def test_plain_and_quantised_weights_in_one_call() -> None:
+    x, first, second = torch.randn(3, 40), Weight.quantise(_matrix(8, 40)), torch.randn(5, 40)
+    mine = fk.linear(x, [first, second])
+    torch.testing.assert_close(mine[0], x @ first.dequantise(torch.float32).T)
+    torch.testing.assert_close(mine[1], x @ second.T)
+
+
+def test_out_is_written_and_may_be_the_residual() -> None:
+    x, matrix, residual = torch.randn(3, 20), torch.randn(8, 20), torch.randn(3, 8)
+    expected = x @ matrix.T + residual
+    quantised = Weight.quantise(matrix)
+    for backend in ("torch", "triton", "reference"):
+        out = torch.empty(3, 8)
+        assert fk.linear(x, matrix, None, residual, out=out, backend=backend) is out
+        torch.testing.assert_close(out, expected)
+        for weight, wanted in ((matrix, expected), (quantised, x @ quantised.dequantise(torch.float32).T + residual)):
+            total = residual.clone()
+            assert fk.linear(x, weight, None, total, out=total, backend=backend) is total
+            torch.testing.assert_close(total, wanted)
+    for change, message in (
+        ({"out": torch.empty(3, 7)}, "out is torch.float32"), ({"splits": (4, 4)}, "out needs one output"),
+        ({"x": x.clone().requires_grad_()}, "out takes no gradients"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            fk.linear(**{"x": x, "weight": matrix, "out": torch.empty(3, 8), **change})
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_torch_compile(backend: str) -> None:
+    weight = Weight.quantise(_matrix(32, 48), "fp8", "row")
+    x = torch.randn(3, 48, requires_grad=True)
+
+    def function(x: Tensor, weight: Weight) -> Tensor:
+        return fk.linear(x, weight, activation="silu", backend=backend)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    expected = function(x, weight)
+    found = compiled(x, weight)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0]
+    )  # fmt: skip
+    other = Weight.quantise(_matrix(32, 48), "fp8", "row")
+    torch.testing.assert_close(compiled(x, other), function(x, other))
+
+
+def test_opcheck() -> None:
+    weight = Weight.quantise(_matrix(16, 32), "fp8", "row")
+    arguments = (
+        torch.randn(3, 32, requires_grad=True), list(weight.tensors), torch.randn(16, requires_grad=True), None, None,
+        None, torch.rand(32), weight.layout, "bias;activation silu", "halves", 1e-6, 0.0, torch.float32,
+        "flashkernel.ops.gemm.triton",
+    )  # fmt: skip
+    from flashkernel.blocks.epilogue import standard
+
+    chain = ";".join(piece.text for piece in standard(True, "silu", 1.0, False))
+    # test_schema computes with all inputs, which torch cannot do with 8-bit floats.
+    torch.library.opcheck(
+        torch.ops.flashkernel.linear_quantised.default,
+        (*arguments[:8], chain, *arguments[9:]),
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_repeated_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with other weights of the same layout replay one recording; those of another layout do not."""
+    from flashkernel.core import replay
+
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
+    cache = fk.linear.launch_cache  # type: ignore[attr-defined]
+    monkeypatch.setattr(cache, "entries", {})
+    x = torch.randn(3, 48)
+    for _ in range(6):
+        for granularity in ("row", "tensor"):
+            weight = Weight.quantise(_matrix(32, 48), "fp8", granularity)
+            y = fk.linear(x, weight, backend="triton")
+            torch.testing.assert_close(y, x @ weight.dequantise(torch.float32).T)
+    kinds = [type(entry).__name__ for entry in cache.entries.values()]
+    assert kinds == ["Recording", "Recording"]
+
+
+def test_it_is_a_pytree() -> None:
+    weight = Weight.quantise(_matrix(8, 16), "fp8", "row", activation_dtype=FP8)
+    leaves, tree = pytree.tree_flatten({"w": weight})
+    assert [leaf.dtype for leaf in leaves if leaf is not None] == [FP8, torch.float32]
+    again = pytree.tree_unflatten(leaves, tree)["w"]
+    assert (again.layout, again.data is weight.data) == (weight.layout, True)
+    moved = pytree.tree_map(lambda leaf: leaf.to("meta"), weight)
+    assert (moved.device.type, moved.layout, weight.to("meta").device.type) == ("meta", weight.layout, "meta")
+
+
+def test_a_module_holds_it() -> None:
+    weight = Weight.quantise(_matrix(8, 16), "fp8", "row")
+    module, other = WeightBuffers(weight), WeightBuffers(Weight.quantise(_matrix(8, 16), "fp8", "row"))
+    assert set(module.state_dict()) == {"data", "scales", "_extra_state"}
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.weight.dequantise(torch.float32), weight.dequantise(torch.float32))
+    assert "fp8 row" in repr(module)
+    assert (module.half().weight.dtype, module.weight.scales.dtype) == (FP8, torch.float32)  # type: ignore[union-attr]
+    assert module.to("meta").weight.device.type == "meta"
+    tensor = WeightBuffers(Weight.quantise(_matrix(8, 16), "fp8", "tensor"))
+    with pytest.raises((RuntimeError, ValueError)):
+        tensor.load_state_dict(other.state_dict())
+    plain = WeightBuffers(Weight(nn.Parameter(torch.ones(2, 3))))
+    assert [name for name, _ in plain.named_parameters()] == ["data"]
+    assert plain.half().weight.dtype == torch.float16
+
+
+class _Ternary:
+    """A format that is not the library's own: int8 in -1, 0, 1 with one scale; no kernel reads it."""
+
+    name = "ternary"
+
+    def shape(self, data: Tensor) -> torch.Size:
+        return data.shape
+
+    def problem(self, weight: Weight) -> str | None:
+        return None
+
+    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return (weight.data.float() * weight.scales).to(dtype)
+
+    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+        scale = tensor.abs().mean().float()
+        return Weight((tensor / scale).round().clamp(-1, 1).to(torch.int8), scale.view(1, 1), format="ternary")
+
+    def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
+        return Weight(data, scales, zeros, "ternary")
+
+    def rows(self, weight: Weight, rows: slice) -> Weight:
+        return replace(weight, data=weight.data[rows])
+
+    def concatenate(self, weights: Any) -> Weight:
+        raise NotImplementedError
+
+    def declines(self, backend: str, layout: Layout) -> str | None:
+        return "no kernel reads ternary weights"
+
+
+def test_a_new_format_changes_no_caller() -> None:
+    register_format(_Ternary())
+    try:
+        weight = Weight.quantise(_matrix(24, 40), "ternary", "tensor")
+        x = torch.randn(3, 40)
+        torch.testing.assert_close(fk.linear(x, weight), x @ weight.dequantise(torch.float32).T)
+        with pytest.raises(fk.BackendError, match="no kernel reads ternary weights"):
+            fk.linear(x, weight, backend="triton")
+    finally:
+        del _FORMATS["ternary"]
+
+
+def test_the_engine_takes_quantised_weights() -> None:
+    """A model in fp8 gives the tokens of the model with the dequantised matrices, by every way through a layer."""
+    from flashkernel.engine import LLM, SamplingParams
+    from flashkernel.engine.dummy_weights import tiny_transformer
+    from flashkernel.engine.transformer import PROJECTIONS, Transformer
+
+    model = tiny_transformer().quantised("fp8")
+    layers = [
+        replace(layer, **{name: getattr(layer, name).dequantise(torch.float32) for name in PROJECTIONS})
+        for layer in model.layers
+    ]
+    assert isinstance(model.layers[0].qkv_proj, Weight)
+    assert model.nbytes < tiny_transformer().nbytes
+    same = Transformer(model.config, model.weights, layers)
+    prompts, params = [[1, 2, 3], list(range(4, 90))], SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def tokens(model: Transformer, **options: Any) -> list[tuple[int, ...]]:
+        found = LLM(model, kv_cache_tokens=512, **options).generate(prompts, params)
+        return [one.outputs[0].token_ids for one in found]
+
+    expected = tokens(same)
+    assert tokens(model) == expected
+    assert tokens(tiny_transformer(), quantization="fp8") == expected
+    with fk.use_backend(linear="reference"):
+        assert tokens(model) == expected
+
+
+def test_experts_in_fp8() -> None:
+    from flashkernel.engine.moe import _all_experts, _chosen_experts
+    from flashkernel.engine.transformer import LayerWeights
+
+    class Config:
+        num_experts, num_experts_per_token, activation, packed = 4, 2, "swiglu", "halves"
+
+    gate_up, down = torch.randn(4, 24, 16) / 4, torch.randn(4, 16, 12) / 4
+    quantised = [Weight.quantise(one, "fp8", "row") for one in (gate_up, down)]
+    x, none = torch.randn(5, 16), torch.empty(0)
+    weights, chosen = torch.rand(5, 2), torch.stack([torch.randperm(4)[:2] for _ in range(5)])
+    results = []
+    for one in (quantised, [weight.dequantise(torch.float32) for weight in quantised]):
+        layer = LayerWeights(none, none, none, none, one[0], one[1])
+        for function in (_all_experts, _chosen_experts):
+            results.append(function(x, layer, Config, weights, chosen))  # type: ignore[arg-type]
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+def test_checkpoints_in_fp8(name: str, granularity: str, tmp_path: Path) -> None:
+    """The loader keeps float8_e4m3fn and its scales; the tokens are those of the dequantised checkpoint."""
+    pytest.importorskip("transformers")
+    import tiny_models
+    from safetensors.torch import load_file, save_file
+
+    from flashkernel.engine import LLM, ModelError, SamplingParams
+
+    tiny_models.save(name, tmp_path)
+    (tmp_path / "exact").mkdir()
+    for file in tmp_path.glob("*.json"):
+        (tmp_path / "exact" / file.name).write_text(file.read_text())
+    stored, exact = load_file(tmp_path / "model.safetensors"), {}
+    found = dict(stored)
+    for key, tensor in stored.items():
+        exact[key] = tensor
+        if key.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+            weight = Weight.quantise(tensor, "fp8", granularity)
+            suffix = "_scale_inv" if granularity == "block" else "_scale"
+            found |= {
+                key: weight.data,
+                key + suffix: weight.scales,
+                key.removesuffix("weight") + "input_scale": torch.ones(1),
+            }
+            exact[key] = weight.dequantise(tensor.dtype)
+    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file({key: value.contiguous() for key, value in exact.items()}, tmp_path / "exact" / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def tokens(folder: Path) -> Any:
+        llm = LLM(folder, device="cpu", dtype="float32", kv_cache_tokens=512)
+        assert isinstance(llm.model.layers[0].down_proj, Weight) == (folder == tmp_path)
+        return [one.outputs[0].token_ids for one in llm.generate(tiny_models.prompts((5, 20)), params)]
+
+    assert tokens(tmp_path) == tokens(tmp_path / "exact")
+    save_file({key: value for key, value in found.items() if "_scale" not in key}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"is in float8_e4m3fn and has no scales"):
+        LLM(tmp_path, device="cpu", kv_cache_tokens=512)
+
+
+def test_transformers_models_in_fp8() -> None:
+    """The quantised model is the model of the dequantised matrices, patched or not, and its state dict loads."""
+    pytest.importorskip("transformers")
+    import copy
+
+    import tiny_models
+
+    from flashkernel import hf
+    from flashkernel.hf.quantised import QuantisedLinear
+
+    model = hf.quantise(tiny_models.build("llama").eval())
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    assert len(layers) == 7 * model.config.num_hidden_layers
+    assert type(model.lm_head) is nn.Linear
+    same = tiny_models.build("llama").eval()
+    state = {key: value for key, value in model.state_dict().items() if key in same.state_dict()}
+    for name, layer in layers.items():
+        state[f"{name}.weight"] = layer.weight.dequantise(torch.float32)
+    same.load_state_dict(state)
+    ids = torch.randint(0, model.config.vocab_size, (2, 9))
+    expected = same(ids).logits
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    again = hf.quantise(tiny_models.build("llama").eval())
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    torch.testing.assert_close(again(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    hf.patch(model)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fused_forwards_take_quantised_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v of a decoding step are one call of `linear`; a hook on one of them ends that."""
+    pytest.importorskip("transformers")
+    from flashkernel.hf import forwards
+    from flashkernel.hf.layer import Linear, _add_linear, _linear
+    from flashkernel.hf.quantised import QuantisedLinear
+
+    monkeypatch.setattr(forwards, "_can_fuse", lambda x, layers: all(forwards._is_fusable(y, x.dtype) for y in layers))
+    layers = [QuantisedLinear(Weight.quantise(_matrix(rows, 40)), torch.randn(rows)) for rows in (8, 4, 4)]
+    x = torch.randn(2, 1, 40)
+    for mine, layer in zip(forwards._projections(x, *layers), layers):
+        torch.testing.assert_close(mine, x @ layer.weight.dequantise(torch.float32).T + layer.bias)
+    found = _linear(layers[0], torch.float16)
+    assert found is not None
+    assert found.weight.layout == "fp8 row"
+    plain = Linear(found.weight, None)
+    h, total = torch.randn(3, 40), torch.randn(3, 8)
+    expected = total + h @ found.weight.dequantise(torch.float32).T
+    torch.testing.assert_close(_add_linear(total, h, plain, torch.addmm), expected)
+    layers[0].register_forward_hook(lambda *_: None)
+    assert _linear(layers[0], torch.float16) is None
+    assert not forwards._is_fusable(layers[0], torch.float16)
+
+
+def test_a_quantised_layer_compiles() -> None:
+    pytest.importorskip("transformers")
+    from flashkernel.hf.quantised import QuantisedLinear
+
+    layer, x = QuantisedLinear(Weight.quantise(_matrix(32, 48))), torch.randn(3, 48)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("layer", ["qkv", "gate-up", "down"])
+def test_fp8_kernels_compile_without_spills(layer: str, rows: int) -> None:
+    """Triton's kernels on fp8 weights of Llama-3.1-8B, for an NVIDIA H200 that need not be here."""
+    from compiled import compiled
+
+    from flashkernel.core.launch import collect_launches
+
+    def weight(out: int, inner: int) -> Weight:
+        scales = torch.empty(out, 1, device="meta")
+        return Weight(torch.empty(out, inner, dtype=FP8, device="meta"), scales, format="fp8", group_shape=(1, -1))
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    calls: dict[str, tuple[Any, dict[str, Any]]] = {
+        "qkv": ([weight(4096, 4096), weight(1024, 4096), weight(1024, 4096)], {"norm_weight": floats(4096)}),
+        "gate-up": ([weight(14336, 4096), weight(14336, 4096)], {"activation": "swiglu", "norm_weight": floats(4096)}),
+        "down": (weight(4096, 14336), {"residual": floats(rows, 4096)}),
+    }
+    weights, options = calls[layer]
+    inner = 14336 if layer == "down" else 4096
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
+        fk.linear(floats(rows, inner), weights, **options, backend="triton")
+    assert launches
+    for launch in launches:
+        machine = compiled(launch, 90)
+        assert machine.stack == 0, f"{launch.name} {launch.constants}: {machine.stack} bytes of stack"
+        assert machine.shared <= devices.KNOWN["h200"].shared_per_block
