@@ -1,6 +1,6 @@
 """What FP8 costs attention in accuracy: errors of a call in e4m3 and in bfloat16, with outliers and with a rotation.
 
-On a CPU, emulated: inputs are quantised by fk.quantize_fp8, and probabilities are rounded as the Hopper kernel rounds
+On a CPU, emulated: inputs are quantized by fk.quantize_fp8, and probabilities are rounded as the Hopper kernel rounds
 them, to e4m3 after a multiplication by 2^8. Sums are float32. The error is the root of the mean square of the
 difference to float64, over that of the result.
 
@@ -72,7 +72,7 @@ def in_bfloat16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def widened(values: Tensor, scale: Tensor) -> Tensor:
-    """(heads, sequence, dim) of a quantised (1, sequence, heads, dim)."""
+    """(heads, sequence, dim) of a quantized (1, sequence, heads, dim)."""
     factor = scale[0, :, None] if scale.ndim == 2 else scale[0].repeat_interleave(128, 1)[:, : values.shape[1]]
     return values[0].transpose(0, 1).float() * factor[..., None]
 

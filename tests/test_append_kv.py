@@ -221,8 +221,8 @@ def test_compiles_without_graph_breaks(backend: str, dtype: torch.dtype, device:
     compiler = "aot_eager" if device == "cpu" else "inductor"
     for function in (step, torch.compile(step, fullgraph=True, backend=compiler)):
         pages = [_pages(dtype=dtype).to(device) for _ in range(2)]
-        quantised = dtype != torch.float32
-        scales = [torch.zeros((3, 16, 2), device=device) if quantised else None for _ in range(2)]
+        quantized = dtype != torch.float32
+        scales = [torch.zeros((3, 16, 2), device=device) if quantized else None for _ in range(2)]
         outcomes.append((function(k, *pages, *scales), *(page.float() for page in pages)))
     for got, expected in zip(outcomes[1], outcomes[0]):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""FP8 attention: the Hopper kernel under the emulator of Gluon, quantisation and rotation, and what is refused."""
+"""FP8 attention: the Hopper kernel under the emulator of Gluon, quantization and rotation, and what is refused."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_quantize(block: int | None, transpose: bool) -> None:
     assert values.shape == x.shape
     assert scale.shape == ((2, 3) if block is None else (2, 3, 2))
     assert (values.stride(1) == 1) == transpose
-    back = plain.dequantised(values, scale, torch.float32)
+    back = plain.dequantized(values, scale, torch.float32)
     largest = x.abs().amax((1, 3), keepdim=True)
     assert bool(((back - x).abs() <= x.abs() / 16 + largest * 2.0**-17).all())
     assert bool((back[1, :, 2] == 0).all())
@@ -294,7 +294,7 @@ def test_rotation_pays_where_q_and_k_have_their_outliers_in_the_same_channels(bo
     exact = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
 
     def error(rotate: bool) -> float:
-        wide = [plain.dequantised(*fk.quantize_fp8(x, rotate=rotate), torch.float64) for x in (q, k)]
+        wide = [plain.dequantized(*fk.quantize_fp8(x, rotate=rotate), torch.float64) for x in (q, k)]
         return float((torch.einsum("bqhd,bkhd->bhqk", *wide) - exact).norm())
 
     ratio = error(True) / error(False)
@@ -303,8 +303,8 @@ def test_rotation_pays_where_q_and_k_have_their_outliers_in_the_same_channels(bo
 
 def test_the_rotated_call_answers_the_plain_question() -> None:
     q, k, v = (torch.randn(1, 60, 2, 64) for _ in range(3))
-    quantised = [fk.quantize_fp8(q, rotate=True), fk.quantize_fp8(k, 128, rotate=True), fk.quantize_fp8(v)]
-    out = fk.attention_fp8(*(x for x, _ in quantised), *(s for _, s in quantised), mask=causal())
+    quantized = [fk.quantize_fp8(q, rotate=True), fk.quantize_fp8(k, 128, rotate=True), fk.quantize_fp8(v)]
+    out = fk.attention_fp8(*(x for x, _ in quantized), *(s for _, s in quantized), mask=causal())
     exact = fk.attention(q, k, v, mask=causal())
     assert float((out - exact).norm() / exact.norm()) < 0.06
 

@@ -125,7 +125,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "linear": lambda: fk.linear(X, MATRIX, activation=Gate("gpt_oss", 1.5, 3.0), scale=2.0, backend="triton"),
     "linear_split": lambda: fk.linear(X, MATRIX, activation=Activation("gelu"), splits=(3, 5), backend="triton"),
-    "linear_fp8": lambda: fk.linear(X, fk.Weight.quantise(MATRIX, "fp8", "row"), backend="triton"),
+    "linear_fp8": lambda: fk.linear(X, fk.Weight.quantize(MATRIX, "fp8", "row"), backend="triton"),
     "matmul": lambda: fk.matmul(X, MATRIX.T, bias=ROW[:8], activation="gelu", scale=2.0, backend="triton"),
     "grouped_matmul": lambda: fk.grouped_matmul(
         X, MATRIX.T.expand(2, 32, 8), LENGTHS.clamp(max=4), scatter=torch.arange(3, -1, -1), backend="triton"

@@ -76,7 +76,7 @@ EXTREMES = {
     ),
     "decoding, widest heads in float32": (86, decoding(F32, 512, 4, 64, 131072, 16, INT8, backend="triton")),
     "prefill, a large group in float32": (86, prefill(F32, 64, 256, F32)),
-    "prefill, a quantised cache in float32": (86, prefill(F32, 256, 1, INT8)),
+    "prefill, a quantized cache in float32": (86, prefill(F32, 256, 1, INT8)),
     "attention, a bias in float32": (86, attention(F32, 64, with_bias=True, backward=False)),
     "attention, gradients in float32": (86, attention(F32, 128, with_bias=False, backward=True)),
     "attention, gradients in float32 on Hopper": (90, attention(F32, 128, with_bias=False, backward=True)),

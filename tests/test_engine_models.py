@@ -49,7 +49,7 @@ def test_half_precision_is_near(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
-def test_quantised_caches_are_near(kind: str, tmp_path: Path) -> None:
+def test_quantized_caches_are_near(kind: str, tmp_path: Path) -> None:
     tiny_models.save("qwen3", tmp_path)
     given = tiny_models.prompts((30,))
     params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=0)
@@ -140,8 +140,8 @@ def test_gguf_is_the_folder(tmp_path: Path) -> None:
     assert llm.tokenizer.render_chat(chat) == "user: the sea<|end|>\nassistant:"
 
 
-def test_quantised_gguf_is_dequantised(tmp_path: Path) -> None:
-    """The same as a model whose weights went through the quantisation."""
+def test_quantized_gguf_is_dequantized(tmp_path: Path) -> None:
+    """The same as a model whose weights went through the quantization."""
     import gguf
 
     model = tiny_models.build("llama")

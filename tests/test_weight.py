@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import flashkernel as fk
 from flashkernel import Weight
-from flashkernel.blocks.fp8 import FP8, expand_scales, quantise_fp8_groups
+from flashkernel.blocks.fp8 import FP8, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.weight import _FORMATS, GRANULARITIES, Layout, WeightBuffers, register_format
 from flashkernel.core import device as devices
 
@@ -26,12 +26,12 @@ def _matrix(rows: int = 150, columns: int = 300) -> Tensor:
 
 @GRANULARITY
 @pytest.mark.parametrize("shape", [(150, 300), (128, 128), (1, 1), (3, 129), (2, 5, 140)])
-def test_quantisation_by_its_definition(granularity: str, shape: tuple[int, ...]) -> None:
+def test_quantization_by_its_definition(granularity: str, shape: tuple[int, ...]) -> None:
     """Element (i, j) is data[i, j] * scales[i // rows, j // columns], and the largest of a group is 448."""
     matrix = torch.randn(shape)
-    weight = Weight.quantise(matrix, "fp8", granularity)
+    weight = Weight.quantize(matrix, "fp8", granularity)
     rows, columns = [size if each == -1 else each for size, each in zip(shape[-2:], weight.group_shape)]
-    exact = weight.dequantise(torch.float64)
+    exact = weight.dequantize(torch.float64)
     assert weight.scales is not None
     for i in range(0, shape[-2], 7):
         for j in range(0, shape[-1], 11):
@@ -47,42 +47,42 @@ def test_quantisation_by_its_definition(granularity: str, shape: tuple[int, ...]
 
 
 def test_zeros_and_empty_matrices() -> None:
-    assert not Weight.quantise(torch.zeros(5, 7)).dequantise(torch.float32).any()
+    assert not Weight.quantize(torch.zeros(5, 7)).dequantize(torch.float32).any()
     for granularity in GRANULARITIES:
         for shape in ((0, 7), (5, 0), (0, 0)):
-            assert Weight.quantise(torch.empty(shape), "fp8", granularity).dequantise(torch.float16).shape == shape
+            assert Weight.quantize(torch.empty(shape), "fp8", granularity).dequantize(torch.float16).shape == shape
 
 
 def test_what_it_prints() -> None:
     assert repr(Weight(torch.ones(4, 6))) == "Weight(float32, 4x6, 96 bytes)"
-    assert repr(Weight.quantise(torch.ones(2, 4, 6), "fp8", "row")) == "Weight(fp8 row, 2x4x6, 80 bytes)"
-    assert "1.6 MB" in repr(Weight.quantise(torch.ones(1000, 1600), "fp8", "tensor"))
+    assert repr(Weight.quantize(torch.ones(2, 4, 6), "fp8", "row")) == "Weight(fp8 row, 2x4x6, 80 bytes)"
+    assert "1.6 MB" in repr(Weight.quantize(torch.ones(1000, 1600), "fp8", "tensor"))
 
 
 @GRANULARITY
 def test_layouts_and_tensors_make_the_weight(granularity: str) -> None:
-    weight = Weight.quantise(_matrix(), "fp8", granularity, activation_dtype=FP8)
+    weight = Weight.quantize(_matrix(), "fp8", granularity, activation_dtype=FP8)
     assert Layout.parse(weight.layout) == Layout("fp8", weight.group_shape, False, FP8)
     again = Weight.from_tensors(weight.tensors, weight.layout)
     assert again.layout == weight.layout
-    assert torch.equal(again.dequantise(torch.float32), weight.dequantise(torch.float32))
+    assert torch.equal(again.dequantize(torch.float32), weight.dequantize(torch.float32))
     assert Layout.parse("int4 1x32 zeros") == Layout("int4", (1, 32), True, None)
 
 
 @GRANULARITY
 def test_rows_and_concatenation(granularity: str) -> None:
-    first, second = (Weight.quantise(_matrix(rows), "fp8", granularity) for rows in (256, 37))
-    whole = torch.cat([first.dequantise(torch.float32), second.dequantise(torch.float32)])
+    first, second = (Weight.quantize(_matrix(rows), "fp8", granularity) for rows in (256, 37))
+    whole = torch.cat([first.dequantize(torch.float32), second.dequantize(torch.float32)])
     for parts in ([first, second], [second, first]):
-        expected = torch.cat([part.dequantise(torch.float32) for part in parts])
-        assert torch.equal(Weight.concatenate(parts).dequantise(torch.float32), expected)
+        expected = torch.cat([part.dequantize(torch.float32) for part in parts])
+        assert torch.equal(Weight.concatenate(parts).dequantize(torch.float32), expected)
     assert Weight.concatenate([first, second]).group_shape[0] == (128 if granularity == "block" else 1)
     together = Weight.concatenate([first, second])
     for rows in (slice(0, 20), slice(130, 290), slice(1, None, 2), slice(5, 5)):
-        assert torch.equal(together.rows(rows).dequantise(torch.float32), whole[rows])
+        assert torch.equal(together.rows(rows).dequantize(torch.float32), whole[rows])
     stack = Weight.stack([first, first])
     assert stack.shape == (2, 256, 300)
-    assert torch.equal(stack[1].dequantise(torch.float32), first.dequantise(torch.float32))
+    assert torch.equal(stack[1].dequantize(torch.float32), first.dequantize(torch.float32))
     with pytest.raises(ValueError, match="different layouts"):
         Weight.stack([first, second])
     with pytest.raises(ValueError, match="different formats"):
@@ -112,11 +112,11 @@ def test_pack_takes_the_scales_of_checkpoints() -> None:
         (lambda: Weight(torch.ones(2, 3).to(FP8), torch.ones(3, 1), format="fp8"), r"float32 scales \(1, 1\)"),
         (lambda: Weight(torch.ones(2, 3), torch.ones(1, 1), format="fp8"), "must be a float8_e4m3fn matrix"),
         (lambda: Weight(torch.ones(2, 3), format="fp7"), "there is no format 'fp7'; there are plain, fp8"),
-        (lambda: Weight.quantise(torch.ones(2, 3), granularity="column"), "granularity is 'column'"),
-        (lambda: Weight.quantise(torch.ones(3)), "must be a float matrix"),
-        (lambda: Weight.quantise(torch.ones(2, 3), activation_dtype=torch.int8), "activation_dtype is torch.int8"),
-        (lambda: fk.linear(torch.ones(2, 4), Weight.quantise(torch.ones(2, 3))), "a weight has shape"),
-        (lambda: fk.linear(torch.ones(2, 3), Weight.quantise(torch.ones(2, 2, 3))), "a weight has shape"),
+        (lambda: Weight.quantize(torch.ones(2, 3), granularity="column"), "granularity is 'column'"),
+        (lambda: Weight.quantize(torch.ones(3)), "must be a float matrix"),
+        (lambda: Weight.quantize(torch.ones(2, 3), activation_dtype=torch.int8), "activation_dtype is torch.int8"),
+        (lambda: fk.linear(torch.ones(2, 4), Weight.quantize(torch.ones(2, 3))), "a weight has shape"),
+        (lambda: fk.linear(torch.ones(2, 3), Weight.quantize(torch.ones(2, 2, 3))), "a weight has shape"),
         (lambda: fk.linear(torch.ones(2, 3), torch.ones(2, 3).half()), "or give a flashkernel.Weight"),
         (lambda: Weight(torch.ones(2, 3))[0], "only a stack"),
     ],
@@ -139,12 +139,12 @@ def test_linear_of_a_plain_weight_is_that_of_its_tensor(backend: str) -> None:
 
 @GRANULARITY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_go_through_a_quantised_weight(granularity: str, dtype: torch.dtype) -> None:
-    weight = Weight.quantise(_matrix(), "fp8", granularity)
+def test_gradients_go_through_a_quantized_weight(granularity: str, dtype: torch.dtype) -> None:
+    weight = Weight.quantize(_matrix(), "fp8", granularity)
     x = torch.randn(5, 300, dtype=dtype, requires_grad=True)
     residual = torch.randn(5, 150, dtype=dtype, requires_grad=True)
     upstream = torch.randn(5, 150, dtype=dtype)
-    matrix = weight.dequantise(dtype)
+    matrix = weight.dequantize(dtype)
     expected = torch.autograd.grad(x @ matrix.T + residual, (x, residual), upstream)
     for backend in ("torch", "triton") if weight.group_shape[1] == -1 else ("torch",):
         y = fk.linear(x, weight, residual=residual, backend=backend)
@@ -154,14 +154,14 @@ def test_gradients_go_through_a_quantised_weight(granularity: str, dtype: torch.
 
 def test_rounded_activations() -> None:
     """x in fp8 with a scale for each row, and a gradient as if nothing was rounded."""
-    weight = Weight.quantise(_matrix(32, 48), "fp8", "row", activation_dtype=FP8)
+    weight = Weight.quantize(_matrix(32, 48), "fp8", "row", activation_dtype=FP8)
     x = torch.randn(2, 3, 48, requires_grad=True)
-    data, scales = quantise_fp8_groups(x.detach().view(6, 48), (1, -1))
-    expected = (data.float() * scales) @ weight.dequantise(torch.float32).T
+    data, scales = quantize_fp8_groups(x.detach().view(6, 48), (1, -1))
+    expected = (data.float() * scales) @ weight.dequantize(torch.float32).T
     y = fk.linear(x, weight)
     torch.testing.assert_close(y.view(6, 32), expected)
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(gradient, weight.dequantise(torch.float32).sum(0).expand(2, 3, 48))
+    torch.testing.assert_close(gradient, weight.dequantize(torch.float32).sum(0).expand(2, 3, 48))
     assert not torch.equal(y, fk.linear(x, replace(weight, activation_dtype=None)))
 
 
@@ -174,39 +174,39 @@ def test_explain_says_which_backend_reads_a_format() -> None:
             found = fk.explain(fk.linear, x, weight)
         return {one.backend: one.reason or "" for one in found.verdicts} | {"chosen": found.chosen or ""}
 
-    row = Weight.quantise(matrix, "fp8", "row")
+    row = Weight.quantize(matrix, "fp8", "row")
     assert verdicts(row)["chosen"] == "triton"
     assert "read float weights, not fp8" in verdicts(row)["cuda"]
     assert "8-bit floats from sm_89 on" in verdicts(row, a100)["triton"]
     assert verdicts(row, a100)["chosen"] == "torch"
-    block = verdicts(Weight.quantise(matrix, "fp8", "block"))
+    block = verdicts(Weight.quantize(matrix, "fp8", "block"))
     assert (block["chosen"], "not for blocks" in block["triton"]) == ("torch", True)
     pairs_of_rows = Weight(row.data, row.scales[::2], format="fp8", group_shape=(2, -1))  # type: ignore[index]
     assert "not for blocks" in verdicts(pairs_of_rows)["triton"]
     assert "x in 8 bits" in verdicts(replace(row, activation_dtype=FP8))["triton"]
     assert "weights of one format, not fp8 row and plain" in verdicts([row, matrix.half()])["triton"]
-    assert verdicts([row, Weight.quantise(matrix, "fp8", "tensor")])["chosen"] == "triton"
+    assert verdicts([row, Weight.quantize(matrix, "fp8", "tensor")])["chosen"] == "triton"
     with devices.pretend(h200):
         assert "weight=fp8 row" in str(fk.explain(fk.linear, x, row))
         assert "weight" not in fk.explain(fk.linear, x, matrix.half()).call.facts
 
 
-def test_plain_and_quantised_weights_in_one_call() -> None:
-    x, first, second = torch.randn(3, 40), Weight.quantise(_matrix(8, 40)), torch.randn(5, 40)
+def test_plain_and_quantized_weights_in_one_call() -> None:
+    x, first, second = torch.randn(3, 40), Weight.quantize(_matrix(8, 40)), torch.randn(5, 40)
     mine = fk.linear(x, [first, second])
-    torch.testing.assert_close(mine[0], x @ first.dequantise(torch.float32).T)
+    torch.testing.assert_close(mine[0], x @ first.dequantize(torch.float32).T)
     torch.testing.assert_close(mine[1], x @ second.T)
 
 
 def test_out_is_written_and_may_be_the_residual() -> None:
     x, matrix, residual = torch.randn(3, 20), torch.randn(8, 20), torch.randn(3, 8)
     expected = x @ matrix.T + residual
-    quantised = Weight.quantise(matrix)
+    quantized = Weight.quantize(matrix)
     for backend in ("torch", "triton", "reference"):
         out = torch.empty(3, 8)
         assert fk.linear(x, matrix, None, residual, out=out, backend=backend) is out
         torch.testing.assert_close(out, expected)
-        for weight, wanted in ((matrix, expected), (quantised, x @ quantised.dequantise(torch.float32).T + residual)):
+        for weight, wanted in ((matrix, expected), (quantized, x @ quantized.dequantize(torch.float32).T + residual)):
             total = residual.clone()
             assert fk.linear(x, weight, None, total, out=total, backend=backend) is total
             torch.testing.assert_close(total, wanted)
@@ -220,7 +220,7 @@ def test_out_is_written_and_may_be_the_residual() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_torch_compile(backend: str) -> None:
-    weight = Weight.quantise(_matrix(32, 48), "fp8", "row")
+    weight = Weight.quantize(_matrix(32, 48), "fp8", "row")
     x = torch.randn(3, 48, requires_grad=True)
 
     def function(x: Tensor, weight: Weight) -> Tensor:
@@ -233,12 +233,12 @@ def test_torch_compile(backend: str) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(found.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0]
     )  # fmt: skip
-    other = Weight.quantise(_matrix(32, 48), "fp8", "row")
+    other = Weight.quantize(_matrix(32, 48), "fp8", "row")
     torch.testing.assert_close(compiled(x, other), function(x, other))
 
 
 def test_opcheck() -> None:
-    weight = Weight.quantise(_matrix(16, 32), "fp8", "row")
+    weight = Weight.quantize(_matrix(16, 32), "fp8", "row")
     arguments = (
         torch.randn(3, 32, requires_grad=True), list(weight.tensors), torch.randn(16, requires_grad=True), None, None,
         None, torch.rand(32), weight.layout, "bias;activation silu", "halves", 1e-6, 0.0, torch.float32,
@@ -249,7 +249,7 @@ def test_opcheck() -> None:
     chain = ";".join(piece.text for piece in standard(True, "silu", 1.0, False))
     # test_schema computes with all inputs, which torch cannot do with 8-bit floats.
     torch.library.opcheck(
-        torch.ops.flashkernel.linear_quantised.default,
+        torch.ops.flashkernel.linear_quantized.default,
         (*arguments[:8], chain, *arguments[9:]),
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
@@ -265,15 +265,15 @@ def test_repeated_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 48)
     for _ in range(6):
         for granularity in ("row", "tensor"):
-            weight = Weight.quantise(_matrix(32, 48), "fp8", granularity)
+            weight = Weight.quantize(_matrix(32, 48), "fp8", granularity)
             y = fk.linear(x, weight, backend="triton")
-            torch.testing.assert_close(y, x @ weight.dequantise(torch.float32).T)
+            torch.testing.assert_close(y, x @ weight.dequantize(torch.float32).T)
     kinds = [type(entry).__name__ for entry in cache.entries.values()]
     assert kinds == ["Recording", "Recording"]
 
 
 def test_it_is_a_pytree() -> None:
-    weight = Weight.quantise(_matrix(8, 16), "fp8", "row", activation_dtype=FP8)
+    weight = Weight.quantize(_matrix(8, 16), "fp8", "row", activation_dtype=FP8)
     leaves, tree = pytree.tree_flatten({"w": weight})
     assert [leaf.dtype for leaf in leaves if leaf is not None] == [FP8, torch.float32]
     again = pytree.tree_unflatten(leaves, tree)["w"]
@@ -283,15 +283,15 @@ def test_it_is_a_pytree() -> None:
 
 
 def test_a_module_holds_it() -> None:
-    weight = Weight.quantise(_matrix(8, 16), "fp8", "row")
-    module, other = WeightBuffers(weight), WeightBuffers(Weight.quantise(_matrix(8, 16), "fp8", "row"))
+    weight = Weight.quantize(_matrix(8, 16), "fp8", "row")
+    module, other = WeightBuffers(weight), WeightBuffers(Weight.quantize(_matrix(8, 16), "fp8", "row"))
     assert set(module.state_dict()) == {"data", "scales", "_extra_state"}
     other.load_state_dict(module.state_dict())
-    assert torch.equal(other.weight.dequantise(torch.float32), weight.dequantise(torch.float32))
+    assert torch.equal(other.weight.dequantize(torch.float32), weight.dequantize(torch.float32))
     assert "fp8 row" in repr(module)
     assert (module.half().weight.dtype, module.weight.scales.dtype) == (FP8, torch.float32)  # type: ignore[union-attr]
     assert module.to("meta").weight.device.type == "meta"
-    tensor = WeightBuffers(Weight.quantise(_matrix(8, 16), "fp8", "tensor"))
+    tensor = WeightBuffers(Weight.quantize(_matrix(8, 16), "fp8", "tensor"))
     with pytest.raises((RuntimeError, ValueError)):
         tensor.load_state_dict(other.state_dict())
     plain = WeightBuffers(Weight(nn.Parameter(torch.ones(2, 3))))
@@ -310,10 +310,10 @@ class _Ternary:
     def problem(self, weight: Weight) -> str | None:
         return None
 
-    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         return (weight.data.float() * weight.scales).to(dtype)
 
-    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
         scale = tensor.abs().mean().float()
         return Weight((tensor / scale).round().clamp(-1, 1).to(torch.int8), scale.view(1, 1), format="ternary")
 
@@ -333,24 +333,24 @@ class _Ternary:
 def test_a_new_format_changes_no_caller() -> None:
     register_format(_Ternary())
     try:
-        weight = Weight.quantise(_matrix(24, 40), "ternary", "tensor")
+        weight = Weight.quantize(_matrix(24, 40), "ternary", "tensor")
         x = torch.randn(3, 40)
-        torch.testing.assert_close(fk.linear(x, weight), x @ weight.dequantise(torch.float32).T)
+        torch.testing.assert_close(fk.linear(x, weight), x @ weight.dequantize(torch.float32).T)
         with pytest.raises(fk.BackendError, match="no kernel reads ternary weights"):
             fk.linear(x, weight, backend="triton")
     finally:
         del _FORMATS["ternary"]
 
 
-def test_the_engine_takes_quantised_weights() -> None:
-    """A model in fp8 gives the tokens of the model with the dequantised matrices, by every way through a layer."""
+def test_the_engine_takes_quantized_weights() -> None:
+    """A model in fp8 gives the tokens of the model with the dequantized matrices, by every way through a layer."""
     from flashkernel.engine import LLM, SamplingParams
     from flashkernel.engine.dummy_weights import tiny_transformer
     from flashkernel.engine.transformer import PROJECTIONS, Transformer
 
-    model = tiny_transformer().quantised("fp8")
+    model = tiny_transformer().quantized("fp8")
     layers = [
-        replace(layer, **{name: getattr(layer, name).dequantise(torch.float32) for name in PROJECTIONS})
+        replace(layer, **{name: getattr(layer, name).dequantize(torch.float32) for name in PROJECTIONS})
         for layer in model.layers
     ]
     assert isinstance(model.layers[0].qkv_proj, Weight)
@@ -377,11 +377,11 @@ def test_experts_in_fp8() -> None:
         num_experts, num_experts_per_token, activation, packed = 4, 2, "swiglu", "halves"
 
     gate_up, down = torch.randn(4, 24, 16) / 4, torch.randn(4, 16, 12) / 4
-    quantised = [Weight.quantise(one, "fp8", "row") for one in (gate_up, down)]
+    quantized = [Weight.quantize(one, "fp8", "row") for one in (gate_up, down)]
     x, none = torch.randn(5, 16), torch.empty(0)
     weights, chosen = torch.rand(5, 2), torch.stack([torch.randperm(4)[:2] for _ in range(5)])
     results = []
-    for one in (quantised, [weight.dequantise(torch.float32) for weight in quantised]):
+    for one in (quantized, [weight.dequantize(torch.float32) for weight in quantized]):
         layer = LayerWeights(none, none, none, none, one[0], one[1])
         for function in (_all_experts, _chosen_experts):
             results.append(function(x, layer, Config, weights, chosen))  # type: ignore[arg-type]
@@ -392,7 +392,7 @@ def test_experts_in_fp8() -> None:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
 def test_checkpoints_in_fp8(name: str, granularity: str, tmp_path: Path) -> None:
-    """The loader keeps float8_e4m3fn and its scales; the tokens are those of the dequantised checkpoint."""
+    """The loader keeps float8_e4m3fn and its scales; the tokens are those of the dequantized checkpoint."""
     pytest.importorskip("transformers")
     import tiny_models
     from safetensors.torch import load_file, save_file
@@ -408,14 +408,14 @@ def test_checkpoints_in_fp8(name: str, granularity: str, tmp_path: Path) -> None
     for key, tensor in stored.items():
         exact[key] = tensor
         if key.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
-            weight = Weight.quantise(tensor, "fp8", granularity)
+            weight = Weight.quantize(tensor, "fp8", granularity)
             suffix = "_scale_inv" if granularity == "block" else "_scale"
             found |= {
                 key: weight.data,
                 key + suffix: weight.scales,
                 key.removesuffix("weight") + "input_scale": torch.ones(1),
             }
-            exact[key] = weight.dequantise(tensor.dtype)
+            exact[key] = weight.dequantize(tensor.dtype)
     save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
     save_file({key: value.contiguous() for key, value in exact.items()}, tmp_path / "exact" / "model.safetensors",
               {"format": "pt"})  # fmt: skip
@@ -433,63 +433,63 @@ def test_checkpoints_in_fp8(name: str, granularity: str, tmp_path: Path) -> None
 
 
 def test_transformers_models_in_fp8() -> None:
-    """The quantised model is the model of the dequantised matrices, patched or not, and its state dict loads."""
+    """The quantized model is the model of the dequantized matrices, patched or not, and its state dict loads."""
     pytest.importorskip("transformers")
     import copy
 
     import tiny_models
 
     from flashkernel import hf
-    from flashkernel.hf.quantised import QuantisedLinear
+    from flashkernel.hf.quantized import QuantizedLinear
 
-    model = hf.quantise(tiny_models.build("llama").eval())
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    model = hf.quantize(tiny_models.build("llama").eval())
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert len(layers) == 7 * model.config.num_hidden_layers
     assert type(model.lm_head) is nn.Linear
     same = tiny_models.build("llama").eval()
     state = {key: value for key, value in model.state_dict().items() if key in same.state_dict()}
     for name, layer in layers.items():
-        state[f"{name}.weight"] = layer.weight.dequantise(torch.float32)
+        state[f"{name}.weight"] = layer.weight.dequantize(torch.float32)
     same.load_state_dict(state)
     ids = torch.randint(0, model.config.vocab_size, (2, 9))
     expected = same(ids).logits
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    again = hf.quantise(tiny_models.build("llama").eval())
+    again = hf.quantize(tiny_models.build("llama").eval())
     again.load_state_dict(copy.deepcopy(model.state_dict()))
     torch.testing.assert_close(again(ids).logits, expected, rtol=1e-4, atol=1e-4)
     hf.patch(model)
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_fused_forwards_take_quantised_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_forwards_take_quantized_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v of a decoding step are one call of `linear`; a hook on one of them ends that."""
     pytest.importorskip("transformers")
     from flashkernel.hf import forwards
     from flashkernel.hf.layer import Linear, _add_linear, _linear
-    from flashkernel.hf.quantised import QuantisedLinear
+    from flashkernel.hf.quantized import QuantizedLinear
 
     monkeypatch.setattr(forwards, "_can_fuse", lambda x, layers: all(forwards._is_fusable(y, x.dtype) for y in layers))
-    layers = [QuantisedLinear(Weight.quantise(_matrix(rows, 40)), torch.randn(rows)) for rows in (8, 4, 4)]
+    layers = [QuantizedLinear(Weight.quantize(_matrix(rows, 40)), torch.randn(rows)) for rows in (8, 4, 4)]
     x = torch.randn(2, 1, 40)
     for mine, layer in zip(forwards._projections(x, *layers), layers):
-        torch.testing.assert_close(mine, x @ layer.weight.dequantise(torch.float32).T + layer.bias)
+        torch.testing.assert_close(mine, x @ layer.weight.dequantize(torch.float32).T + layer.bias)
     found = _linear(layers[0], torch.float16)
     assert found is not None
     assert found.weight.layout == "fp8 row"
     plain = Linear(found.weight, None)
     h, total = torch.randn(3, 40), torch.randn(3, 8)
-    expected = total + h @ found.weight.dequantise(torch.float32).T
+    expected = total + h @ found.weight.dequantize(torch.float32).T
     torch.testing.assert_close(_add_linear(total, h, plain, torch.addmm), expected)
     layers[0].register_forward_hook(lambda *_: None)
     assert _linear(layers[0], torch.float16) is None
     assert not forwards._is_fusable(layers[0], torch.float16)
 
 
-def test_a_quantised_layer_compiles() -> None:
+def test_a_quantized_layer_compiles() -> None:
     pytest.importorskip("transformers")
-    from flashkernel.hf.quantised import QuantisedLinear
+    from flashkernel.hf.quantized import QuantizedLinear
 
-    layer, x = QuantisedLinear(Weight.quantise(_matrix(32, 48))), torch.randn(3, 48)
+    layer, x = QuantizedLinear(Weight.quantize(_matrix(32, 48))), torch.randn(3, 48)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x))
 

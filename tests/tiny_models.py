@@ -106,7 +106,7 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def save_gguf(model: transformers.PreTrainedModel, path: Path, quantised: str | None = None) -> None:
+def save_gguf(model: transformers.PreTrainedModel, path: Path, quantized: str | None = None) -> None:
     """A Llama as llama.cpp stores it: rows of q and k in the order of interleaved pairs."""
     import gguf
 
@@ -141,8 +141,8 @@ def save_gguf(model: transformers.PreTrainedModel, path: Path, quantised: str | 
             if part in heads:
                 shape = (heads[part], 2, -1, data.shape[1])
                 data = data.reshape(shape).swapaxes(1, 2).reshape(data.shape)
-        if quantised and data.ndim == 2 and data.shape[1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType[quantised]
+        if quantized and data.ndim == 2 and data.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType[quantized]
             writer.add_tensor(target, gguf.quants.quantize(data.copy(), kind), raw_dtype=kind)
         else:
             writer.add_tensor(target, data.copy())

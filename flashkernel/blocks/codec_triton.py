@@ -1,4 +1,4 @@
-"""Quantisation to 8 bits on every architecture: e4m3 floats and int8.
+"""Quantization to 8 bits on every architecture: e4m3 floats and int8.
 
 Triton converts to e4m3 only from sm_89 on. These functions use integer arithmetic and round to nearest even.
 """

@@ -1,4 +1,4 @@
-"""float8_e4m3fn with float32 scales: quantisation of groups of elements, and what torch's own fp8 product takes.
+"""float8_e4m3fn with float32 scales: quantization of groups of elements, and what torch's own fp8 product takes.
 
 A group is a rectangle of a matrix, (rows, columns), whose elements share a scale; a size of -1 stands for all rows or
 all columns.
@@ -32,7 +32,7 @@ def expand_scales(scales: Tensor, group_shape: Sequence[int], shape: Sequence[in
     return scales
 
 
-def quantise_fp8_groups(x: Tensor, group_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def quantize_fp8_groups(x: Tensor, group_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns x (..., rows, columns) in float8_e4m3fn and the scales of its groups: the largest element becomes 448.
 
     The scale of zeros is 1.

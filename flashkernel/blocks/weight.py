@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, group_count, quantise_fp8_groups
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, group_count, quantize_fp8_groups
 
 # (rows, columns) of the matrix that share a scale; -1: all of them.
 GRANULARITIES = {"tensor": (-1, -1), "row": (1, -1), "group": (1, SCALE_BLOCK), "block": (SCALE_BLOCK, SCALE_BLOCK)}
@@ -29,7 +29,7 @@ class Weight:
 
     Formats are "plain" (float32, float16 or bfloat16) and "fp8" (float8_e4m3fn with float32 scales). Element (i, j) of
     an "fp8" matrix is data[i, j] * scales[i // rows, j // columns], where group_shape is (rows, columns).
-    `flashkernel.linear` takes a Weight wherever it takes a tensor. A quantised Weight is frozen: gradients go through
+    `flashkernel.linear` takes a Weight wherever it takes a tensor. A quantized Weight is frozen: gradients go through
     it to x, and it has none. torch.compile, torch.utils._pytree and state dicts (`WeightBuffers`) see its tensors.
 
     Args:
@@ -42,19 +42,19 @@ class Weight:
             columns if group_shape has 128 columns); None keeps x as it is.
 
     Returns:
-        A Weight, which checks that its tensors fit together. `Weight.quantise` makes one from a matrix, `Weight.pack`
+        A Weight, which checks that its tensors fit together. `Weight.quantize` makes one from a matrix, `Weight.pack`
         from the tensors of a checkpoint.
 
     Example:
         >>> import torch, flashkernel as fk
         >>> matrix = torch.randn(6, 8)
-        >>> weight = fk.Weight.quantise(matrix, "fp8", granularity="row")
+        >>> weight = fk.Weight.quantize(matrix, "fp8", granularity="row")
         >>> weight
         Weight(fp8 row, 6x8, 72 bytes)
         >>> x = torch.randn(2, 8)
-        >>> torch.allclose(fk.linear(x, weight), x @ weight.dequantise(torch.float32).T, atol=1e-5)
+        >>> torch.allclose(fk.linear(x, weight), x @ weight.dequantize(torch.float32).T, atol=1e-5)
         True
-        >>> (weight.dequantise(torch.float32) - matrix).abs().max() < 0.07 * matrix.abs().max()
+        >>> (weight.dequantize(torch.float32) - matrix).abs().max() < 0.07 * matrix.abs().max()
         tensor(True)
     """
 
@@ -71,7 +71,7 @@ class Weight:
             raise ValueError(f"Weight: {problem}")
 
     @staticmethod
-    def quantise(
+    def quantize(
         tensor: Tensor, format: str = "fp8", granularity: str = "row", activation_dtype: torch.dtype | None = None
     ) -> Weight:
         """Returns a matrix in another format; values are rounded to nearest, and no gradient goes back to them.
@@ -85,14 +85,14 @@ class Weight:
         """
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or tensor.ndim < 2:
             raise ValueError(
-                f"Weight.quantise: the tensor is {tensor.dtype} {tuple(tensor.shape)}; it must be a float matrix "
+                f"Weight.quantize: the tensor is {tensor.dtype} {tuple(tensor.shape)}; it must be a float matrix "
                 "(out, in) or a stack of them"
             )
         if granularity not in GRANULARITIES:
             raise ValueError(
-                f"Weight.quantise: granularity is {granularity!r}; it must be one of {', '.join(GRANULARITIES)}"
+                f"Weight.quantize: granularity is {granularity!r}; it must be one of {', '.join(GRANULARITIES)}"
             )
-        found = format_named(format).quantise(tensor.detach(), GRANULARITIES[granularity])
+        found = format_named(format).quantize(tensor.detach(), GRANULARITIES[granularity])
         return found if activation_dtype is None else replace(found, activation_dtype=activation_dtype)
 
     @staticmethod
@@ -173,9 +173,9 @@ class Weight:
         """What a launch cache's key and its tensors are made of (core/replay.py)."""
         return (self.format, self.group_shape, self.activation_dtype, self.data, self.scales, self.zeros)
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix as a tensor in `dtype`, computed in float32 (in float64 for that) and rounded once."""
-        return _FORMATS[self.format].dequantise(self, dtype)
+        return _FORMATS[self.format].dequantize(self, dtype)
 
     def rows(self, rows: slice) -> Weight:
         """Returns some rows of the matrix, that is outputs of the layer: a view of the data. `rows` is a slice."""
@@ -277,10 +277,10 @@ class WeightFormat(Protocol):
     def problem(self, weight: Weight) -> str | None:
         """What is wrong with a Weight's tensors; None if they fit."""
 
-    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """The matrix in `dtype`."""
 
-    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
         """A matrix in this format."""
 
     def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
@@ -326,10 +326,10 @@ class Plain:
             return f"plain data is {weight.data.dtype} {tuple(weight.data.shape)}; it must be a float matrix (out, in)"
         return None
 
-    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         return weight.data.to(dtype)
 
-    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
         return Weight(tensor)
 
     def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
@@ -374,13 +374,13 @@ class Fp8:
             return f"activation_dtype is {weight.activation_dtype}; fp8 weights take x as it is or in {FP8}"
         return None
 
-    def dequantise(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         scales = expand_scales(_scales_of(weight).to(wide), weight.group_shape, weight.data.shape)
         return (weight.data.to(wide) * scales).to(dtype)
 
-    def quantise(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
-        return Weight(*quantise_fp8_groups(tensor, group_shape), format="fp8", group_shape=group_shape)
+    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+        return Weight(*quantize_fp8_groups(tensor, group_shape), format="fp8", group_shape=group_shape)
 
     def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
         if scales is None:
@@ -447,7 +447,7 @@ def rounded_activations(x: Tensor, weight: Weight) -> Tensor:
         return x
     group = (1, weight.group_shape[1])
     flat = x.detach().reshape(-1, x.shape[-1])
-    data, scales = quantise_fp8_groups(flat, group)
+    data, scales = quantize_fp8_groups(flat, group)
     wide = torch.promote_types(x.dtype, torch.float32)
     rounded = (data.to(wide) * expand_scales(scales.to(wide), group, flat.shape)).to(x.dtype).view(x.shape)
     return rounded + (x - x.detach())  # the difference is 0, and has x's gradient
@@ -461,7 +461,7 @@ class WeightBuffers(nn.Module):
     """A module that holds a `Weight`: its tensors are in the state dict and move with the module.
 
     A plain weight that has a gradient is a parameter, everything else a buffer. A change of the module's dtype
-    (`module.half()`) leaves the tensors of a quantised weight as they are.
+    (`module.half()`) leaves the tensors of a quantized weight as they are.
 
     Args:
         weight: The Weight.

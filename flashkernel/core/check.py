@@ -303,7 +303,7 @@ def wanted_gradients(op: Op, case: Case, inputs: Mapping[str, torch.Tensor]) -> 
     """The inputs of a case that have gradients."""
     if not (op.differentiable and case.gradients):
         return []
-    # Elements of 8 bits are quantised data, which has no gradient.
+    # Elements of 8 bits are quantized data, which has no gradient.
     floats = [name for name, value in inputs.items() if value.is_floating_point() and value.element_size() > 1]
     return [name for name in floats if op.inputs[name].grad]
 

@@ -141,7 +141,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantises experts in MXFP4 (gpt-oss): blocks [experts, out, groups, 16 bytes] -> bfloat16 [experts, in, out].
+    """Dequantizes experts in MXFP4 (gpt-oss): blocks [experts, out, groups, 16 bytes] -> bfloat16 [experts, in, out].
 
     A byte holds two values, the first in its low bits; each group of 32 has an exponent, biased by 127.
     """

@@ -134,7 +134,7 @@ class ForwardPass:
 
 
 class TorchForwardPass(ForwardPass):
-    """A pass that calls torch's operators without dispatch. Rare cases (quantised weights or pages, sinks, padding,
+    """A pass that calls torch's operators without dispatch. Rare cases (quantized weights or pages, sinks, padding,
     interleaved gates) take the public operators."""
 
     def __init__(self, config: ModelConfig, model_input: ModelInput) -> None:

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: dequantised tensors under Transformers' names, configuration and tokenizer."""
+"""GGUF files as checkpoints: dequantized tensors under Transformers' names, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GGUFCheckpoint:
 
     def read(self, name: str) -> Tensor:
         source, expert = self._sources[name]
-        values = self._dequantised(source, expert)
+        values = self._dequantized(source, expert)
         if self._kind == "llama" and source.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
             return halves_from_interleaved(values, heads)
@@ -106,7 +106,7 @@ class GGUFCheckpoint:
             return None
         return _tokenizer(self._fields, str(self.path))
 
-    def _dequantised(self, source: str, expert: int | None) -> Tensor:
+    def _dequantized(self, source: str, expert: int | None) -> Tensor:
         from gguf.quants import dequantize
 
         stored = self._tensors[source]
@@ -159,7 +159,7 @@ class GGUFCheckpoint:
             return common | own
         divisors = None
         if _ROPE_DIVISORS in self._tensors:
-            divisors = self._dequantised(_ROPE_DIVISORS, None).flatten().tolist()
+            divisors = self._dequantized(_ROPE_DIVISORS, None).flatten().tolist()
         return common | {
             "num_attention_heads": heads,
             "hidden_size": hidden,

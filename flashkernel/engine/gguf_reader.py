@@ -1,7 +1,7 @@
 """The GGUF container: fields and tensors of a file.
 
 The `gguf` package reads it too, but takes seconds for a vocabulary: it makes an array of every string. Here a string
-is a slice. The package still knows the quantisation formats.
+is a slice. The package still knows the quantization formats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in the file: rows of bytes, or of numbers where it is not quantised."""
+    """A tensor as it lies in the file: rows of bytes, or of numbers where it is not quantized."""
 
     data: np.ndarray  # [..., bytes or numbers of a row]
     kind: Any  # gguf.GGMLQuantizationType

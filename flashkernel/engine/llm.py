@@ -136,7 +136,7 @@ class LLM:
         self.engine_args = EngineArgs(**engine_args)
         if isinstance(model, Transformer):
             quantization = self.engine_args.quantization
-            self.model = model if quantization is None else model.quantised(quantization)
+            self.model = model if quantization is None else model.quantized(quantization)
             self.tokenizer, self.name = tokenizer, model.config.architecture
         else:
             self.name = str(model)

@@ -26,7 +26,7 @@ def load_model(
 ) -> Transformer:
     """Loads a model; calls `progress(layers loaded, layers)` after each layer.
 
-    With `quantization`, the name of a `Weight` format, projections are quantised with a scale for each output.
+    With `quantization`, the name of a `Weight` format, projections are quantized with a scale for each output.
     """
     architecture = architecture_of(checkpoint.config)
     config = architecture.configure(checkpoint.config)
@@ -60,7 +60,7 @@ def _laid_out(weight: Tensor | Weight, quantization: str | None = None) -> Tenso
     if isinstance(weight, Weight):  # as the checkpoint has it
         return weight
     if quantization is not None:
-        return Weight.quantise(weight, quantization, "row")
+        return Weight.quantize(weight, quantization, "row")
     transposed = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.ndim == 2
     return weight.T.contiguous().T if transposed and weight.shape[0] > weight.shape[1] else weight
 
@@ -88,7 +88,7 @@ class _WeightLoader:
             found = self._concatenated(names)
         if isinstance(found, Weight):
             if stored.transposed:
-                raise ModelError(f"{self.checkpoint.config.source}: {names[0]} is quantised and stored (in, out)")
+                raise ModelError(f"{self.checkpoint.config.source}: {names[0]} is quantized and stored (in, out)")
             return found.to(self.device)
         if stored.transposed:
             found = found.transpose(-1, -2)
@@ -142,7 +142,7 @@ def _check_shapes(config: ModelConfig, weights: ModelWeights, layers: list[Layer
 
 def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
     """The weight as a tensor, which a lookup of tokens needs."""
-    return weight.dequantise(dtype) if isinstance(weight, Weight) else weight
+    return weight.dequantize(dtype) if isinstance(weight, Weight) else weight
 
 
 def _check_shape(what: str, weight: Tensor | Weight, expected: tuple[int, ...]) -> None:

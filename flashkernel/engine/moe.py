@@ -47,7 +47,7 @@ def _all_experts(x: Tensor, layer: LayerWeights, config: ModelConfig, weights: T
 def _each_expert(x: Tensor, weights: Tensor | Weight) -> Tensor:
     """x [experts, tokens, in] through each expert's own weight (out, in).
 
-    Tensors are one batched product. Quantised weights are a `linear` for each expert, which reads them as they are.
+    Tensors are one batched product. Quantized weights are a `linear` for each expert, which reads them as they are.
     """
     if isinstance(weights, Tensor):
         return x @ weights.transpose(1, 2)

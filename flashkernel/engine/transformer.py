@@ -105,14 +105,14 @@ class Transformer:
         }
         return sum(found.values())
 
-    def quantised(self, format: str) -> Transformer:
+    def quantized(self, format: str) -> Transformer:
         """The model with its layers' projections in another `Weight` format, a scale for each output."""
         layers = []
         for layer in self.layers:
             found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
             for name, projection in found.items():
                 if isinstance(projection, Tensor):
-                    found[name] = Weight.quantise(projection, format, "row")
+                    found[name] = Weight.quantize(projection, format, "row")
             layers.append(replace(layer, **found))
         return Transformer(self.config, self.weights, layers)
 

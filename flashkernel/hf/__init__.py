@@ -3,7 +3,7 @@
     import flashkernel.hf
     print(flashkernel.hf.patch(model))  # a loaded model: attention, rotary embedding, norms, MLPs and the loss
 
-    flashkernel.hf.quantise(model, "fp8")  # its linear layers with weights in fp8
+    flashkernel.hf.quantize(model, "fp8")  # its linear layers with weights in fp8
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fkernel")  # the attention alone
 
@@ -22,7 +22,7 @@ except ImportError as error:
 
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, layer_mask, register
 from flashkernel.hf.patching import patch, patched, unpatch
-from flashkernel.hf.quantised import quantise
+from flashkernel.hf.quantized import quantize
 from flashkernel.hf.report import Entry, Report
 
 register()
@@ -36,7 +36,7 @@ __all__ = [
     "layer_mask",
     "patch",
     "patched",
-    "quantise",
+    "quantize",
     "register",
     "unpatch",
 ]

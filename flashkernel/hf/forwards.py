@@ -20,7 +20,7 @@ from transformers.utils.generic import can_return_tuple
 
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, sees_all
 from flashkernel.hf.families import Attention, Head, Norm
-from flashkernel.hf.quantised import QuantisedLinear
+from flashkernel.hf.quantized import QuantizedLinear
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, swiglu
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.gemm import linear
@@ -311,14 +311,14 @@ def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
 
 
 def _is_fusable(layer: Any, dtype: torch.dtype) -> bool:
-    """Whether `linear` may compute the layer: a plain one in this dtype, or one with a quantised weight."""
-    if type(layer) is QuantisedLinear:
+    """Whether `linear` may compute the layer: a plain one in this dtype, or one with a quantized weight."""
+    if type(layer) is QuantizedLinear:
         return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks
     return _is_plain_linear(layer) and layer.weight.dtype == dtype
 
 
 def _is_plain_linear(layer: Any) -> bool:
-    """Whether this is a linear layer without adapter, quantisation, sharding or hook."""
+    """Whether this is a linear layer without adapter, quantization, sharding or hook."""
     return (
         type(layer) is nn.Linear
         and type(layer.weight) in (nn.Parameter, Tensor)

@@ -27,7 +27,7 @@ from torch.nn.modules import module as modules
 from flashkernel.blocks.weight import Weight
 from flashkernel.hf import forwards
 from flashkernel.hf.attention import LayerMask, attention_forward, is_causal
-from flashkernel.hf.quantised import QuantisedLinear
+from flashkernel.hf.quantized import QuantizedLinear
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.norm import rms_norm
 from flashkernel.ops.rope import rope
@@ -134,7 +134,7 @@ def _patched_with(module: Any, forward: Any) -> Any:
 def _linear(layer: Any, dtype: torch.dtype) -> Linear | None:
     """As `forwards._is_fusable` decides; on this path each attribute that torch looks up counts."""
     kept = layer.__dict__
-    if type(layer) is QuantisedLinear:
+    if type(layer) is QuantizedLinear:
         return Linear(layer.weight, layer.bias) if forwards._is_fusable(layer, dtype) else None
     if type(layer) is not nn.Linear or "forward" in kept or kept["_forward_hooks"] or kept["_forward_pre_hooks"]:
         return None

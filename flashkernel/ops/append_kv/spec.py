@@ -200,7 +200,7 @@ def _triton_supports(call: Call) -> str | None:
 
 APPEND_KV = Op(
     name="append_kv",
-    summary="new keys and values into pages, rotated and quantised on the way",
+    summary="new keys and values into pages, rotated and quantized on the way",
     function=f"{_ROOM}.api:append_kv",
     reference=f"{_ROOM}.reference:append_kv",
     inputs=_INPUTS,

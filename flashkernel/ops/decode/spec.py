@@ -85,7 +85,7 @@ def _capacity(axes: Axes) -> int:
 
 
 def _cached(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    """Keys or values; whole numbers for a quantised cache; the first ones equal where sequences share a prefix."""
+    """Keys or values; whole numbers for a quantized cache; the first ones equal where sequences share a prefix."""
     device = generator.device
     if axes.get("levels"):
         return torch.randint(-axes["levels"], axes["levels"] + 1, shape, generator=generator, device=device).float()
@@ -214,7 +214,7 @@ _PAGES = (
 )  # fmt: skip
 
 
-def _quantised(
+def _quantized(
     name: str, axes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, levels: int, *more: str
 ) -> Case:
     present = (*_QUANTISED, *more, *(_PAGED if "most_pages" in axes else ()))
@@ -222,11 +222,11 @@ def _quantised(
 
 
 _STORED = (
-    _quantised("fp8", _axes(2, 1, (4, 2), 32, 40, least=1), {"return_lse": True}, _FP8, 15),
-    _quantised("fp8-paged", _axes(2, 2, (4, 2), 16, 100, 16, least=2), {"window": 40}, _FP8, 15),
-    _quantised("int8", _axes(2, 1, (8, 2), 16, 40, least=1), {}, _INT8, 127),
-    _quantised("int8-paged-split", _axes(2, 1, (4, 2), 16, 640, 64, lengths=(600, 7)), {}, _INT8, 127),
-    _quantised(
+    _quantized("fp8", _axes(2, 1, (4, 2), 32, 40, least=1), {"return_lse": True}, _FP8, 15),
+    _quantized("fp8-paged", _axes(2, 2, (4, 2), 16, 100, 16, least=2), {"window": 40}, _FP8, 15),
+    _quantized("int8", _axes(2, 1, (8, 2), 16, 40, least=1), {}, _INT8, 127),
+    _quantized("int8-paged-split", _axes(2, 1, (4, 2), 16, 640, 64, lengths=(600, 7)), {}, _INT8, 127),
+    _quantized(
         "everything",
         _axes(2, 3, (4, 2), 16, 90, 16, least=3),
         {"window": 40, "sink_tokens": 3, "softcap": 3.0, "scale": 0.2, "return_lse": True},

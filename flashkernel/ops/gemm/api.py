@@ -35,7 +35,7 @@ def linear(
 ) -> Tensor | tuple[Tensor, ...]:
     """Returns scale * activation(norm(x) @ weight^T + bias) + residual, in one launch where x has few rows.
 
-    Sums are in float32 and every tensor is differentiable, except those of a quantised `Weight`. Under autocast x and
+    Sums are in float32 and every tensor is differentiable, except those of a quantized `Weight`. Under autocast x and
     the weights are cast as for torch.nn.functional.linear; the output then has the wider dtype of that and the
     residual's.
 
@@ -72,13 +72,13 @@ def linear(
     """
     single = isinstance(weight, (Tensor, Weight))
     weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
-    quantised = False
+    quantized = False
     for index, one in enumerate(weights):
         if type(one) is Weight:
             if one.format == "plain":
                 weights[index] = one.data
             else:
-                quantised = True
+                quantized = True
     if out is not None and out_dtype is None:
         out_dtype = out.dtype
     lower = autocast_dtype(x)
@@ -100,7 +100,7 @@ def linear(
         _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None,
                    x, residual, norm_weight, *biases, *[one for one in weights if isinstance(one, Tensor)])  # fmt: skip
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
-    formats: dict[str, Any] = {"weight": spec.layouts(weights)} if quantised else {}
+    formats: dict[str, Any] = {"weight": spec.layouts(weights)} if quantized else {}
     chosen = choose(
         spec.LINEAR, backend, x.device, x.dtype, rows=spec.row_class(x.shape[:-1].numel()),
         transposed=first.shape[1] > 1 and first.stride(1) != 1, **formats,

@@ -150,7 +150,7 @@ def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> st
         return f"there is no kernel {config.kernel!r}; there are 'vector' and 'tensor'"
     if config.block_k < 16:
         return "tensor cores sum at least 16 elements at a time"
-    x_bytes = shape.get("x_bytes", shape["bytes"])  # quantised weights have narrower elements than x
+    x_bytes = shape.get("x_bytes", shape["bytes"])  # quantized weights have narrower elements than x
     staged = (loaded * shape["bytes"] + row_tile(shape["rows"]) * config.block_k * x_bytes) * config.num_stages
     if device.shared_per_block and staged > device.shared_per_block:
         return f"{config} needs {staged} bytes of shared memory; a block has {device.shared_per_block}"

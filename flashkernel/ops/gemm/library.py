@@ -1,7 +1,7 @@
 """The linear layer's kernels as a torch operator, with their gradients.
 
 An operator takes no epilogue, but its text. The weights are separate arguments, at most three, because autograd looks
-into no list. Quantised weights have no gradient: they are a list of tensors and the text of their layouts. The backward
+into no list. Quantized weights have no gradient: they are a list of tensors and the text of their layouts. The backward
 pass is made of torch's products: serving has none, and training has rows in plenty.
 """
 
@@ -18,7 +18,7 @@ from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 
 MOST_WEIGHTS = 3
-_AND = " and "  # between the layouts of quantised weights
+_AND = " and "  # between the layouts of quantized weights
 
 
 def linear(
@@ -34,13 +34,13 @@ def linear(
     offset: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """All outputs side by side, [..., outputs]; differentiable in every tensor but those of quantised weights."""
+    """All outputs side by side, [..., outputs]; differentiable in every tensor but those of quantized weights."""
     padding = [None] * (MOST_WEIGHTS - len(weights))
     vectors = [*biases, *padding] if biases else [None] * MOST_WEIGHTS
     if type(weights[0]) is Weight:  # all are: no kernel takes both kinds
         stored = [tensor for weight in weights for tensor in weight.tensors]
         layouts = _AND.join([weight.layout for weight in weights])
-        return _linear_quantised(
+        return _linear_quantized(
             x, stored, *vectors, residual, norm_weight, layouts, chain, packed, eps, offset, dtype, kernels
         )  # fmt: skip
     return _linear(
@@ -233,7 +233,7 @@ def _rebuilt(stored: list[Tensor], layouts: str) -> list[Weight]:
     return weights
 
 
-def _forward_quantised(
+def _forward_quantized(
     x: Tensor,
     stored: list[Tensor],
     bias: Tensor | None,
@@ -258,14 +258,14 @@ def _forward_quantised(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _fake_forward_quantised(
+def _fake_forward_quantized(
     x, stored, bias, bias2, bias3, residual, norm_weight, layouts, chain, packed, eps, offset, dtype, kernels
 ):
     outputs = sum([weight.shape[0] for weight in _rebuilt(stored, layouts)])
     return x.new_empty((*x.shape[:-1], outputs // 2 if Epilogue.parse(chain).gated else outputs), dtype=dtype)
 
 
-def _setup_context_quantised(ctx, inputs, output):
+def _setup_context_quantized(ctx, inputs, output):
     x, stored, *biases, residual, norm_weight, layouts, chain, packed, eps, offset, _, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, *biases, norm_weight, *stored)
@@ -273,7 +273,7 @@ def _setup_context_quantised(ctx, inputs, output):
     ctx.layouts = layouts
 
 
-def _pull_back_quantised(ctx, dy):
+def _pull_back_quantized(ctx, dy):
     x, bias, bias2, bias3, norm_weight, *stored = ctx.saved_tensors
     none = [None] * len(stored)
     if dy is None:
@@ -281,14 +281,14 @@ def _pull_back_quantised(ctx, dy):
     needs = list(ctx.needs_input_grad)
     wanted = [needs[0], False, False, False, *needs[2:7]]
     with without_autocast(dy):
-        weights: list[Any] = [weight.dequantise(x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
+        weights: list[Any] = [weight.dequantize(x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
         weights += [None] * (MOST_WEIGHTS - len(weights))
         results = _linear_backward(dy, x, *weights, bias, bias2, bias3, norm_weight, *ctx.settings, wanted)
     dx, _, _, _, *others = [result if want else None for result, want in zip(results, wanted)]
     return dx, none, *others, *[None] * 7
 
 
-_linear_quantised = KernelOp(
-    "linear_quantised", _forward_quantised, _fake_forward_quantised,
-    setup_context=_setup_context_quantised, backward=_pull_back_quantised,
+_linear_quantized = KernelOp(
+    "linear_quantized", _forward_quantized, _fake_forward_quantized,
+    setup_context=_setup_context_quantized, backward=_pull_back_quantized,
 )  # fmt: skip

@@ -19,7 +19,7 @@ class LinearKernels(Protocol):
     ) -> Tensor:  # fmt: skip
         """Returns (rows, outputs) in `dtype`, those of all weights side by side; `chain` is the text of an epilogue.
 
-        Weights are tensors in x's dtype, or quantised weights if the backend's `supports` takes their layouts.
+        Weights are tensors in x's dtype, or quantized weights if the backend's `supports` takes their layouts.
         """
 
 

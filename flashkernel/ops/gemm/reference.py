@@ -49,9 +49,9 @@ def linear(
 
 
 def _product(x: Tensor, matrix: Tensor | Weight) -> Tensor:
-    """x matrix^T; a quantised weight is the matrix that it stands for, and may ask for x in 8 bits."""
+    """x matrix^T; a quantized weight is the matrix that it stands for, and may ask for x in 8 bits."""
     if isinstance(matrix, Weight):
-        x, matrix = rounded_activations(x, matrix), matrix.dequantise(x.dtype)
+        x, matrix = rounded_activations(x, matrix), matrix.dequantize(x.dtype)
     return x @ matrix.transpose(0, 1)
 
 

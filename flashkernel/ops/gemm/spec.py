@@ -33,7 +33,7 @@ _CUBLAS = f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the produ
 
 
 def layouts(weights: list[Any]) -> str:
-    """The different layouts of a call's weights, as the fact "weight" of a call with quantised ones."""
+    """The different layouts of a call's weights, as the fact "weight" of a call with quantized ones."""
     found: list[str] = []
     for weight in weights:
         layout = weight.layout if isinstance(weight, Weight) else "plain"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands, standard
-from flashkernel.blocks.fp8 import FP8, quantise_fp8_groups, scaled_mm_takes
+from flashkernel.blocks.fp8 import FP8, quantize_fp8_groups, scaled_mm_takes
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import GRANULARITIES, Weight, rounded_activations
 from flashkernel.ops.gemm.params import LinearParams
@@ -29,7 +29,7 @@ def linear(
     if norm_weight is not None:
         x = normalised(x, norm_weight, params.norm_eps, params.norm_offset)
     if type(weight) is Weight and weight.activation_dtype is None:
-        weight = weight.dequantise(x.dtype)
+        weight = weight.dequantize(x.dtype)
     if (
         params.activation is None
         and params.scale == 1.0
@@ -66,11 +66,11 @@ def linear(
 
 
 def matrix_product(x: Tensor, matrix: Tensor | Weight, bias: Tensor | None) -> Tensor:
-    """x matrix^T + bias. A quantised weight is dequantised first, unless it asks for x in fp8 and cuBLAS takes both."""
+    """x matrix^T + bias. A quantized weight is dequantized first, unless it asks for x in fp8 and cuBLAS takes both."""
     if isinstance(matrix, Tensor):
         return F.linear(x, matrix, bias)
     if not _scaled_mm_serves(x, matrix):
-        return F.linear(rounded_activations(x, matrix), matrix.dequantise(x.dtype), bias)
+        return F.linear(rounded_activations(x, matrix), matrix.dequantize(x.dtype), bias)
     y = _ScaledProduct.apply(x, matrix.data, matrix.scales)
     return y if bias is None else y + bias
 
@@ -96,7 +96,7 @@ class _ScaledProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, data: Tensor, scales: Tensor) -> Tensor:
         ctx.save_for_backward(data, scales)
-        x_data, x_scales = quantise_fp8_groups(x.reshape(-1, x.shape[-1]), (1, -1))
+        x_data, x_scales = quantize_fp8_groups(x.reshape(-1, x.shape[-1]), (1, -1))
         columns = scales.reshape(1, -1).expand(1, data.shape[0]).contiguous()
         y = torch._scaled_mm(x_data, data.t(), x_scales, columns, out_dtype=x.dtype)
         return y.view(*x.shape[:-1], -1)

@@ -46,7 +46,7 @@ def _weight_of_tile(tile, weights, strides, biases, sizes, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _scales_of_tile(tile, out_column, scales, scale_strides, sizes, BLOCK_N: tl.constexpr):
-    """Scales [BLOCK_N] of a tile's outputs, from those of the quantised weight that it belongs to."""
+    """Scales [BLOCK_N] of a tile's outputs, from those of the quantized weight that it belongs to."""
     scale, stride, size, tiles = scales[0], scale_strides[0], sizes[0], 0
     for part in tl.static_range(1, len(sizes)):
         tiles += tl.cdiv(sizes[part - 1], BLOCK_N)
@@ -286,7 +286,7 @@ def forward(
 ) -> Tensor:
     """y [rows, outputs] of x [rows, inner]; the weights are [n, inner] each, and a gated chain's are gate and up.
 
-    x and the residual have unit stride along their rows; the biases are none, or one for each weight. Quantised weights
+    x and the residual have unit stride along their rows; the biases are none, or one for each weight. Quantized weights
     are read as they are stored, and finished sums are multiplied by their scales.
     """
     rows, inner = x.shape

@@ -27,7 +27,7 @@ def matmul(
     dtype = default_dtype(a.dtype) if out_dtype is None else out_dtype
     if a_scale is not None and b_scale is not None:
         a_scale, b_scale = as_matrices(a_scale, b_scale)
-        a, b = dequantised(a, a_scale), dequantised(b, b_scale)
+        a, b = dequantized(a, a_scale), dequantized(b, b_scale)
     value = torch.matmul(a if a.dtype.itemsize > 1 else a.float(), b if b.dtype.itemsize > 1 else b.float())
     if bias is not None:
         value = value + bias
@@ -50,7 +50,7 @@ def as_matrices(a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def dequantised(x: Tensor, scale: Tensor) -> Tensor:
+def dequantized(x: Tensor, scale: Tensor) -> Tensor:
     """x times its scales, in the scales' precision. A dim of the scales has one for all, for each, or for every 128."""
     wide = scale.dtype if scale.dtype in WIDE else torch.float32
     group = [SCALE_BLOCK if scale.shape[dim] not in (1, x.shape[dim]) else 1 for dim in (-2, -1)]

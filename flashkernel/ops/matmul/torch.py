@@ -10,7 +10,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Epilogue, Operands, standard
 from flashkernel.blocks.fp8 import scaled_mm_takes
 from flashkernel.ops.matmul import reference
-from flashkernel.ops.matmul.reference import default_dtype, dequantised, offsets_of_counts
+from flashkernel.ops.matmul.reference import default_dtype, dequantized, offsets_of_counts
 
 
 def matmul(
@@ -34,7 +34,7 @@ def matmul(
         vectors = (a_scale.contiguous(), b_scale.contiguous())
         product = torch._scaled_mm(a, b, *vectors, out_dtype=torch.bfloat16)
     else:
-        product = torch.matmul(dequantised(a, a_scale), dequantised(b, b_scale))
+        product = torch.matmul(dequantized(a, a_scale), dequantized(b, b_scale))
     chain = Epilogue(standard(bias is not None, activation, scale, residual is not None))
     if not chain.pieces:
         return product.to(dtype)

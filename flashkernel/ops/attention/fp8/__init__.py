@@ -1,4 +1,4 @@
-"""FP8 attention and the quantisation of its inputs."""
+"""FP8 attention and the quantization of its inputs."""
 
 from flashkernel.ops.attention.fp8.api import attention_fp8
 from flashkernel.ops.attention.fp8.quantize import quantize_fp8

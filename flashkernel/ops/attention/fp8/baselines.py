@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import causal
 from flashkernel.core.op import Case, Op
-from flashkernel.ops.attention.fp8.reference import dequantised
+from flashkernel.ops.attention.fp8.reference import dequantized
 from flashkernel.ops.attention.torch import same
 
 Function = Callable[..., Tensor]
@@ -25,13 +25,13 @@ def _is_causal(case: Case) -> bool:
 
 
 def eager(op: Op, case: Case) -> Function:
-    """Dequantises to bfloat16 and calls torch's scaled_dot_product_attention."""
+    """Dequantizes to bfloat16 and calls torch's scaled_dot_product_attention."""
     is_causal = _is_causal(case)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
         scaled = ((q, q_scale), (k, k_scale), (v, v_scale))
         grouped = q.shape[2] != k.shape[2]
-        q, k, v = (dequantised(x, scale, torch.bfloat16).transpose(1, 2) for x, scale in scaled)
+        q, k, v = (dequantized(x, scale, torch.bfloat16).transpose(1, 2) for x, scale in scaled)
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
     return attention

@@ -1,11 +1,11 @@
-"""Quantisation to e4m3 for `attention_fp8`: scales, an optional rotation, and the memory layout of V."""
+"""Quantization to e4m3 for `attention_fp8`: scales, an optional rotation, and the memory layout of V."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.fp8 import SCALE_BLOCK, quantise_fp8_groups
+from flashkernel.blocks.fp8 import SCALE_BLOCK, quantize_fp8_groups
 from flashkernel.core.arguments import static
 from flashkernel.core.tracing import assume_constant_result
 
@@ -15,7 +15,7 @@ _ALIGNMENT = 16  # rows of a transposed tensor start at multiples of 16 bytes, a
 def quantize_fp8(
     x: Tensor, block: int | None = None, rotate: bool = False, transpose: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantises a tensor to float8_e4m3fn with one scale per head, or per head and 128 positions.
+    """Quantizes a tensor to float8_e4m3fn with one scale per head, or per head and 128 positions.
 
     A scale is the largest magnitude among its elements divided by 448.
 
@@ -41,7 +41,7 @@ def quantize_fp8(
     wide = x.detach().float()
     if rotate:
         wide = wide @ rotation(static(x.shape[3]), x.device)
-    values, scales = quantise_fp8_groups(wide.transpose(1, 2), (-1 if block is None else block, -1))
+    values, scales = quantize_fp8_groups(wide.transpose(1, 2), (-1 if block is None else block, -1))
     values = values.transpose(1, 2)
     scale = scales[..., 0, 0] if block is None else scales[..., 0]  # [B, H], or [B, H, blocks]
     return (_transposed(values) if transpose else values.contiguous()), scale.contiguous()

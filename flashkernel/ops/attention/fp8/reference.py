@@ -1,4 +1,4 @@
-"""FP8 attention in plain torch: dequantisation, and the reference implementation."""
+"""FP8 attention in plain torch: dequantization, and the reference implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashkernel.blocks.mask import Mask
 from flashkernel.ops.attention import reference
 
 
-def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x (batch, seqlen, heads, head_dim) times its scales, (batch, heads) or (batch, heads, blocks), in
     `dtype`."""
     factor = scale.to(dtype)[..., None]  # [B, H, 1], or [B, H, blocks, 1]
@@ -34,12 +34,12 @@ def attention_fp8(
     return_lse: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the dequantised q, k and v: in float32, or in q's dtype if that is wider than FP8."""
-    quantised = q.dtype == FP8
-    wide = torch.float32 if quantised else q.dtype
+    """Attention of the dequantized q, k and v: in float32, or in q's dtype if that is wider than FP8."""
+    quantized = q.dtype == FP8
+    wide = torch.float32 if quantized else q.dtype
     found = reference.attention(
-        dequantised(q, q_scale, wide), dequantised(k, k_scale, wide), dequantised(v, v_scale, wide), sinks=sinks,
+        dequantized(q, q_scale, wide), dequantized(k, k_scale, wide), dequantized(v, v_scale, wide), sinks=sinks,
         mask=mask, scale=scale, softcap=softcap, return_lse=True,
     )  # fmt: skip
-    out, lse = found[0].to(out_dtype) if quantised else found[0], found[1]
+    out, lse = found[0].to(out_dtype) if quantized else found[0], found[1]
     return (out, lse) if return_lse else out

@@ -86,7 +86,7 @@ class Fp8Traits(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """Scales by which Q, K and V are dequantised: float32 (batch, heads, blocks) each, and their numbers of blocks."""
+    """Scales by which Q, K and V are dequantized: float32 (batch, heads, blocks) each, and their numbers of blocks."""
 
     q: Any
     k: Any

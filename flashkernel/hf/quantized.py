@@ -1,4 +1,4 @@
-"""Linear layers of a Transformers model with quantised weights."""
+"""Linear layers of a Transformers model with quantized weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashkernel.ops.gemm import linear
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class QuantisedLinear(WeightBuffers):
+class QuantizedLinear(WeightBuffers):
     """A linear layer whose weight is a `Weight`; the state dict has `data`, `scales` and `bias`."""
 
     bias: nn.Parameter | None
@@ -27,10 +27,10 @@ class QuantisedLinear(WeightBuffers):
         return linear(x, self.weight, self.bias)  # type: ignore[return-value]
 
 
-def quantise(
+def quantize(
     model: _Model, format: str = "fp8", granularity: str = "row", skip: tuple[str, ...] = ("lm_head",)
 ) -> _Model:
-    """Replaces the linear layers of a model by layers with quantised weights, in place.
+    """Replaces the linear layers of a model by layers with quantized weights, in place.
 
     The weights are frozen; gradients go through them, so adapters can be trained. `patch` computes such layers as it
     does plain ones: q, k and v, and gate and up, in one launch for few tokens. Call it before or after `patch`.
@@ -38,7 +38,7 @@ def quantise(
     Args:
         model: A Transformers model, or any module with torch.nn.Linear layers inside.
         format: A format of `flashkernel.Weight`.
-        granularity: What shares a scale, as in `flashkernel.Weight.quantise`.
+        granularity: What shares a scale, as in `flashkernel.Weight.quantize`.
         skip: Layers whose names end so stay as they are.
 
     Returns:
@@ -47,7 +47,7 @@ def quantise(
     Example:
         >>> import torch, flashkernel.hf
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        >>> flashkernel.hf.quantise(model, "fp8")[0].weight
+        >>> flashkernel.hf.quantize(model, "fp8")[0].weight
         Weight(fp8 row, 16x8, 192 bytes)
         >>> model(torch.randn(2, 8)).shape
         torch.Size([2, 4])
@@ -56,5 +56,5 @@ def quantise(
         for child, layer in list(module.named_children()):
             full = f"{name}.{child}" if name else child
             if type(layer) is nn.Linear and not full.endswith(skip):
-                setattr(module, child, QuantisedLinear(Weight.quantise(layer.weight, format, granularity), layer.bias))
+                setattr(module, child, QuantizedLinear(Weight.quantize(layer.weight, format, granularity), layer.bias))
     return model
