@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashkernel.core.op import RANDOM_LAYOUTS, lay_out
+from flashkernel.core.op import LAYOUTS, lay_out
 from flashkernel.core.random_case import GROUP, describe, draw
 from flashkernel.lab.random_calls import run_one, schedule
 from flashkernel.lab.worker_pool import WorkerPool
@@ -70,7 +70,7 @@ def test_draws_reach_what_attention_has() -> None:
         "causal", "window(", "sink_tokens", "prefix", "documents", "block_sparse", "column_intervals", "table[q, k]",
         "(q - k) // 4", "(q - k) % 5", "~", " & ", " | ", "softcap", "scale=", "return_lse", "dropout", "score=",
         "+bias", "+sinks", "+alibi_slopes", "bias_queries=1", "bias_keys=1", "hidden=", "forward only", "queries=0",
-        *(f"k:{layout}" for layout in RANDOM_LAYOUTS if layout != "contiguous"),
+        *(f"k:{layout}" for layout in LAYOUTS if layout != "contiguous"),
     )  # fmt: skip
     assert [text for text in wanted if text not in texts] == []
     cases = [draw(registry()["attention"], seed, "small")[0].axes for seed in range(100)]
@@ -79,7 +79,7 @@ def test_draws_reach_what_attention_has() -> None:
     assert any(axes["heads"] != axes["kv_heads"] for axes in cases)
 
 
-@pytest.mark.parametrize("layout", RANDOM_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int32, torch.bool])
 def test_layouts_keep_values(layout: str, dtype: torch.dtype) -> None:
     for shape in ((2, 3, 4, 5), (3, 5), (4,), (), (0, 3), (3, 0)):

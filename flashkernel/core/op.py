@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from flashkernel.core.random_case import Rng
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-LAYOUTS = ("contiguous", "padded", "transposed")  # of declared cases
-RANDOM_LAYOUTS = (*LAYOUTS, "packed", "offset", "expanded")  # of random ones (core/random_case.py)
+LAYOUTS = ("contiguous", "padded", "transposed", "packed", "offset", "expanded")  # of inputs (lay_out)
 
 Axes = Mapping[str, Any]  # axis name -> size, or a tuple of sizes for an axis used as "*axis"
 Draw = Callable[[tuple[int, ...], Axes, torch.Generator], torch.Tensor]
@@ -279,7 +278,7 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     no variance to be normalised by.
     """
     shape = values.shape
-    if layout == "contiguous" or values.ndim == 0 or (values.ndim == 1 and layout in LAYOUTS):
+    if layout == "contiguous" or values.ndim == 0 or (values.ndim == 1 and layout in ("padded", "transposed")):
         return values
     if layout == "padded":
         storage = torch.full((*shape[:-1], shape[-1] + 3), 0, dtype=values.dtype, device=values.device)
@@ -297,7 +296,7 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
         return torch.cat([_unread((1,), values), values.reshape(-1)])[1:].view(shape)
     if layout == "expanded":
         return values[:1].expand(shape) if values.is_floating_point() and values.ndim > 1 else values
-    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(RANDOM_LAYOUTS)}")
+    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(LAYOUTS)}")
 
 
 def _unread(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

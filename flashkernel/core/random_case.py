@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flashkernel.core.op import FLOATS, RANDOM_LAYOUTS, Case, Op
+from flashkernel.core.op import FLOATS, LAYOUTS, Case, Op
 
 SIZES = ("small", "large")  # for Triton's interpreter, and for a GPU
 EDGES = tuple(edge + by for edge in (16, 32, 64, 128, 256, 512, 1024) for by in (-1, 0, 1))
@@ -151,7 +151,7 @@ def _layouts(rng: Rng, op: Op, case: Case) -> dict[str, str]:
         return {}
     layouts = {}
     for name, spec in op.inputs.items():
-        layout = rng.one(RANDOM_LAYOUTS)
+        layout = rng.one(LAYOUTS)
         if layout == "expanded" and op.written is not None:
             layout = "contiguous"
         if layout != "contiguous" and (not spec.optional or name in case.present):

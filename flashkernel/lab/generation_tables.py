@@ -123,7 +123,8 @@ def _rows(
 ) -> Iterable[tuple[list[str], Mapping[str, GenerationRecord], str | None]]:
     """(cells, records by runner, name of the best runner) of each row that is not empty."""
     grouped: dict[tuple[str, int, str, int, int], dict[str, GenerationRecord]] = {}
-    for record in records:
+    models = list(dict.fromkeys(record.model for record in records))
+    for record in sorted(records, key=lambda record: (models.index(record.model), record.batch)):
         key = (record.model, record.batch, record.dtype, record.prompt, record.new)
         grouped.setdefault(key, {})[record.implementation] = record
     for key, mine in grouped.items():
