@@ -200,6 +200,7 @@ def attention_backward_keys(
     scale_log2 = exponent_scale(terms, PLAIN)
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk_total, dv_total = dk_sum, dv_sum  # in float32, of the heads before: one long sum would lose digits
     for member in range(sizes.group_size):
         h = kv_head * sizes.group_size + member
         head = head_of(bias, terms, b, h)
@@ -239,6 +240,13 @@ def attention_backward_keys(
                             p, dp, delta, capped, before, at, sizes, terms, dropout, score_tables, SCORE_GRAD
                         )
                         dk_sum = tl.dot(dproduct.to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            dk_total += dk_sum
+            dv_total += dv_sum
+            dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+            dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if PRECISION == "ieee":
+        dk_sum, dv_sum = dk_total, dv_total
     inside = (column < sizes.seqlen_k)[:, None]
     target_row = (b * sizes.seqlen_k + column[:, None]) * kv_heads + kv_head
     if WANT_K:
