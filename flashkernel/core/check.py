@@ -71,7 +71,7 @@ def compare(
         return _failed(name, f"{int(actual.isnan().sum())} of {actual.numel()} are NaN")
     exact = expected.to(device=actual.device, dtype=torch.float64)
     infinite = exact.isinf()
-    if bool((infinite & (actual.double() != exact)).any()) or bool((~infinite & actual.isinf()).any()):
+    if bool((infinite & (actual.double() != exact)).any()) or bool((~infinite & actual.double().isinf()).any()):
         return _failed(name, "infinities stand where they should not")
     error = _error(actual, exact, infinite)
     limit = _limit(actual.dtype if input_dtype is None else input_dtype, exact, torch_own, tolerance)
@@ -230,15 +230,15 @@ def verify(
         else:
             actual = execute(op.observed(op.call), inputs, {**case.options, "backend": implementation}, wanted)
     ours = not callable(implementation)  # a baseline need not keep the rule for float16 to be compared with
-    half_rule = ours and op.tolerance.through is None and draws == 1
+    half_rule = ours and (case.through or op.tolerance.through) is None and draws == 1
     reports = [
         compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], op.tolerance,
-                _rounded_dtype(op, dtype, False), half_rule)
+                _rounded_dtype(op, case, dtype, False), half_rule)
         for name in exact.outputs
     ]  # fmt: skip
     reports += [
         compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name], op.tolerance,
-                _rounded_dtype(op, dtype, True))
+                _rounded_dtype(op, case, dtype, True))
         for name in wanted
     ]  # fmt: skip
     if draws > 1 and any(not report.ok and math.isfinite(report.error) for report in reports):
@@ -265,11 +265,11 @@ def _expected(
     return exact, execute(op.observed(op.call), inputs, {**case.options, "backend": "torch"}, wanted)
 
 
-def _rounded_dtype(op: Op, dtype: torch.dtype, gradients: bool) -> torch.dtype | None:
+def _rounded_dtype(op: Op, case: Case, dtype: torch.dtype, gradients: bool) -> torch.dtype | None:
     """The dtype that intermediate results are rounded to; None: the result's own."""
     if gradients:
         return dtype if op.tolerance.of_inputs else None
-    return op.tolerance.through or (dtype if op.tolerance.of_inputs == "all" else None)
+    return case.through or op.tolerance.through or (dtype if op.tolerance.of_inputs == "all" else None)
 
 
 def _largest_limits(
@@ -292,7 +292,7 @@ def _largest_limits(
             for name, value in getattr(actual, kind).items():
                 if not value.is_floating_point() or not value.numel():
                     continue
-                rounded = _rounded_dtype(op, dtype, gradients) or value.dtype
+                rounded = _rounded_dtype(op, case, dtype, gradients) or value.dtype
                 limit = _limit(
                     rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], op.tolerance
                 )

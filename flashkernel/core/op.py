@@ -83,6 +83,7 @@ class Case:
     dtype_of: Mapping[str, torch.dtype] = field(default_factory=dict)  # inputs whose dtype differs in this case
     gradients: bool = True
     check_axes: Axes = field(default_factory=dict)  # smaller axes for the check of a benchmark too large for float64
+    through: torch.dtype | None = None  # as `Tolerance.through`, of this case
 
     def at(self, **axes: Any) -> Case:
         return replace(self, axes={**self.axes, **axes})

@@ -62,8 +62,13 @@ def _axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = 
 def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **options: Any) -> Case:
     return Case(
         name, {**axes, **_scale_axes(axes, kind)}, options, present=("a_scale", "b_scale"), gradients=False,
-        dtype_of={"a": dtype, "b": dtype},
+        dtype_of={"a": dtype, "b": dtype}, through=_tensor_core_dtype(dtype, options),
     )  # fmt: skip
+
+
+def _tensor_core_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.dtype | None:
+    """FP8 tensor cores keep about 13 bits of partial sums: a float32 output is not better than float16."""
+    return torch.float16 if dtype == FP8 and options.get("out_dtype") == torch.float32 else None
 
 
 def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
@@ -131,7 +136,8 @@ def _random_case(rng: Rng, case: Case) -> Case:
         axes |= _scale_axes(axes, rng.one(("tensor", "row", "batch", "block")))
     kinked = options.get("activation") == "relu" and case.dtypes[0] != torch.float32
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
-                   gradients=not eight_bits and not kinked)  # fmt: skip
+                   gradients=not eight_bits and not kinked,
+                   through=_tensor_core_dtype(case.dtype_of.get("a", torch.float32), options))  # fmt: skip
 
 
 def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **options: Any) -> Case:
