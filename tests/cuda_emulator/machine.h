@@ -295,14 +295,21 @@ inline void wait_copies(size_t pending) {
     for (size_t& rest : me.group_ends) rest -= end;
 }
 
-inline void prepare_stacks(size_t count) {
-    if (count <= machine.stack_count) return;
+// Stacks last for one launch: every guard page divides a mapping, a process has 65,530 of them, and it may hold a
+// hundred compiled kernels. Returns false if there is no room.
+inline bool prepare_stacks(size_t count) {
     const size_t each = STACK + PAGE;
-    if (machine.stacks != nullptr) munmap(machine.stacks, machine.stack_count * each);
-    machine.stacks = static_cast<unsigned char*>(
-        mmap(nullptr, count * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    for (size_t i = 0; i < count; ++i) mprotect(machine.stacks + i * each, PAGE, PROT_NONE);  // overflows are caught
-    machine.stack_count = count;
+    void* found = mmap(nullptr, count * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (found == MAP_FAILED) return false;
+    machine.stacks = static_cast<unsigned char*>(found), machine.stack_count = count;
+    for (size_t i = 0; i < count; ++i)  // overflows are caught
+        if (mprotect(machine.stacks + i * each, PAGE, PROT_NONE) != 0) return false;
+    return true;
+}
+
+inline void return_stacks() {
+    munmap(machine.stacks, machine.stack_count * (STACK + PAGE));
+    machine.stacks = nullptr, machine.stack_count = 0;
 }
 
 // Dynamic shared memory ends at a page that may not be touched, as closely as its alignment allows.
@@ -564,7 +571,10 @@ inline const char* launch(void (*kernel)(void**), void** arguments, const unsign
     machine.storages = storages, machine.storage_count = storage_count;
     if (shared > MOST_SHARED) return "more shared memory than any GPU has";
     if (blockDim.x * blockDim.y * blockDim.z > 1024) return "more than 1024 threads in a block";
-    prepare_stacks(blockDim.x * blockDim.y * blockDim.z);
+    if (!prepare_stacks(blockDim.x * blockDim.y * blockDim.z)) {
+        return_stacks();
+        return "the system has no room for the threads' stacks";
+    }
     prepare_shared(shared);
     find_fixed_shared();
     guard_storages(pointers, pointer_count);
@@ -582,6 +592,7 @@ inline const char* launch(void (*kernel)(void**), void** arguments, const unsign
     sigaction(SIGSEGV, &segv_before, nullptr);
     sigaction(SIGBUS, &bus_before, nullptr);
     sigaltstack(&stack_before, nullptr);
+    return_stacks();
     return_storages();
     return machine.failed ? machine.message : nullptr;
 }
