@@ -202,3 +202,11 @@ WRONG_GROUPS: list[tuple[dict[str, Any], str]] = [
 def test_wrong_groups(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"grouped_matmul: .*{message}"):
         fk.grouped_matmul(**{"x": X, "weights": WEIGHTS, "group_offsets": OFFSETS, **given})
+
+
+@pytest.mark.parametrize("bounds", [[0, 3, 9], [0, 3, 2], [-1, 2, 4]])
+def test_bounds_of_groups_are_checked_where_the_host_reads_them(bounds: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"group_offsets give bounds .* for 4 rows; they must ascend from 0 on"):
+        fk.grouped_matmul(
+            torch.randn(4, 8), torch.randn(2, 8, 5), torch.tensor(bounds, dtype=torch.int32), backend="torch"
+        )

@@ -108,6 +108,11 @@ def grouped_matmul(
     offsets = group_offsets if group_offsets.shape[0] == groups + 1 else offsets_of_counts(group_offsets)
     given = x if gather is None else x[gather]
     bounds = offsets.tolist()  # a host sync
+    if any(begin > end for begin, end in pairwise([0, *bounds, given.shape[0]])):
+        raise ValueError(
+            f"grouped_matmul: group_offsets give bounds {bounds} for {given.shape[0]} rows; they must ascend from 0 on "
+            "and end within the rows"
+        )
     parts = []
     for group, (begin, end) in enumerate(pairwise(bounds)):
         product = given[begin:end] @ weights[group]
