@@ -61,6 +61,7 @@ def _run(
     shape = {
         "m": m, "n": n * (2 if pair else 1), "k": k, "batch": batches, "bytes": a.element_size(),
         "blocks": params.scaling == "block", "aligned": aligned(_matrix(a)) and aligned(_matrix(b)) and up_like_b,
+        "gated": pair, "dact": epilogue.dz is not None,
     }  # fmt: skip
     config = tune.pick(MATMUL, props, shape)
     block_n = config.block_n // 2 if pair else config.block_n  # gate and up share the accumulators' registers
