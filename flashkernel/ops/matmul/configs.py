@@ -77,7 +77,7 @@ def fitted(config: MatmulConfig, device: Device, shape: Mapping[str, int]) -> Ma
     crowded = shape["blocks"] or not shape["aligned"] or shape.get("dact", False)
     if crowded and config.block_m * config.block_n >= 128 * 128:
         config = replace(config, block_m=128, block_n=128, num_warps=8)
-    if shape.get("gated", False) and not shape["aligned"]:
+    if (shape.get("gated", False) or shape.get("dact", False)) and not shape["aligned"]:
         config = replace(config, block_m=min(config.block_m, 64))
     if size == 4:  # products by tf32, whose accumulators and operands need more registers
         wide = config.block_m * config.block_n > 128 * 128
