@@ -154,6 +154,25 @@ def test_the_gradient_of_a_returned_preactivation_is_added() -> None:
     _close(torch.autograd.grad(z.sum(), a)[0], torch.ones(20, 24) @ b.T, 1e-4)
 
 
+def test_dropout_draws_a_seed_that_repeats() -> None:
+    a, b = torch.randn(20, 16, requires_grad=True), torch.randn(16, 24, requires_grad=True)
+
+    def call(backend: str) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        c = fk.matmul(a, b, activation="swiglu", dropout=0.5, backend=backend)
+        return c, *torch.autograd.grad(c.square().sum(), (a, b))
+
+    first, again, expected = call("triton"), call("triton"), call("torch")
+    for one, other, exact in zip(first, again, expected):
+        assert torch.equal(one, other)
+        _close(one, exact, 1e-4)
+    share = float(
+        (fk.matmul(torch.ones(100, 16), torch.ones(16, 200), dropout=0.25, backend="triton") == 0).float().mean()
+    )
+    assert abs(share - 0.25) < 0.02
+    fk.matmul(a, b, dropout=0.5, seed=torch.tensor(7), backend="triton").sum().backward()
+
+
 def _launches(m: int, n: int, k: int, call: str, backend: str, packed: str = "halves", **given: Any) -> list[Launch]:
     """The launches of a call on tensors without data."""
 
@@ -181,6 +200,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "gated-z": {"m": 4096, "n": 14336, "k": 4096, "call": "gated", "return_preactivation": True},
     "gated-z-interleaved": {"m": 4096, "n": 2880, "k": 2880, "call": "gated", "packed": "interleaved",
                             "return_preactivation": True},
+    "gated-dropout": {"m": 4096, "n": 14336, "k": 4096, "call": "gated", "dropout": 0.1},
     "gated-odd": {"m": 4096, "n": 4099, "k": 4096, "call": "gated", "return_preactivation": True},
     "gated-few-rows": {"m": 128, "n": 1024, "k": 16384, "call": "gated"},
     "dact": {"m": 4096, "n": 14336, "k": 4096, "call": "dact", "activation": "gelu_tanh"},

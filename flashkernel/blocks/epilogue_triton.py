@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from flashkernel.blocks.activation_triton import activate, clamp_gate, clamp_up
+from flashkernel.blocks.dropout import threshold
+from flashkernel.blocks.dropout_triton import keep_elements
 
 
 @triton.constexpr_function
@@ -25,15 +27,30 @@ def _number(chain, piece, out_column):
     return float(chain.split(";")[piece].split()[out_column])
 
 
+@triton.constexpr_function
+def _threshold(probability):
+    return threshold(probability)
+
+
+@triton.jit
+def drop_elements(value, word, row, column, columns, PROBABILITY: tl.constexpr):
+    """value [R, C] / (1 - PROBABILITY) where it is kept, else 0. Elements are numbered row * columns + column."""
+    index = row.to(tl.int64)[:, None] * columns + column[None, :]
+    kept = keep_elements(word, index, _threshold(PROBABILITY))
+    return tl.where(kept, value * (1.0 / (1.0 - PROBABILITY)), 0.0)
+
+
 @triton.jit
 def apply_epilogue(
     value, up, row, column, out_column, in_rows, in_columns,
     bias, up_bias, bias_stride, residual, residual_stride, EPILOGUE: tl.constexpr,
+    seed=None, first_row=0, columns=0,
 ):  # fmt: skip
     """The chain applied to value [R, C] in float32.
 
     `up` [R, C] is the up product where the chain has a gate; else it is not looked at. `row` [R] and `column` [C]
-    say where the tile lies in the residual, `out_column` [C] where its columns lie in the bias.
+    say where the tile lies in the residual, `out_column` [C] where its columns lie in the bias. With dropout `seed` is
+    a `seed_word`, and elements are numbered (first_row + row) * columns + column.
     """
     for piece in tl.static_range(_pieces(EPILOGUE)):
         if _word(EPILOGUE, piece, 0) == "bias":
@@ -47,6 +64,8 @@ def apply_epilogue(
             value *= clamp_up(up, _number(EPILOGUE, piece, 3), _word(EPILOGUE, piece, 1))
         elif _word(EPILOGUE, piece, 0) == "scale":
             value *= _number(EPILOGUE, piece, 1)
+        elif _word(EPILOGUE, piece, 0) == "dropout":
+            value = drop_elements(value, seed, first_row + row, column, columns, _number(EPILOGUE, piece, 1))
         else:
             tl.static_assert(_word(EPILOGUE, piece, 0) == "residual", "unknown piece of an epilogue")
             there = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]

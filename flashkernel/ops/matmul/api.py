@@ -1,10 +1,12 @@
 """The public matrix products: argument checks and dispatch."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.dropout import check_dropout, draw_seed
 from flashkernel.blocks.epilogue import Activation, Gate, activation_piece, standard
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
@@ -25,6 +27,8 @@ def matmul(
     activation: str | Activation | Gate | None = None,
     packed: str = "halves",
     scale: float = 1.0,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
@@ -32,7 +36,7 @@ def matmul(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns scale * activation(a @ b + bias) + residual.
+    """Returns dropout(scale * activation(a @ b + bias)) + residual.
 
     Sums are in float32. Transposed operands are views: `matmul(x, weight.T)` copies nothing. float32 operands are
     rounded to tf32 where torch.backends.cuda.matmul.allow_tf32 is set. a, b, bias and residual are differentiable;
@@ -48,6 +52,10 @@ def matmul(
             "geglu_exact", "reglu", "gpt_oss_glu"; an `Activation` or `Gate` object; None.
         packed: how b holds gate and up: "halves" or "interleaved" columns. A returned preactivation is packed alike.
         scale: a factor on the activation's output.
+        dropout: the share of the elements that are dropped, ahead of the residual; others at each call.
+        seed: a number, or int64 of one element on a's device, that fixes which are dropped. None draws one from torch's
+            generator of the device, on the device, so torch.manual_seed and activation checkpointing repeat it, and a
+            CUDA graph draws another at each replay.
         out_dtype: the output's dtype; a's unless given, and bfloat16 of 8-bit operands.
         a_scale: scales of 8-bit operands, float32: one for all, () or (1,); one for each row, (M,) or (..., M, 1); one
             for each row and 128 columns, (..., M, K / 128). Given with b_scale.
@@ -88,6 +96,7 @@ def matmul(
     batch = checks.operands("matmul", a, *matrices)
     n = checks.columns("matmul", matrices, activation, packed)
     check_finite("matmul", "scale", scale)
+    check_dropout("matmul", dropout, seed, a.device)
     checks.extras(a, batch, n, matrices, biases, residual, out_dtype)
     a_scale, b_scale, scaling = checks.scales(a, matrices[0], a_scale, b_scale)
     if scaling and len(matrices) == 2:
@@ -101,21 +110,25 @@ def matmul(
     chosen = choose(
         spec.MATMUL, backend, a.device, a.dtype, gradients, scaling=scaling,
         gated=spec.gate_fact(activation, packed if len(matrices) == 1 else "pair", scaling, n),
-        fused=activation is not None or return_preactivation or out is not None,
+        fused=activation is not None or return_preactivation or out is not None or dropout > 0,
     )  # fmt: skip
+    if seed is None:
+        seed = draw_seed(a.device) if dropout > 0 else 0
     if chosen.composite:
         with without_autocast(a):
             results = chosen.run(
                 a, _alone(matrices), bias=_alone(biases), residual=residual, activation=activation, packed=packed,
-                scale=scale, out_dtype=out_dtype, return_preactivation=return_preactivation, a_scale=a_scale,
-                b_scale=b_scale,
+                scale=scale, dropout=dropout, seed=seed, out_dtype=out_dtype,
+                return_preactivation=return_preactivation, a_scale=a_scale, b_scale=b_scale,
             )  # fmt: skip
         if out is None:
             return results
         return (out.copy_(results[0]), results[1]) if return_preactivation else out.copy_(results)
-    chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
+    pieces = standard(len(biases) > 0, activation, scale, residual is not None, dropout)
+    chain = ";".join([piece.text for piece in pieces])
     return library.matmul(
         chosen.target, a, matrices, biases, residual, a_scale, b_scale, out,
+        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
         (chain, packed, scaling, out_dtype, torch.backends.cuda.matmul.allow_tf32),
         gradients and activation is not None, return_preactivation,
     )  # fmt: skip

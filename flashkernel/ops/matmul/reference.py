@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.activation import FORMULAS, apply_gate
+from flashkernel.blocks.dropout import keep
 from flashkernel.blocks.epilogue import Activation, Gate, activation_piece
 from flashkernel.blocks.fp8 import SCALE_BLOCK, expand_scales
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
@@ -26,7 +27,7 @@ def matmul(
     b_scale: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """scale * activation(A B + bias) + residual, where A and B are multiplied by their scales first.
+    """dropout(scale * activation(A B + bias)) + residual, where A and B are multiplied by their scales first.
 
     With `return_preactivation` also A B + bias.
     """
@@ -43,6 +44,8 @@ def matmul(
     ]
     preactivation = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
     value = activated(preactivation, params.activation, params.packed) * params.scale
+    if params.dropout > 0:
+        value = torch.where(kept_elements(value, params), value / (1 - params.dropout), 0.0)
     c = (value if residual is None else value + residual).to(kept if params.out_dtype is None else params.out_dtype)
     return (c, preactivation.to(kept)) if params.return_preactivation else c
 
@@ -73,6 +76,13 @@ def activated(preactivation: Tensor, activation: str | Activation | Gate | None,
         gate, up = split_gate_up(preactivation, packed)
         return apply_gate(FORMULAS, piece.kind, gate, up, piece.alpha, piece.limit)
     return preactivation if piece is None else FORMULAS[piece.kind](preactivation)
+
+
+def kept_elements(value: Tensor, params: MatmulOptions) -> Tensor:
+    """Which elements of a product dropout keeps: bool, of its shape."""
+    batch = value.shape[0] if value.ndim == 3 else 1
+    kept = keep(params.seed, batch, 1, value.shape[-2], value.shape[-1], params.dropout, value.device)
+    return kept.view(value.shape)
 
 
 def _widened(x: Tensor) -> Tensor:

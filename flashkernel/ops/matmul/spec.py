@@ -170,6 +170,12 @@ _CASES = (
       for packed in ("halves", "interleaved")),
     Case("preactivation-pair", _axes(20, 24, 16, (2,), (2,)), {"activation": "geglu", "return_preactivation": True},
          present=_PAIR),
+    Case("dropout", _SMALL, {"dropout": 0.3, "seed": 11}, present=("bias", "residual")),
+    Case("dropout-activation", _axes(20, 24, 16, (3,)),
+         {"activation": "gelu", "dropout": 0.25, "seed": 5, "scale": 0.5}),
+    Case("dropout-gate", _packed(70, 50, 40), {"activation": "swiglu", "dropout": 0.5, "seed": 1 << 40,
+         "return_preactivation": True}, present=("residual",)),
+    Case("dropout-batch", _axes(17, 13, 16, (2,), (2,)), {"dropout": 0.1, "seed": 3}, layout="padded"),
     Case("out", _SMALL, {"activation": "silu"}, present=("bias", "out"), gradients=False),
     Case("out-padded", _axes(20, 24, 16, (2,), (2,)), {"return_preactivation": True}, present=("residual", "out"),
          layout="padded", gradients=False),
@@ -206,6 +212,9 @@ def _random_case(rng: Rng, case: Case) -> Case:
     axes.pop("b_columns", None)
     if gated and "up" not in present:
         axes["b_columns"] = 2 * axes["n"]
+    options.pop("seed", None)
+    if "dropout" in options:
+        options["seed"] = rng.call.getrandbits(40)
     if options.pop("accumulate", False) and "out" in present:
         options["accumulate"] = True
         present = [name for name in present if name != "residual"]
@@ -229,6 +238,13 @@ def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **o
                 check_axes=small)  # fmt: skip
 
 
+def _gated_bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **options: Any) -> Case:
+    """Gate and up in one weight (2 N, K)."""
+    case = _bench(name, m, n, k, present, **options)
+    columns = {"b_columns": 2 * n}, {"b_columns": 2 * case.check_axes["n"]}
+    return replace(case, axes={**case.axes, **columns[0]}, check_axes={**case.check_axes, **columns[1]})
+
+
 def _benches() -> tuple[Case, ...]:
     llama, gpt_oss = MODELS["llama-3.1-8b"], MODELS["gpt-oss-20b"]
     qkv = (llama.heads + 2 * llama.kv_heads) * llama.head_dim
@@ -240,6 +256,14 @@ def _benches() -> tuple[Case, ...]:
           for rows in (512, 4096, 16384)),
         _bench("llama-8b-gelu-16384", 16384, llama.intermediate, llama.hidden, ("bias",), activation="gelu_tanh"),
         _bench("gpt-oss-o-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim, ("bias", "residual")),
+        *(_gated_bench(f"llama-8b-swiglu-{rows}", rows, llama.intermediate, llama.hidden, activation="swiglu")
+          for rows in (512, 4096, 16384)),
+        _gated_bench("llama-8b-swiglu-z-16384", 16384, llama.intermediate, llama.hidden, activation="swiglu",
+                     return_preactivation=True),
+        _gated_bench("gpt-oss-glu-4096", 4096, gpt_oss.hidden, gpt_oss.hidden, ("bias",), activation="gpt_oss_glu",
+                     packed="interleaved"),
+        replace(_bench("llama-8b-down-added-16384", llama.hidden, llama.intermediate, 16384, ("out",), accumulate=True),
+                layout_of={"a": "transposed"}, dtype_of={"out": torch.float32}, gradients=False),
         *(
             replace(
                 _scaled(f"fp8-{kind}-8192x8192x8192", FP8, _axes(8192, 8192, 8192), kind),

@@ -13,7 +13,7 @@ from flashkernel.blocks.fp8 import scaled_mm_takes
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
 from flashkernel.ops.matmul import reference
 from flashkernel.ops.matmul.params import MatmulOptions, Pair
-from flashkernel.ops.matmul.reference import default_dtype, dequantized, offsets_of_counts
+from flashkernel.ops.matmul.reference import default_dtype, dequantized, kept_elements, offsets_of_counts
 
 
 def matmul(
@@ -28,7 +28,7 @@ def matmul(
 ) -> Tensor | tuple[Tensor, Tensor]:
     params = MatmulOptions(**options)
     dtype = default_dtype(a.dtype) if params.out_dtype is None else params.out_dtype
-    chain = Epilogue(standard(bias is not None, params.activation, params.scale, residual is not None))
+    chain = Epilogue(standard(bias is not None, params.activation, params.scale, residual is not None, params.dropout))
     # Nothing that would show a rounded product.
     rounds_late = all([isinstance(one, Bias) for one in chain.pieces])  # noqa: C419  dynamo wants a list
     matrices = (b,) if isinstance(b, Tensor) else tuple(b)
@@ -37,7 +37,8 @@ def matmul(
     if chain.gated and len(products) == 1:
         products = split_gate_up(products[0], params.packed)
         biases = split_gate_up(biases[0], params.packed) if biases else ()
-    operands = Operands(biases, residual)
+    kept = kept_elements(products[0], params) if params.dropout > 0 else None
+    operands = Operands(biases, residual, kept)
     values = chain.before_activation.values(products, operands)
     c = chain.from_activation.run(values, operands).to(dtype)
     if not params.return_preactivation:
@@ -61,7 +62,7 @@ def matmul_dact(
     z = preactivation.to(gradient.dtype)
     values = split_gate_up(z, packed) if isinstance(piece, Gate) else (z,)
     value = piece.run(values, Operands())[0].to(preactivation.dtype)
-    gradients = [one.to(preactivation.dtype) for one in piece.pull_back(values, (gradient,))]
+    gradients = [one.to(preactivation.dtype) for one in piece.pull_back(values, (gradient,), Operands())]
     if len(gradients) == 1:
         dz = gradients[0]
     elif dz_out is None:

@@ -28,6 +28,7 @@ does not store them.
 
 from typing import Any, NamedTuple
 
+from flashkernel.blocks.dropout_triton import seed_word
 from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
 from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage, split_columns
 from flashkernel.core.gluon import (
@@ -115,6 +116,8 @@ class EpilogueArgs(NamedTuple):
     bias: Any
     up_bias: Any
     residual: Any
+    seed: Any  # of dropout: a `seed_word`, or None
+    device_seed: Any  # the address of a number to be scrambled
     a_scale: Any
     b_scale: Any
     up_scale: Any
@@ -343,7 +346,7 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 up_scale = gl.load(ep.up_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
                 up_value = up_value * a_scale[:, None] * up_scale[None, :]
         if not TRAITS.PARTIALS:
-            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, n, TRAITS)
+            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS)
         _store_chunk(value, args, chunk * STORES, entry, first_row, first_column, row, column, w, TRAITS)
         if STORES == 2:
             _store_chunk(
@@ -352,7 +355,7 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, n, TRAITS: gl.constexpr):
+def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS: gl.constexpr):
     """Returns the epilogue of a chunk of the product, or with DACT the activation of z; stores z or dz."""
     CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
     CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
@@ -387,7 +390,7 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, n, TRAIT
             residual = ep.residual + batch * ep.residual_strides[0]
         return apply_epilogue(
             value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
-            residual, ep.residual_strides[1], CHAIN_AFTER,
+            residual, ep.residual_strides[1], CHAIN_AFTER, seed_word(ep.seed, ep.device_seed), batch * m, n,
         )  # fmt: skip
 
 
@@ -449,7 +452,7 @@ def _num_blocks(index, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, up, c, z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale,
+    a, b, up, c, z, dz, bias, up_bias, residual, seed, device_seed, a_scale, b_scale, up_scale,
     c_strides, z_strides, dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride,
     a_scale_block_stride, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
     m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
@@ -475,9 +478,9 @@ def matmul_kernel(
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits)
     epilogue = EpilogueArgs(
-        z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale, c_strides, z_strides, dz_strides, bias_stride,
-        residual_strides, a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride,
-        b_scale_stride, b_scale_block_stride,
+        z, dz, bias, up_bias, residual, seed, device_seed, a_scale, b_scale, up_scale, c_strides, z_strides,
+        dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
+        b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
     )  # fmt: skip
     consumed, produced = Buffers(a_buffers, b_stages, c_buffers), Buffers(a_buffers, b_buffers, c_buffers)
     specialize_warps(

@@ -15,7 +15,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import MATMUL
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
+from flashkernel.ops.matmul.triton.arguments import EpilogueTensors, seed_arguments
 from flashkernel.ops.matmul.triton.dense import activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
@@ -99,29 +99,33 @@ def _run(
 
 
 def activation_gradient(
-    dy: Tensor, added: Tensor | None, preactivation: Tensor, epilogue: Epilogue, packed: str
+    dy: Tensor, added: Tensor | None, preactivation: Tensor, epilogue: Epilogue, packed: str, seed: int | Tensor
 ) -> Tensor:
     """dz in z's dtype: the gradient of what goes into the epilogue's activation.
 
     Args:
         dy: [batch, M, N], the gradient of the epilogue's result.
         added: None, or what is added to dz, of its shape.
-        preactivation: z [batch, M, N], or of a gate [batch, M, 2 N]; contiguous.
-        epilogue: It has an activation or a gate.
+        preactivation: z [batch, M, N], or of a gate [batch, M, 2 N]; contiguous. Without an activation, any tensor of
+            z's dtype.
+        epilogue: It has an activation, a gate or dropout.
         packed: How z and dz hold gate and up.
+        seed: What its dropout followed from.
     """
     batches, m, n = dy.shape
-    dz = torch.empty(preactivation.shape, dtype=preactivation.dtype, device=dy.device)
+    piece = epilogue.activation
+    shape = dy.shape if piece is None else preactivation.shape
+    dz = torch.empty(shape, dtype=preactivation.dtype, device=dy.device)
     if dz.numel() == 0:
         return dz
-    dy, piece = dy.contiguous(), epilogue.activation
-    assert piece is not None
+    dy = dy.contiguous()
     rows, columns = _ELEMENTWISE
     launch(
         activation_gradient_kernel, (tune.ceil_div(batches * m, rows), tune.ceil_div(n, columns)),
-        dy, None if added is None else added.contiguous(), preactivation, dz, batches * m, n, n, dz.shape[2],
-        FACTOR=epilogue.factor, CHAIN=piece.text, PACKED=packed if epilogue.gated else "",
-        BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
+        dy, None if added is None else added.contiguous(), preactivation, dz,
+        *seed_arguments(epilogue, seed), batches * m, n, n, dz.shape[2],
+        FACTOR=epilogue.factor, DROPOUT=epilogue.dropout, CHAIN="" if piece is None else piece.text,
+        PACKED=packed if epilogue.gated else "", BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
     return dz
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flashkernel.blocks.dropout import seed_word
+from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.core.arguments import unit_stride
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 
@@ -25,6 +27,7 @@ class EpilogueTensors:
         bias: [N].
         up_bias: [N], with the bias's stride.
         residual: [batch or 1, M, N] with unit stride along N.
+        seed: `seed_arguments`.
     """
 
     c: Tensor
@@ -36,6 +39,7 @@ class EpilogueTensors:
     bias: Tensor | None = None
     up_bias: Tensor | None = None
     residual: Tensor | None = None
+    seed: tuple[int | None, Tensor | None] = (None, None)
 
     @staticmethod
     def of(c: Tensor, params: MatmulParams, given: MatmulTensors) -> EpilogueTensors:
@@ -47,6 +51,7 @@ class EpilogueTensors:
         return EpilogueTensors(
             c, params.epilogue.around_activation, params.packed if gated else "", gated, given.preactivation, None,
             bias, up_bias, None if given.residual is None else unit_stride(given.residual),
+            seed_arguments(params.epilogue, given.seed),
         )  # fmt: skip
 
     @staticmethod
@@ -56,8 +61,9 @@ class EpilogueTensors:
         return EpilogueTensors(activated, ("", params.chain), packed, z=z, dz=dz)
 
     @property
-    def pointers(self) -> tuple[Tensor | None, ...]:
-        return self.c, self.z, self.dz, self.bias, self.up_bias, self.residual
+    def pointers(self) -> tuple[Tensor | int | None, ...]:
+        """C first, and the seed of dropout last."""
+        return self.c, self.z, self.dz, self.bias, self.up_bias, self.residual, *self.seed
 
     @property
     def strides(self) -> tuple[Any, ...]:
@@ -70,6 +76,13 @@ class EpilogueTensors:
     @property
     def constants(self) -> dict[str, str]:
         return {"BEFORE": self.chains[0], "AFTER": self.chains[1], "PACKED": self.packed}
+
+
+def seed_arguments(epilogue: Epilogue, seed: int | Tensor) -> tuple[int | None, Tensor | None]:
+    """What dropout follows from: a scrambled word, or the address of a number on the device; None where unused."""
+    if epilogue.dropout == 0:
+        return None, None
+    return (None, seed) if isinstance(seed, Tensor) else (seed_word(seed), None)
 
 
 def _matrix_strides(x: Tensor | None) -> tuple[int, int]:

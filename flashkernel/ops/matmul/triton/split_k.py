@@ -16,8 +16,8 @@ _TILE = (16, 128)  # rows and columns of C that a program adds
 
 @triton.jit
 def add_partial_sums(
-    partials, c, z, dz, bias, up_bias, residual, matrix_stride, row_stride, c_strides, z_strides, dz_strides,
-    bias_stride, residual_strides, batches, M, N,
+    partials, c, z, dz, bias, up_bias, residual, seed, device_seed, matrix_stride, row_stride,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, batches, M, N,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, PAIR: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def add_partial_sums(
             part *= 2
         value += tl.load(start + part * matrix_stride, mask=inside, other=0.0)
     store_result(
-        value, up, batch, first_m, first_n, M, N, c, c, z, dz, bias, up_bias, residual,
+        value, up, batch, first_m, first_n, M, N, c, c, z, dz, bias, up_bias, residual, seed, device_seed,
         c_strides, z_strides, dz_strides, bias_stride, residual_strides,
         BEFORE, AFTER, PACKED, False, BLOCK_M, BLOCK_N, BLOCK_N,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.dropout_triton import seed_word
 from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
 
 
@@ -45,7 +46,8 @@ def store_preactivation(z, stride, value, up, row, first, in_rows, N, PACKED: tl
 @triton.jit
 def store_result(
     value, up, batch, first_m, first_n, M, N,
-    c, c_descriptor, z, dz, bias, up_bias, residual, c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+    c, c_descriptor, z, dz, bias, up_bias, residual, seed, device_seed,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, C_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +56,8 @@ def store_result(
     BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it. What BEFORE
     gives is stored to z, if there is one. PACKED says how z holds gate and up; without a gate it is "". With dz the
     product is the gradient of the activation in AFTER: z is read, the activation stored to C and its gradient to dz.
-    Strides are those of the batch and of the rows. PART_N columns are worked on at a time, to save registers.
+    Strides are those of the batch and of the rows. Dropout follows from `seed`, a `seed_word`, or from the number at
+    `device_seed`. PART_N columns are worked on at a time, to save registers.
     """
     if BLOCK_N > PART_N:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -62,13 +65,13 @@ def store_result(
         up_left, up_right = _column_halves(up, BLOCK_M, HALF)
         store_result(
             left, up_left, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-            c_strides, z_strides, dz_strides, bias_stride, residual_strides, BEFORE, AFTER, PACKED, C_TMA,
-            BLOCK_M, HALF, PART_N,
+            seed, device_seed, c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+            BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, HALF, PART_N,
         )  # fmt: skip
         store_result(
             right, up_right, batch, first_m, first_n + HALF, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-            c_strides, z_strides, dz_strides, bias_stride, residual_strides, BEFORE, AFTER, PACKED, C_TMA,
-            BLOCK_M, HALF, PART_N,
+            seed, device_seed, c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+            BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, HALF, PART_N,
         )  # fmt: skip
     else:
         row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
@@ -94,6 +97,7 @@ def store_result(
             value = apply_epilogue(
                 value, up, row, column, column, in_rows, in_columns,
                 bias, up_bias, bias_stride, residual_matrix, residual_strides[1], AFTER,
+                seed_word(seed, device_seed), matrix * M, N,
             )  # fmt: skip
         if C_TMA:
             c_descriptor.store(
