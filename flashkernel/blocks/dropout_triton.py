@@ -15,15 +15,13 @@ def scramble(word):
 
 @triton.jit
 def seed_word(seed, device_seed):
-    """The seed as one scrambled word: the host's, or that of the number that was drawn on the device; None for none."""
+    """The seed as one scrambled word: the host's, or that of the number that was drawn on the device."""
     if device_seed is not None:
         number = tl.load(device_seed)
         low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
         return scramble(scramble((low + 0x9E3779B9).to(tl.uint32)) ^ high)
-    elif seed is not None:
-        return tl.cast(seed, tl.uint32)
     else:
-        return None
+        return tl.cast(seed, tl.uint32)
 
 
 @triton.jit

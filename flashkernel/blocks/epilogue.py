@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.activation import NATIVE, apply_gate
+from flashkernel.blocks.dropout import threshold
 from flashkernel.core.arguments import check_finite, static
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "squared_relu")
@@ -130,7 +131,8 @@ class Dropout:
 
     @property
     def text(self) -> str:
-        return f"dropout {float(static(self.probability))!r}"
+        probability = float(static(self.probability))
+        return f"dropout {probability!r} {threshold(probability)}"
 
     def run(self, values: Values, operands: Operands) -> Values:
         assert operands.kept is not None, "the chain has dropout, and nothing says what is kept"
@@ -189,9 +191,9 @@ class Epilogue:
         return next((piece for piece in self.pieces if isinstance(piece, (Activation, Gate))), None)
 
     @property
-    def dropout(self) -> float:
-        """The share of the elements that are dropped."""
-        return next((piece.probability for piece in self.pieces if isinstance(piece, Dropout)), 0.0)
+    def dropout(self) -> Dropout | None:
+        """Its dropout."""
+        return next((piece for piece in self.pieces if isinstance(piece, Dropout)), None)
 
     @property
     def before_activation(self) -> Epilogue:

@@ -23,6 +23,7 @@ class MatmulOptions:
     dropout: float = 0.0
     seed: int | Tensor = 0
     out_dtype: torch.dtype | None = None
+    out_quantize: str | None = None
     return_preactivation: bool = False
 
 
@@ -42,6 +43,9 @@ class MatmulTensors(NamedTuple):
         out: Where C is written, [batch, M, N] in `MatmulParams.out_dtype` with unit stride along N; None: a new tensor.
             It may be the residual.
         seed: What dropout follows from, if the epilogue has it: a number, or one int64 on the device.
+        out_scale: float32 [batch or 1, M or 1, 1], any strides: C is divided by it, and saturated.
+        block_scales: float32 [batch, M, N / 128] (rounded up), contiguous, or None: C is quantized to fp8 in blocks of
+            1 x 128, whose scales the kernel writes here.
     """
 
     up: Tensor | None = None
@@ -54,6 +58,8 @@ class MatmulTensors(NamedTuple):
     preactivation: Tensor | None = None
     out: Tensor | None = None
     seed: int | Tensor = 0
+    out_scale: Tensor | None = None
+    block_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)

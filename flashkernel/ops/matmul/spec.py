@@ -77,6 +77,7 @@ _INPUTS = {
     "up": Input(("*b_batch", "k", "n"), draw=normal(0.1), optional=True),
     "up_bias": Input(("n",), optional=True),
     "out": Input(("*c_batch", "m", "n"), grad=False, optional=True),
+    "out_scale": Input(("*out_scales",), torch.float32, _positive, grad=False, optional=True),
     "a_scale": Input(("*a_scales",), torch.float32, _positive, grad=False, optional=True),
     "b_scale": Input(("*b_scales",), torch.float32, _positive, grad=False, optional=True),
 }
@@ -84,7 +85,8 @@ _INPUTS = {
 
 def _axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
     batch = () if not a + b else b if a in ((), (1,)) and b else a
-    return {"m": m, "n": n, "k": k, "a_batch": a, "b_batch": b, "c_batch": batch, "a_scales": (), "b_scales": ()}
+    return {"m": m, "n": n, "k": k, "a_batch": a, "b_batch": b, "c_batch": batch, "a_scales": (), "b_scales": (),
+            "out_scales": ()}  # fmt: skip
 
 
 def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **options: Any) -> Case:
@@ -92,6 +94,12 @@ def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **op
         name, {**axes, **_scale_axes(axes, kind)}, options, present=("a_scale", "b_scale"), gradients=False,
         dtype_of={"a": dtype, "b": dtype}, through=_tensor_core_dtype(dtype, options),
     )  # fmt: skip
+
+
+def _quantized(name: str, axes: dict[str, Any], present: tuple[str, ...] = (), **options: Any) -> Case:
+    """A case with an output in fp8."""
+    given = present if "out_quantize" in options else (*present, "out_scale")
+    return Case(name, axes, options, present=given, gradients=False)
 
 
 def _tensor_core_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.dtype | None:
@@ -183,6 +191,17 @@ _CASES = (
     Case("out-added", _axes(70, 50, 40), {"accumulate": True}, present=("out",), gradients=False),
     Case("out-added-float32", _axes(33, 24, 40, (2,), (2,)), {"accumulate": True, "scale": 0.5}, present=("out",),
          gradients=False, dtype_of={"out": torch.float32}),
+    _quantized("fp8-out", _axes(33, 48, 64), out_dtype=FP8),
+    _quantized("fp8-out-row", {**_axes(33, 24, 40), "out_scales": (33, 1)}, ("bias", "residual"), out_dtype=FP8),
+    _quantized("fp8-out-batch", {**_axes(17, 20, 16, (2,), (2,)), "out_scales": (2, 17, 1)}, activation="silu",
+               out_dtype=FP8),
+    _quantized("fp8-out-blocks", _axes(33, 300, 40), ("bias",), out_quantize="block"),
+    _quantized("fp8-out-blocks-batch", _axes(20, 130, 16, (3,)), ("residual",), out_quantize="block"),
+    _quantized("fp8-out-blocks-gate", _packed(33, 140, 40), activation="reglu", out_quantize="block",
+               return_preactivation=True),
+    _quantized("fp8-out-rows", _axes(33, 70, 40), ("bias",), out_quantize="row"),
+    _quantized("fp8-out-rows-gate", _packed(17, 30, 16, (2,), (2,)), activation="swiglu", out_quantize="row"),
+    _quantized("fp8-out-no-columns", _axes(5, 0, 8), out_quantize="row"),
     _scaled("fp8-tensor", FP8, _axes(33, 48, 64), "tensor"),
     _scaled("fp8-row", FP8, _axes(33, 48, 80), "row", activation="silu"),
     _scaled("fp8-batch", FP8, _axes(17, 20, 32, (2,), (2,)), "batch", out_dtype=torch.float32),
@@ -212,6 +231,18 @@ def _random_case(rng: Rng, case: Case) -> Case:
     axes.pop("b_columns", None)
     if gated and "up" not in present:
         axes["b_columns"] = 2 * axes["n"]
+    if options.get("out_quantize") is not None:
+        options.pop("out_dtype", None)
+        options.pop("accumulate", None)
+        present = [name for name in present if name not in ("out", "out_scale")]
+    if options.get("out_dtype") == FP8:
+        axes["out_scales"] = rng.one(((), (axes["m"], 1)))
+    else:
+        present = [name for name in present if name != "out_scale"]
+    if "out" in present:
+        options.pop("out_dtype", None)
+        present = [name for name in present if name != "out_scale"]
+    quantizes = "out_quantize" in options or options.get("out_dtype") == FP8
     options.pop("seed", None)
     if "dropout" in options:
         options["seed"] = rng.call.getrandbits(40)
@@ -227,7 +258,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     )
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
                    gradients=not eight_bits and not (kinked and case.dtypes[0] != torch.float32)
-                   and "out" not in present,
+                   and "out" not in present and not quantizes,
                    through=_tensor_core_dtype(case.dtype_of.get("a", torch.float32), options))  # fmt: skip
 
 

@@ -28,8 +28,7 @@ does not store them.
 
 from typing import Any, NamedTuple
 
-from flashkernel.blocks.dropout_triton import seed_word
-from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
+from flashkernel.blocks.epilogue_triton import apply_epilogue, block_scale, pull_back_activation, saturate_fp8
 from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage, split_columns
 from flashkernel.core.gluon import (
     fence_async_shared,
@@ -85,6 +84,9 @@ class MatmulTraits(NamedTuple):
     PARTIALS: bool = False  # C is partial sums: of gate and up, two matrices for each entry
     DACT: bool = False  # the product is the gradient of CHAIN_AFTER's activation: z is read, dz and C are written
     PACKED: str = ""  # how z and dz hold gate and up
+    QUANTIZE: str = (
+        ""  # C is fp8: "scale" divides it by out_scale, "block" by scales of a chunk's rows, "saturate" by 1
+    )
 
 
 class Schedule(NamedTuple):
@@ -118,6 +120,8 @@ class EpilogueArgs(NamedTuple):
     residual: Any
     seed: Any  # of dropout: a `seed_word`, or None
     device_seed: Any  # the address of a number to be scrambled
+    out_scale: Any  # C in fp8 is divided by it
+    block_scales: Any  # scales of C in fp8 are written there
     a_scale: Any
     b_scale: Any
     up_scale: Any
@@ -126,6 +130,8 @@ class EpilogueArgs(NamedTuple):
     dz_strides: Any
     bias_stride: Any
     residual_strides: Any
+    out_scale_strides: Any
+    block_scales_strides: Any
     a_scale_batch_stride: Any
     a_scale_stride: Any
     a_scale_block_stride: Any  # from one K block to the next (BLOCK_SCALED)
@@ -347,6 +353,8 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 up_value = up_value * a_scale[:, None] * up_scale[None, :]
         if not TRAITS.PARTIALS:
             value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS)
+            if TRAITS.QUANTIZE != "":
+                value = _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS)
         _store_chunk(value, args, chunk * STORES, entry, first_row, first_column, row, column, w, TRAITS)
         if STORES == 2:
             _store_chunk(
@@ -390,8 +398,23 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
             residual = ep.residual + batch * ep.residual_strides[0]
         return apply_epilogue(
             value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
-            residual, ep.residual_strides[1], CHAIN_AFTER, seed_word(ep.seed, ep.device_seed), batch * m, n,
+            residual, ep.residual_strides[1], CHAIN_AFTER, ep.seed, ep.device_seed, batch * m, n,
         )  # fmt: skip
+
+
+@gluon.jit
+def _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS: gl.constexpr):
+    """Divides a chunk by its rows' scales and saturates it; the scales are given, or found and stored."""
+    batch, place = tile.batch.to(gl.int64), row.to(gl.int64)
+    if TRAITS.QUANTIZE == "block":
+        scale = block_scale(value, in_columns)
+        target = ep.block_scales + (batch * ep.block_scales_strides[0] + first_column // 128)
+        gl.store(target + place * ep.block_scales_strides[1], scale, mask=in_rows & (first_column < n))
+        value = value / scale[:, None]
+    if TRAITS.QUANTIZE == "scale":
+        scales = ep.out_scale + (batch * ep.out_scale_strides[0] + place * ep.out_scale_strides[1])
+        value = value / gl.load(scales, mask=in_rows, other=1.0)[:, None]
+    return saturate_fp8(value)
 
 
 @gluon.jit
@@ -452,10 +475,10 @@ def _num_blocks(index, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, up, c, z, dz, bias, up_bias, residual, seed, device_seed, a_scale, b_scale, up_scale,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride,
-    a_scale_block_stride, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
-    m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
+    a, b, up, c, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
+    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """C [num_splits * batch, m, n]. a, b, up and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
@@ -478,8 +501,9 @@ def matmul_kernel(
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits)
     epilogue = EpilogueArgs(
-        z, dz, bias, up_bias, residual, seed, device_seed, a_scale, b_scale, up_scale, c_strides, z_strides,
-        dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
+        z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+        c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+        a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
         b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
     )  # fmt: skip
     consumed, produced = Buffers(a_buffers, b_stages, c_buffers), Buffers(a_buffers, b_buffers, c_buffers)
