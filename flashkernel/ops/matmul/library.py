@@ -198,8 +198,9 @@ def _multiply(
     merged = _merged_batch(a, b, by_batch, tensors.residual, tensors.out)
     if merged is not None:  # one product of batch * M rows
         a, residual, out = merged
-        flat = z.view(1, -1, z_columns) if saves else None
-        scales = None if tensors.block_scales is None else tensors.block_scales.view(1, -1, -(-n // SCALE_BLOCK))
+        rows = shape[0] * shape[1]
+        flat = z.view(1, rows, z_columns) if saves else None
+        scales = None if tensors.block_scales is None else tensors.block_scales.view(1, rows, -(-n // SCALE_BLOCK))
         tensors = tensors._replace(residual=residual, out=out, preactivation=flat, block_scales=scales)
     c = resolve(kernels).forward(a, b, params, tensors)
     return c if c.shape == shape else c.view(shape), z
@@ -411,7 +412,7 @@ def _dact_run(
     if merged is None:
         resolve(kernels).dact(a, b, plain, target, activated, params)
     else:  # one product of batch * M rows
-        resolve(kernels).dact(merged[0], b, *merged[1:], activated.view(1, -1, n), params)
+        resolve(kernels).dact(merged[0], b, *merged[1:], activated.view(1, batches * m, n), params)
     if target is not dz:
         dz.copy_(target)
     return activated
