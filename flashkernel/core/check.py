@@ -229,15 +229,16 @@ def verify(
             actual = execute(op.observed(implementation), inputs, case.options, wanted)
         else:
             actual = execute(op.observed(op.call), inputs, {**case.options, "backend": implementation}, wanted)
+    tolerance = op.tolerance_of(case, dtype)
     ours = not callable(implementation)  # a baseline need not keep the rule for float16 to be compared with
     half_rule = ours and (case.through or op.tolerance.through) is None and draws == 1
     reports = [
-        compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], op.tolerance,
+        compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], tolerance,
                 _rounded_dtype(op, case, dtype, False), half_rule)
         for name in exact.outputs
     ]  # fmt: skip
     reports += [
-        compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name], op.tolerance,
+        compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name], tolerance,
                 _rounded_dtype(op, case, dtype, True))
         for name in wanted
     ]  # fmt: skip
@@ -293,9 +294,8 @@ def _largest_limits(
                 if not value.is_floating_point() or not value.numel():
                     continue
                 rounded = _rounded_dtype(op, case, dtype, gradients) or value.dtype
-                limit = _limit(
-                    rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], op.tolerance
-                )
+                tolerance = op.tolerance_of(case, dtype)
+                limit = _limit(rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], tolerance)
                 limits[prefix + name] = max(limits.get(prefix + name, 0.0), limit)
     return limits
 

@@ -203,6 +203,7 @@ MATMUL = Op(
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
     random_case=_random_case,
     random_share=3,
+    sum_length=lambda case: case.axes["k"],
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
 )
 
