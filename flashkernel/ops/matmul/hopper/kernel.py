@@ -14,8 +14,12 @@ PINGPONG: consumers alternate; each computes whole work tiles, so that the epilo
 the other. A consumer starts when the one before it has issued its last product (`order` barriers): a phase of an
 mbarrier is known by its parity alone, so that nobody may wait for a stage more than one round of the ring ahead.
 
+A work tile has one or two tiles of B: BLOCK_N = FIRST_N + SECOND_N columns, an accumulator for each. Two make tiles of
+192 columns (128 + 64) possible, which no power of two is.
+
 BLOCK_SCALED (fp8): a scale belongs to 128 elements of K, which are one K block. A consumer multiplies the product of
-each block by its scales and adds it to the accumulator in float32, while the products of the other consumer run.
+each block and 128 columns by its scales and adds it to the accumulator in float32, while the products of the other
+consumer run. The scales of a block are loaded one block ahead.
 
 WGMMA reads 16-bit operands in either order. An operand whose K index is contiguous (K-major) is loaded as
 [rows, BLOCK_K]; one whose rows are contiguous (MN-major) as [BLOCK_K, rows], and its tile is then transposed as a view.
@@ -54,6 +58,7 @@ class MatmulTraits(NamedTuple):
 
     ROWS: int  # of C, per consumer
     BLOCK_N: int
+    SECOND_N: int  # columns of the second tile of B; 0: there is one
     BLOCK_K: int
     NUM_CONSUMERS: int
     NUM_STAGES: int
@@ -118,16 +123,19 @@ class EpilogueArgs(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Tiles in shared memory: A by stage and consumer, B by stage, chunks of C by consumer."""
+    """Tiles in shared memory: A by stage and consumer, B by stage (BLOCK_SCALED: both tiles of a stage side by side),
+    chunks of C by consumer."""
 
     a: Any
     b: Any
+    b_second: Any
     c: Any
 
 
 class ProducerArgs(NamedTuple):
     a: Any  # TMA descriptors
     b: Any
+    b_second: Any  # of the second tile's size
     buffers: Any
     full: Any  # mbarriers: TMA has loaded a stage
     schedule: Any
@@ -162,13 +170,25 @@ def work_tile_at(index, schedule, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
+def _b_place(batch, column, block, TRAITS: gl.constexpr):
+    """Where a tile of B lies in its tensor."""
+    if TRAITS.B_K_MAJOR:
+        return [batch, column, block * TRAITS.BLOCK_K]
+    else:
+        return [batch, block * TRAITS.BLOCK_K, column]
+
+
+@gluon.jit
 def _produce(args, TRAITS: gl.constexpr):
     """The producer warp: loads A and B of all work tiles."""
     ROWS: gl.constexpr = TRAITS.ROWS
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
-    a, b, buffers = args.a, args.b, args.buffers
+    FIRST_N: gl.constexpr = TRAITS.BLOCK_N - TRAITS.SECOND_N
+    a, b, b_second, buffers = args.a, args.b, args.b_second, args.buffers
+    SECOND_BYTES: gl.constexpr = b_second.block_type.nbytes if TRAITS.SECOND_N > 0 else 0
+    B_TILES: gl.constexpr = 2 if TRAITS.BLOCK_SCALED and TRAITS.SECOND_N > 0 else 1  # of a stage in buffers.b
     num_loaded = gl.to_tensor(0)
     for index in range(gl.program_id(0), _num_work_tiles(args.schedule), gl.num_programs(0)):
         tile = work_tile_at(index, args.schedule, TRAITS.GROUP_M)
@@ -180,13 +200,18 @@ def _produce(args, TRAITS: gl.constexpr):
             if num_loaded >= NUM_STAGES:
                 named_barrier_sync(stage, A_TILES)
             full = args.full.index(stage)
-            mbarrier.expect(full, A_TILES * a.block_type.nbytes + b.block_type.nbytes)
+            mbarrier.expect(full, A_TILES * a.block_type.nbytes + b.block_type.nbytes + SECOND_BYTES)
             for w in gl.static_range(A_TILES):
                 row = (tile.row * A_TILES + w) * ROWS
                 a_place = [a_batch, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [a_batch, block * BLOCK_K, row]
                 load_tile(a, a_place, full, buffers.a.index(stage * A_TILES + w))
-            b_place = [b_batch, column, block * BLOCK_K] if TRAITS.B_K_MAJOR else [b_batch, block * BLOCK_K, column]
-            load_tile(b, b_place, full, buffers.b.index(stage))
+            load_tile(b, _b_place(b_batch, column, block, TRAITS), full, buffers.b.index(stage * B_TILES))
+            if TRAITS.SECOND_N > 0:
+                place = _b_place(b_batch, column + FIRST_N, block, TRAITS)
+                if B_TILES == 2:
+                    load_tile(b_second, place, full, buffers.b.index(stage * 2 + 1))
+                else:
+                    load_tile(b_second, place, full, buffers.b_second.index(stage))
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
         if num_loaded + later >= NUM_STAGES:
@@ -194,79 +219,137 @@ def _produce(args, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
-    """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it."""
+def _a_operand(args, stage, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns consumer w's tile of A in a stage, [ROWS, BLOCK_K]."""
     ROWS: gl.constexpr = TRAITS.ROWS
-    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
+    if TRAITS.PINGPONG:
+        tile = args.buffers.a.index(stage)
+    else:
+        tile = args.buffers.a.index(stage * TRAITS.NUM_CONSUMERS + w)
+    if TRAITS.A_K_MAJOR:
+        return tile.reshape([ROWS, BLOCK_K])
+    else:
+        return tile.reshape([BLOCK_K, ROWS]).permute((1, 0))
+
+
+@gluon.jit
+def _b_operand(buffers, stage, COLUMNS: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns a tile of B in a stage, [BLOCK_K, COLUMNS]."""
+    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
+    if TRAITS.B_K_MAJOR:
+        return buffers.index(stage).reshape([COLUMNS, BLOCK_K]).permute((1, 0))
+    else:
+        return buffers.index(stage).reshape([BLOCK_K, COLUMNS])
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns an accumulator [ROWS, COLUMNS]."""
+    ROWS: gl.constexpr = TRAITS.ROWS
+    MMA_K: gl.constexpr = TRAITS.BLOCK_K // 4  # 32 bytes of K
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, MMA_K])
+    DTYPE: gl.constexpr = gl.int32 if TRAITS.INTEGER else gl.float32
+    return gl.zeros([ROWS, COLUMNS], DTYPE, LAYOUT)
+
+
+@gluon.jit
+def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
+    """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it. `acc` has an accumulator for each tile of B."""
+    SECOND_N: gl.constexpr = TRAITS.SECOND_N
     stage, phase = state
     mbarrier.wait(args.full.index(stage), phase)
-    if TRAITS.PINGPONG:
-        a_tile = args.buffers.a.index(stage)
+    a = _a_operand(args, stage, w, TRAITS)
+    b = _b_operand(args.buffers.b, stage, TRAITS.BLOCK_N - SECOND_N, TRAITS)
+    first = warpgroup_mma(a, b, acc[0], use_acc=USE_ACC, is_async=True)
+    if SECOND_N == 0:
+        return (first,)
     else:
-        a_tile = args.buffers.a.index(stage * TRAITS.NUM_CONSUMERS + w)
-    b_tile = args.buffers.b.index(stage)
-    if TRAITS.A_K_MAJOR:
-        a_operand = a_tile.reshape([ROWS, BLOCK_K])
+        b_second = _b_operand(args.buffers.b_second, stage, SECOND_N, TRAITS)
+        return (first, warpgroup_mma(a, b_second, acc[1], use_acc=USE_ACC, is_async=True))
+
+
+@gluon.jit
+def _wait(acc, BLOCKS: gl.constexpr):
+    """Returns `acc` once at most BLOCKS K blocks' products are under way."""
+    if len(acc) == 1:
+        return (warpgroup_mma_wait(BLOCKS, deps=[acc[0]]),)
     else:
-        a_operand = a_tile.reshape([BLOCK_K, ROWS]).permute((1, 0))
-    if TRAITS.B_K_MAJOR:
-        b_operand = b_tile.reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-    else:
-        b_operand = b_tile.reshape([BLOCK_K, BLOCK_N])
-    return warpgroup_mma(a_operand, b_operand, acc, use_acc=USE_ACC, is_async=True)
+        return warpgroup_mma_wait(2 * BLOCKS, deps=[acc[0], acc[1]])
 
 
 @gluon.jit
 def _multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns the sum [ROWS, BLOCK_N] over `num_blocks` K blocks, which begin at `position` in the ring."""
+    """Returns the sums over `num_blocks` K blocks, which begin at `position` in the ring, for each tile of B."""
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     RELEASED_BY: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
-    ROWS: gl.constexpr = TRAITS.ROWS
-    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
-    MMA_K: gl.constexpr = TRAITS.BLOCK_K // 4  # 32 bytes of K
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, MMA_K])
-    ACC_DTYPE: gl.constexpr = gl.int32 if TRAITS.INTEGER else gl.float32
-    zeros = gl.zeros([ROWS, BLOCK_N], ACC_DTYPE, ACC_LAYOUT)
+    zeros = (_zeros(TRAITS.BLOCK_N - TRAITS.SECOND_N, TRAITS),)
+    if TRAITS.SECOND_N > 0:
+        zeros = zeros + (_zeros(TRAITS.SECOND_N, TRAITS),)
     state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
-    acc = warpgroup_mma_wait(1, deps=[_issue(args, state, zeros, w, False, TRAITS)])
+    acc = _wait(_issue(args, state, zeros, w, False, TRAITS), 1)
     for _ in range(1, num_blocks):
         previous = state.stage
         state = next_stage(state, NUM_STAGES)
-        acc = warpgroup_mma_wait(1, deps=[_issue(args, state, acc, w, True, TRAITS)])
+        acc = _wait(_issue(args, state, acc, w, True, TRAITS), 1)
         named_barrier_arrive(previous, RELEASED_BY)
     if TRAITS.PINGPONG:
         mbarrier.arrive(args.order.index((w + 1) % TRAITS.NUM_CONSUMERS), count=1)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = _wait(acc, 0)
     named_barrier_arrive(state.stage, RELEASED_BY)
     return acc
 
 
 @gluon.jit
+def _block_scales(args, tile, row, step, TRAITS: gl.constexpr):
+    """Returns the scales of A's rows and of B's columns for the product number `step` of a work tile."""
+    PARTS: gl.constexpr = 2 if TRAITS.SECOND_N > 0 else 1
+    ep, block = args.epilogue, tile.k_begin + step // PARTS
+    a_scales = ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride
+    b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride + block * ep.b_scale_block_stride
+    # A second tile that lies outside B has no scale.
+    column = gl.minimum(tile.column * TRAITS.BLOCK_N // 128 + step % PARTS, (args.n - 1) // 128)
+    a_scale = gl.load(a_scales + block * ep.a_scale_block_stride, mask=row < args.m, other=0.0)
+    return a_scale, gl.load(b_scales + column * ep.b_scale_stride)
+
+
+@gluon.jit
 def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns the sum [ROWS, BLOCK_N] over a work tile's K blocks, each multiplied by its scales."""
+    """Returns the sums over a work tile's K blocks, each multiplied by its scales, for each tile of B.
+
+    Both tiles of B have the same size. Their products are one instruction in a loop, and the accumulators change places
+    after each: written out twice, the products would have registers of their own, and spill.
+    """
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     ROWS: gl.constexpr = TRAITS.ROWS
-    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
-    MMA_K: gl.constexpr = TRAITS.BLOCK_K // 4
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, MMA_K])
-    ep = args.epilogue
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, ACC_LAYOUT)
-    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, ACC_LAYOUT)
-    state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
-    row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT))
-    a_scales = ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride
-    column_block = tile.column * BLOCK_N // 128
-    b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride + column_block * ep.b_scale_stride
-    for block in range(tile.k_begin, tile.k_end):
-        # Asked for before the product, which takes longer than these loads.
-        a_scale = gl.load(a_scales + block * ep.a_scale_block_stride, mask=row < args.m, other=0.0)
-        scale = a_scale * gl.load(b_scales + block * ep.b_scale_block_stride)
-        product = warpgroup_mma_wait(0, deps=[_issue(args, state, zeros, w, False, TRAITS)])
-        named_barrier_arrive(state.stage, TRAITS.NUM_CONSUMERS)
-        acc += product * scale[:, None]
-        state = next_stage(state, NUM_STAGES)
-    return acc
+    FIRST_N: gl.constexpr = TRAITS.BLOCK_N - TRAITS.SECOND_N
+    PARTS: gl.constexpr = 2 if TRAITS.SECOND_N > 0 else 1
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, TRAITS.BLOCK_K // 4])
+    acc = _zeros(FIRST_N, TRAITS)
+    other = acc
+    row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    num_steps = (tile.k_end - tile.k_begin) * PARTS
+    a_scale, b_scale = _block_scales(args, tile, row, 0, TRAITS)
+    for step in range(num_steps):
+        next_a, next_b = _block_scales(args, tile, row, gl.minimum(step + 1, num_steps - 1), TRAITS)
+        loaded = position + step // PARTS
+        stage, part = loaded % NUM_STAGES, step % PARTS
+        mbarrier.wait(args.full.index(stage), (loaded // NUM_STAGES) & 1)
+        b = _b_operand(args.buffers.b, stage * PARTS + part, FIRST_N, TRAITS)
+        product = warpgroup_mma(
+            _a_operand(args, stage, w, TRAITS), b, _zeros(FIRST_N, TRAITS), use_acc=False, is_async=True
+        )
+        product = warpgroup_mma_wait(0, deps=[product])
+        if part == PARTS - 1:
+            named_barrier_arrive(stage, TRAITS.NUM_CONSUMERS)
+        acc += product * (a_scale * b_scale)[:, None]
+        a_scale, b_scale = next_a, next_b
+        if PARTS == 2:
+            acc, other = other, acc
+    if PARTS == 1:
+        return (acc,)
+    else:
+        return (acc, other)
 
 
 @gluon.jit
@@ -303,7 +386,9 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
             ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
         )
         b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride
-    chunks = _column_chunks(acc, COUNT)
+    chunks = _column_chunks(acc[0], (TRAITS.BLOCK_N - TRAITS.SECOND_N) // CHUNK_N)
+    if TRAITS.SECOND_N > 0:
+        chunks = chunks + _column_chunks(acc[1], TRAITS.SECOND_N // CHUNK_N)
     for chunk in gl.static_range(COUNT):
         first_column = tile.column * TRAITS.BLOCK_N + chunk * CHUNK_N
         column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
@@ -379,21 +464,25 @@ def _num_blocks(index, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, c, bias, residual, a_scale, b_scale, preactivation, bias_stride, residual_batch_stride, residual_stride,
+    a, b, b_second, c, bias, residual, a_scale, b_scale, preactivation, bias_stride, residual_batch_stride, residual_stride,
     a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
     b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """C [num_splits * batch, m, n]. a, b and c are TMA descriptors; c is an address if not TMA_STORE."""
+    """C [num_splits * batch, m, n]. a, b, b_second and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     a_buffers = gl.allocate_shared_memory(a.dtype, [NUM_STAGES * A_TILES] + a.block_shape, a.layout)
-    b_buffers = gl.allocate_shared_memory(b.dtype, [NUM_STAGES] + b.block_shape, b.layout)
+    B_TILES: gl.constexpr = 2 if TRAITS.BLOCK_SCALED and TRAITS.SECOND_N > 0 else 1
+    b_buffers = gl.allocate_shared_memory(b.dtype, [NUM_STAGES * B_TILES] + b.block_shape, b.layout)
+    second_buffers = b_buffers
+    if TRAITS.SECOND_N > 0 and B_TILES == 1:
+        second_buffers = gl.allocate_shared_memory(b_second.dtype, [NUM_STAGES] + b_second.block_shape, b_second.layout)
     c_buffers = a_buffers
     if TRAITS.TMA_STORE:
         c_buffers = gl.allocate_shared_memory(
             c.dtype, [TRAITS.NUM_CONSUMERS * TRAITS.STORE_STAGES] + c.block_shape, c.layout
         )
-    buffers = Buffers(a_buffers, b_buffers, c_buffers)
+    buffers = Buffers(a_buffers, b_buffers, second_buffers, c_buffers)
     full = new_barriers(NUM_STAGES, 1)
     order = new_barriers(TRAITS.NUM_CONSUMERS, 1)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
@@ -405,6 +494,6 @@ def matmul_kernel(
     )  # fmt: skip
     specialize_warps(
         _consume, (ConsumerArgs(c, buffers, full, order, schedule, epilogue, m, n), TRAITS), TRAITS.NUM_CONSUMERS,
-        TRAITS.CONSUMER_REGISTERS, _produce, (ProducerArgs(a, b, buffers, full, schedule), TRAITS),
+        TRAITS.CONSUMER_REGISTERS, _produce, (ProducerArgs(a, b, b_second, buffers, full, schedule), TRAITS),
         TRAITS.PRODUCER_REGISTERS,
     )  # fmt: skip

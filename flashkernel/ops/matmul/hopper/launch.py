@@ -15,9 +15,10 @@ from flashkernel.ops.matmul.hopper.configs import (
     CONSUMER_REGISTERS,
     HOPPER_MATMUL,
     PRODUCER_REGISTERS,
-    STORE_STAGES,
     HopperMatmul,
     chunk_columns,
+    second_columns,
+    store_stages,
 )
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
@@ -112,7 +113,9 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
     a_operand, a_k_major = load_operand(a, 1, a.element_size() != 2)
     b_operand, b_k_major = load_operand(b, 2, b.element_size() != 2)
     tma_store = tma_compatible(c)
-    chunk_n = chunk_columns(config.rows, c.element_size())
+    chunk_n = chunk_columns(config, c.element_size())
+    second_n = second_columns(config.block_n, epilogue.scaling == "block")
+    first_n = config.block_n - second_n
     if not tma_store:
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
     elif not epilogue.aligned:
@@ -122,13 +125,14 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
     traits = MatmulTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
+        SECOND_N=second_n,
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
         PINGPONG=config.pingpong,
         GROUP_M=config.group_m,
         CHUNK_N=chunk_n,
-        STORE_STAGES=min(STORE_STAGES, config.block_n // chunk_n),
+        STORE_STAGES=store_stages(config.block_n // chunk_n),
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
         A_BATCHED=a.shape[0] > 1,
@@ -147,10 +151,14 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
     m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, config.block_n)
     num_programs = min(device.properties(a.device).sms, m_tiles * n_tiles * c.shape[0])
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
+    b_tiles = [
+        tile_descriptor(b_operand, (columns, block_k) if b_k_major else (block_k, columns))
+        for columns in (first_n, second_n)
+        if columns
+    ]
     launch(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
-        tile_descriptor(b_operand, (config.block_n, block_k) if b_k_major else (block_k, config.block_n)),
-        target, *epilogue.tensors, *epilogue.strides, m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k),
+        b_tiles[0], b_tiles[-1], target, *epilogue.tensors, *epilogue.strides, m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k),
         c.shape[0] // config.num_splits, config.num_splits, TRAITS=traits, num_warps=4,
     )  # fmt: skip
