@@ -249,9 +249,13 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[offset[wanted].long()] = value[wanted].to(pointer.storage.dtype)
 
 
-def _atomic_add(pointer: Pointer, value: Tensor, mask: Any = None, **_: Any) -> None:
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> Tensor:
+    """Returns what was there. Programs run one after the other: what one waits for has happened, or never will."""
     offset, wanted = pointer.places(mask)
-    pointer.storage.index_add_(0, offset[wanted].long(), value.expand(offset.shape)[wanted])
+    before = pointer.storage[offset.long()].clone()
+    added = torch.as_tensor(value, dtype=pointer.storage.dtype).expand(offset.shape)
+    pointer.storage.index_add_(0, offset[wanted].long(), added[wanted])
+    return _value(before)
 
 
 class Descriptor:

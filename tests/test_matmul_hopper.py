@@ -41,6 +41,8 @@ CONFIGS = {
     "pingpong": HopperMatmul(64, 64, 2, 3, pingpong=True),
     "pingpong-tall": HopperMatmul(128, 64, 2, 4, pingpong=True, group_m=1),
     "split-k": HopperMatmul(64, 64, 2, 2, num_splits=3),
+    "stream-k": HopperMatmul(64, 64, 2, 3, stream_k=True),
+    "stream-k-two-tiles": HopperMatmul(64, 192, 2, 3, stream_k=True),
     "pingpong-split-k": HopperMatmul(64, 64, 2, 3, pingpong=True, num_splits=2),
 }
 
@@ -270,7 +272,9 @@ def test_the_cost_rule_chooses_valid_configs() -> None:
         assert HOPPER_MATMUL.valid(config, H200, shape) is None
         assert config.num_splits == 1 or m * n < 132 * 64 * 256 * 2  # K is split only where tiles are few
     large = {"batch": 1, "m": 8192, "n": 8192, "k": 8192, "bytes": 2, "block_scaled": 0, "integer": 0}
-    assert HOPPER_MATMUL.heuristic(H200, large) == HopperMatmul(64, 256, 2, 4)
+    assert replace(HOPPER_MATMUL.heuristic(H200, large), stream_k=False) == HopperMatmul(64, 256, 2, 4)
+    assert not HOPPER_MATMUL.heuristic(H200, {**large, "n": 66 * 256}).stream_k  # 32 whole waves
+    assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 1024, "n": 133 * 32}).stream_k
     assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 64, "n": 512}).num_splits > 1
 
 
@@ -322,6 +326,10 @@ COMPILED: dict[str, dict[str, Any]] = {
                      "config": HopperMatmul(128, 128, 2, 6, pingpong=True)},
     "fp8-epilogue": {"m": 4096, "n": 4096, "k": 4096, "dtype": torch.float8_e4m3fn, "scaling": "row",
                      "chain": ALL_PIECES},
+    "stream-k": {"m": 1024, "n": 4096, "k": 4096, "chain": ALL_PIECES,
+                 "config": HopperMatmul(64, 256, 2, 4, stream_k=True)},
+    "fp8-blocks-stream-k": {"m": 1024, "n": 4096, "k": 4096, "dtype": torch.float8_e4m3fn, "scaling": "block",
+                            "config": HopperMatmul(64, 256, 2, 4, stream_k=True)},
     "split-k": {"m": 64, "n": 512, "k": 8192, "chain": ALL_PIECES},
     "fp8-split-k": {"m": 64, "n": 512, "k": 8192, "dtype": torch.float8_e4m3fn, "scaling": "row", "chain": ALL_PIECES},
     "int8-split-k": {"m": 64, "n": 512, "k": 8192, "dtype": torch.int8, "scaling": "row"},
@@ -333,6 +341,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 def test_compiled(name: str) -> None:
     config, launches = _launches(**COMPILED[name])
     assert len(launches) == (1 if config.num_splits == 1 else 2)
+    assert "stream-k" not in name or config.stream_k
     assert "split-k" not in name or config.num_splits > 1
     _assert_lean(config, launches)
 

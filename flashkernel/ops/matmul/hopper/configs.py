@@ -26,6 +26,7 @@ _L2_RATE = 56  # bytes per clock cycle and SM
 _SECOND_TILE = 1.03  # the rate's loss to a second tile of B, whose products read A again
 _TILE_CYCLES = 1500  # of an epilogue's and a pipeline's start, whatever their size
 _STORE_RATE = 16  # elements of C per clock cycle
+_STREAM_CYCLES = 6000  # of clearing Stream-K's flags and waiting for other programs
 _REDUCE_CYCLES = 6000  # of another launch
 _REDUCE_RATE = 16  # bytes per clock cycle and SM
 
@@ -42,6 +43,7 @@ class HopperMatmul:
         pingpong: consumers take work tiles in turn; else they share one.
         group_m: tiles of rows that are worked on at the same time (L2 swizzle).
         num_splits: parts of K, which are summed by a second kernel.
+        stream_k: the tiles that do not divide evenly among the programs are shared out along K.
     """
 
     rows: int
@@ -51,6 +53,7 @@ class HopperMatmul:
     pingpong: bool = False
     group_m: int = GROUP_M
     num_splits: int = 1
+    stream_k: bool = False
 
     @property
     def block_m(self) -> int:
@@ -92,6 +95,11 @@ def _tiles(config: HopperMatmul, shape: Mapping[str, int]) -> int:
     return shape["batch"] * ceil_div(shape["m"], config.block_m) * ceil_div(shape["n"], config.block_n)
 
 
+def num_streamed(tiles: int, num_programs: int) -> int:
+    """Returns how many tiles are shared out along K."""
+    return tiles % num_programs
+
+
 def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> str | None:
     needed = _shared_bytes(config)
     if needed > device.shared_per_block:
@@ -111,6 +119,8 @@ def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> st
         return f"{config}: WGMMA of int8 operands has up to 128 columns in Triton"
     if not 2 <= config.num_stages <= MAX_STAGES:
         return f"{config} must have 2 to {MAX_STAGES} stages"
+    if config.stream_k and (config.pingpong or config.num_splits > 1 or shape["integer"]):
+        return f"{config}: Stream-K has consumers that share a tile and partial sums in float32, and no split-K"
     if not 1 <= config.num_splits <= max(1, _blocks(shape)):
         return f"K has {_blocks(shape)} blocks and cannot be split in {config.num_splits}"
     return None
@@ -130,6 +140,11 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
     step = max(products, _stage_bytes(config) / _L2_RATE)
     epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
     tiles = _tiles(config, shape) * config.num_splits
+    if config.stream_k:
+        blocks = num_streamed(tiles, device.sms) * steps / device.sms  # of the streamed tiles, for each program
+        partials = 2 * config.block_m * config.block_n * 4 / _L2_RATE  # written by one program and read by another
+        time = tiles // device.sms * (steps * step + epilogue)
+        return time + blocks * step + epilogue + partials + _STREAM_CYCLES if blocks else time
     if config.pingpong:  # the epilogue of one consumer runs beside the products of the others
         time = ceil_div(tiles, device.sms) * max(steps * step, epilogue / config.num_consumers) + epilogue
     else:
@@ -164,6 +179,7 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> HopperMatmul:
         for config in _tile_shapes()
         for splits in _splits(config, device, shape)
     ]
+    candidates += [replace(config, stream_k=True) for config in candidates if config.num_splits == 1]
     candidates = [config for config in candidates if _valid(config, device, shape) is None]
     return min(candidates, key=lambda config: _cycles(config, device, shape))
 
@@ -175,6 +191,8 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:
             for group_m in (4, 8, 16):
                 for splits in _splits(config, device, shape):
                     yield replace(config, num_stages=num_stages, group_m=group_m, num_splits=splits)
+                if not config.pingpong:
+                    yield replace(config, num_stages=num_stages, group_m=group_m, stream_k=True)
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:

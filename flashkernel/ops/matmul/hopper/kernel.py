@@ -1,7 +1,7 @@
 """C = epilogue(A B) on Hopper: a persistent kernel with a producer warp and one to three consumer warpgroups.
 
-1. A program stays on its SM and takes work tiles program, program + num_programs, ... (`work_tile_at`). A work tile is
-   BLOCK_M x BLOCK_N of C and a range of K blocks. Neighbours in that order share rows of A and columns of B in L2.
+1. A program stays on its SM and computes several work tiles (schedule.py). A work tile is BLOCK_M x BLOCK_N of C and a
+   range of K blocks. Tiles that are computed at the same time share rows of A and columns of B in L2.
 2. The producer warp loads tiles of A and B by TMA into a ring of NUM_STAGES stages, and signals each stage on an
    mbarrier. It runs ahead of the consumers, into the next work tile as well.
 3. A consumer warpgroup multiplies its ROWS rows with all BLOCK_N columns by WGMMA. It issues the product of K block k,
@@ -47,10 +47,10 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashkernel.ops.matmul.triton.tiles import tile_position
+from flashkernel.ops.matmul.hopper.schedule import Schedule, num_work_tiles, work_tile
 
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
-SIZES = ("m", "n", "m_tiles", "n_tiles", "k_blocks", "batch", "num_splits")
+SIZES = ("m", "n", "m_tiles", "n_tiles", "k_blocks", "batch", "num_splits", "num_streamed")
 
 
 class MatmulTraits(NamedTuple):
@@ -63,6 +63,7 @@ class MatmulTraits(NamedTuple):
     NUM_CONSUMERS: int
     NUM_STAGES: int
     PINGPONG: bool
+    STREAM_K: bool
     GROUP_M: int  # tiles of rows that are worked on at the same time
     CHUNK_N: int  # columns of a staged chunk of C
     STORE_STAGES: int  # chunks of C in shared memory, per consumer; divides those of a work tile
@@ -82,27 +83,6 @@ class MatmulTraits(NamedTuple):
     PRODUCER_REGISTERS: int
 
 
-class Schedule(NamedTuple):
-    """All work tiles. Splits are the outermost index, then batch entries."""
-
-    m_tiles: Any
-    n_tiles: Any
-    k_blocks: Any
-    batch: Any
-    num_splits: Any
-
-
-class WorkTile(NamedTuple):
-    """`entry` is split * batch + batch entry: which matrix of C (or of the partial sums) the tile is part of."""
-
-    entry: Any
-    batch: Any
-    row: Any  # in units of BLOCK_M, as column of BLOCK_N
-    column: Any
-    k_begin: Any  # in units of BLOCK_K
-    k_end: Any
-
-
 class EpilogueArgs(NamedTuple):
     """Addresses and strides (in elements) of what the epilogue reads and writes beside C."""
 
@@ -120,6 +100,8 @@ class EpilogueArgs(NamedTuple):
     b_scale_stride: Any
     b_scale_block_stride: Any
     preactivation: Any  # [batch, m, n], contiguous
+    partials: Any  # STREAM_K: sums of tiles that another program finishes, [num_programs, BLOCK_M, BLOCK_N]
+    partial_flags: Any  # STREAM_K: 1 once they are there, [num_programs, NUM_CONSUMERS]; 0 before
 
 
 class Buffers(NamedTuple):
@@ -153,23 +135,6 @@ class ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def _num_work_tiles(schedule):
-    return schedule.m_tiles * schedule.n_tiles * schedule.batch * schedule.num_splits
-
-
-@gluon.jit
-def work_tile_at(index, schedule, GROUP_M: gl.constexpr):
-    """Returns work tile number `index`."""
-    tiles = schedule.m_tiles * schedule.n_tiles
-    entry, tile = index // tiles, index % tiles
-    split, batch = entry // schedule.batch, entry % schedule.batch
-    row, column = tile_position(tile, schedule.m_tiles, schedule.n_tiles, GROUP_M)
-    k_begin = split * schedule.k_blocks // schedule.num_splits
-    k_end = (split + 1) * schedule.k_blocks // schedule.num_splits
-    return WorkTile(entry, batch, row, column, k_begin, k_end)
-
-
-@gluon.jit
 def _b_place(batch, column, block, TRAITS: gl.constexpr):
     """Where a tile of B lies in its tensor."""
     if TRAITS.B_K_MAJOR:
@@ -190,8 +155,8 @@ def _produce(args, TRAITS: gl.constexpr):
     SECOND_BYTES: gl.constexpr = b_second.block_type.nbytes if TRAITS.SECOND_N > 0 else 0
     B_TILES: gl.constexpr = 2 if TRAITS.BLOCK_SCALED and TRAITS.SECOND_N > 0 else 1  # of a stage in buffers.b
     num_loaded = gl.to_tensor(0)
-    for index in range(gl.program_id(0), _num_work_tiles(args.schedule), gl.num_programs(0)):
-        tile = work_tile_at(index, args.schedule, TRAITS.GROUP_M)
+    for number in range(num_work_tiles(args.schedule, TRAITS.STREAM_K)):
+        tile = work_tile(number, args.schedule, TRAITS.GROUP_M, TRAITS.STREAM_K)
         a_batch = tile.batch if TRAITS.A_BATCHED else 0
         b_batch = tile.batch if TRAITS.B_BATCHED else 0
         column = tile.column * TRAITS.BLOCK_N
@@ -255,7 +220,7 @@ def _zeros(COLUMNS: gl.constexpr, TRAITS: gl.constexpr):
 
 @gluon.jit
 def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
-    """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it. `acc` has an accumulator for each tile of B."""
+    """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it; acc is a tuple, one for each tile of B."""
     SECOND_N: gl.constexpr = TRAITS.SECOND_N
     stage, phase = state
     mbarrier.wait(args.full.index(stage), phase)
@@ -363,6 +328,16 @@ def _column_chunks(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _chunks(acc, TRAITS: gl.constexpr):
+    """Returns a tuple of the accumulators' columns, CHUNK_N each."""
+    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
+    chunks = _column_chunks(acc[0], (TRAITS.BLOCK_N - TRAITS.SECOND_N) // CHUNK_N)
+    if TRAITS.SECOND_N > 0:
+        chunks = chunks + _column_chunks(acc[1], TRAITS.SECOND_N // CHUNK_N)
+    return chunks
+
+
+@gluon.jit
 def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     """Stores epilogue(acc) chunk by chunk."""
     ROWS: gl.constexpr = TRAITS.ROWS
@@ -386,14 +361,15 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
             ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
         )
         b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride
-    chunks = _column_chunks(acc[0], (TRAITS.BLOCK_N - TRAITS.SECOND_N) // CHUNK_N)
-    if TRAITS.SECOND_N > 0:
-        chunks = chunks + _column_chunks(acc[1], TRAITS.SECOND_N // CHUNK_N)
+    chunks = _chunks(acc, TRAITS)
     for chunk in gl.static_range(COUNT):
         first_column = tile.column * TRAITS.BLOCK_N + chunk * CHUNK_N
         column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
         in_columns = column < n
         value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
+        if TRAITS.STREAM_K:
+            for program in range(tile.first_program, gl.program_id(0)):
+                value += gl.load(_partial_places(args, program, chunk, w, TRAITS), cache_modifier=".cg")
         if TRAITS.SCALED:
             b_scale = gl.load(b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
             value = value * a_scale[:, None] * b_scale[None, :]
@@ -425,20 +401,54 @@ def _store_plainly(target, value, entry, row, column, m, n):
 
 
 @gluon.jit
+def _partial_places(args, program, chunk: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns the addresses of a chunk of a program's partial sums."""
+    ROWS: gl.constexpr = TRAITS.ROWS
+    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
+    row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = chunk * CHUNK_N + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
+    first = args.epilogue.partials + program * (TRAITS.NUM_CONSUMERS * ROWS * TRAITS.BLOCK_N)
+    return first + row[:, None] * TRAITS.BLOCK_N + column[None, :]
+
+
+@gluon.jit
+def _store_partial(acc, args, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Stores this program's sums of a tile that another one finishes, and says so."""
+    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
+    program = gl.program_id(0)
+    chunks = _chunks(acc, TRAITS)
+    for chunk in gl.static_range(TRAITS.BLOCK_N // CHUNK_N):
+        value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
+        gl.store(_partial_places(args, program, chunk, w, TRAITS), value)
+    synchronize()
+    gl.atomic_add(args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w, 1, sem="release")
+
+
+@gluon.jit
+def _await_partials(args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Waits for the partial sums of the programs that share this tile."""
+    for program in range(tile.first_program, gl.program_id(0)):
+        flag = args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w
+        ready = gl.atomic_add(flag, 0, sem="acquire")
+        while ready == 0:
+            ready = gl.atomic_add(flag, 0, sem="acquire")
+    synchronize()
+
+
+@gluon.jit
 def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
     """Consumer warpgroup `w`: its part of all work tiles, or with PINGPONG every NUM_CONSUMERS-th work tile."""
     STEP: gl.constexpr = TRAITS.NUM_CONSUMERS if TRAITS.PINGPONG else 1
+    FIRST: gl.constexpr = w if TRAITS.PINGPONG else 0
     FIRST_PHASE: gl.constexpr = 1 if w == 0 else 0  # nobody comes before consumer 0's first work tile
-    program, num_programs = gl.program_id(0), gl.num_programs(0)
     position = gl.to_tensor(0)  # K blocks in the ring before this work tile
-    first = program
     order_phase = gl.to_tensor(FIRST_PHASE)
-    if TRAITS.PINGPONG:
-        for before in gl.static_range(w):
-            position += _num_blocks(program + before * num_programs, args.schedule, TRAITS)
-        first = program + w * num_programs
-    for index in range(first, _num_work_tiles(args.schedule), STEP * num_programs):
-        tile = work_tile_at(index, args.schedule, TRAITS.GROUP_M)
+    for before in gl.static_range(FIRST):
+        position += _num_blocks(before, args.schedule, TRAITS)
+    for number in range(FIRST, num_work_tiles(args.schedule, TRAITS.STREAM_K), STEP):
+        tile = work_tile(number, args.schedule, TRAITS.GROUP_M, TRAITS.STREAM_K)
         num_blocks = tile.k_end - tile.k_begin
         if TRAITS.PINGPONG:
             mbarrier.wait(args.order.index(w), order_phase)
@@ -447,26 +457,34 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
             acc = _multiply_block_scaled(args, tile, position, w, TRAITS)
         else:
             acc = _multiply(args, position, num_blocks, w, TRAITS)
-        _store_epilogue(acc, args, tile, w, TRAITS)
+        if TRAITS.STREAM_K:
+            if tile.k_end < args.schedule.k_blocks:
+                _store_partial(acc, args, w, TRAITS)
+            else:
+                _await_partials(args, tile, w, TRAITS)
+                _store_epilogue(acc, args, tile, w, TRAITS)
+        else:
+            _store_epilogue(acc, args, tile, w, TRAITS)
         position += num_blocks
         for after in gl.static_range(1, STEP):  # those of the other consumers
-            position += _num_blocks(index + after * num_programs, args.schedule, TRAITS)
+            position += _num_blocks(number + after, args.schedule, TRAITS)
     if TRAITS.TMA_STORE:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _num_blocks(index, schedule, TRAITS: gl.constexpr):
+def _num_blocks(number, schedule, TRAITS: gl.constexpr):
     """Returns the number of K blocks of a work tile."""
-    tile = work_tile_at(index, schedule, TRAITS.GROUP_M)
+    tile = work_tile(number, schedule, TRAITS.GROUP_M, TRAITS.STREAM_K)
     return tile.k_end - tile.k_begin
 
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, b_second, c, bias, residual, a_scale, b_scale, preactivation, bias_stride, residual_batch_stride, residual_stride,
-    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
-    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
+    a, b, b_second, c, bias, residual, a_scale, b_scale, preactivation, partials, partial_flags, bias_stride,
+    residual_batch_stride, residual_stride, a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
+    b_scale_batch_stride, b_scale_stride, b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits,
+    num_streamed, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """C [num_splits * batch, m, n]. a, b, b_second and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
@@ -486,11 +504,11 @@ def matmul_kernel(
     full = new_barriers(NUM_STAGES, 1)
     order = new_barriers(TRAITS.NUM_CONSUMERS, 1)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
-    schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits)
+    schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed)
     epilogue = EpilogueArgs(
         bias, bias_stride, residual, residual_batch_stride, residual_stride, a_scale, a_scale_batch_stride,
         a_scale_stride, a_scale_block_stride, b_scale, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
-        preactivation,
+        preactivation, partials, partial_flags,
     )  # fmt: skip
     specialize_warps(
         _consume, (ConsumerArgs(c, buffers, full, order, schedule, epilogue, m, n), TRAITS), TRAITS.NUM_CONSUMERS,

@@ -17,6 +17,7 @@ from flashkernel.ops.matmul.hopper.configs import (
     PRODUCER_REGISTERS,
     HopperMatmul,
     chunk_columns,
+    num_streamed,
     second_columns,
     store_stages,
 )
@@ -121,6 +122,10 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
     elif not epilogue.aligned:
         chunk_n = min(chunk_n, _UNALIGNED_COLUMNS)
     m, k, n = a.shape[1], a.shape[2], b.shape[2]
+    m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, config.block_n)
+    tiles, sms = m_tiles * n_tiles * c.shape[0], device.properties(a.device).sms
+    num_programs = sms if config.stream_k else min(sms, tiles)
+    streamed = num_streamed(tiles, num_programs) if config.stream_k else 0
     residual = epilogue.residual
     traits = MatmulTraits(
         ROWS=config.rows,
@@ -130,6 +135,7 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
         PINGPONG=config.pingpong,
+        STREAM_K=streamed > 0,
         GROUP_M=config.group_m,
         CHUNK_N=chunk_n,
         STORE_STAGES=store_stages(config.block_n // chunk_n),
@@ -148,8 +154,11 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
-    m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, config.block_n)
-    num_programs = min(device.properties(a.device).sms, m_tiles * n_tiles * c.shape[0])
+    partials, flags = None, None
+    if streamed:
+        size = (num_programs, config.block_m, config.block_n)
+        partials = torch.empty(size, dtype=torch.float32, device=a.device)
+        flags = torch.zeros((num_programs, config.num_consumers), dtype=torch.int32, device=a.device)
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
     b_tiles = [
         tile_descriptor(b_operand, (columns, block_k) if b_k_major else (block_k, columns))
@@ -159,6 +168,7 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
     launch(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
-        b_tiles[0], b_tiles[-1], target, *epilogue.tensors, *epilogue.strides, m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k),
-        c.shape[0] // config.num_splits, config.num_splits, TRAITS=traits, num_warps=4,
+        b_tiles[0], b_tiles[-1], target, *epilogue.tensors, partials, flags, *epilogue.strides,
+        m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), c.shape[0] // config.num_splits, config.num_splits, streamed,
+        TRAITS=traits, num_warps=4,
     )  # fmt: skip
