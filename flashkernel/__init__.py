@@ -7,7 +7,7 @@ Every operator is a function of this module. All of them take `backend=`, and `e
                              tensor_mask; Mask, Table; score_function, where
     decoding                 decode_attention, paged_attention, append_kv
     linear layers            linear, Weight
-    matrix products          matmul, grouped_matmul
+    matrix products          matmul, matmul_dact, grouped_matmul
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
     activations              gelu, silu, relu, squared_relu, swiglu, geglu, reglu, gpt_oss_glu
@@ -50,7 +50,7 @@ from flashkernel.ops.attention import (
 from flashkernel.ops.decode import decode_attention, paged_attention
 from flashkernel.ops.gemm import Weight, linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
-from flashkernel.ops.matmul import grouped_matmul, matmul
+from flashkernel.ops.matmul import grouped_matmul, matmul, matmul_dact
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
@@ -86,6 +86,7 @@ __all__ = [
     "linear_cross_entropy",
     "logsumexp",
     "matmul",
+    "matmul_dact",
     "max",
     "mean",
     "paged_attention",
