@@ -229,25 +229,50 @@ def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **o
                 check_axes=small)  # fmt: skip
 
 
+# Models whose projections are timed, by the name that their cases have.
+_PROJECTED = {
+    "llama-1b": MODELS["llama-3.2-1b"], "llama-8b": MODELS["llama-3.1-8b"], "llama-70b": MODELS["llama-3.1-70b"],
+    "gpt-oss": MODELS["gpt-oss-20b"],
+}  # fmt: skip
+
+
+def _projections(name: str) -> dict[str, tuple[int, int]]:
+    """(N, K) of a model's projections; gpt-oss has experts in the place of the MLP's."""
+    model = _PROJECTED[name]
+    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found = {"qkv": (heads + 2 * kv_heads, model.hidden), "o": (model.hidden, heads)}
+    if name != "gpt-oss":
+        found |= {"gate-up": (2 * model.intermediate, model.hidden), "down": (model.hidden, model.intermediate)}
+    return found
+
+
+def _scaled_bench(name: str, kind: str, m: int, n: int, k: int) -> Case:
+    small = _axes(512, 512, 1024)
+    return replace(
+        _scaled(f"fp8-{kind}-{name}", FP8, _axes(m, n, k), kind), dtypes=_HALF, layout_of={"b": "transposed"},
+        check_axes={"m": 512, "n": 512, "k": 1024, **_scale_axes(small, kind)},
+    )  # fmt: skip
+
+
 def _benches() -> tuple[Case, ...]:
-    llama, gpt_oss = MODELS["llama-3.1-8b"], MODELS["gpt-oss-20b"]
-    qkv = (llama.heads + 2 * llama.kv_heads) * llama.head_dim
-    layers = {"qkv": (qkv, llama.hidden), "gate-up": (2 * llama.intermediate, llama.hidden),
-              "down": (llama.hidden, llama.intermediate)}  # fmt: skip
+    """Squares, the projections of models over 512 to 16,384 rows, GeLU after the up projection, and FP8."""
+    llama, gpt_oss, gpt2 = _PROJECTED["llama-8b"], _PROJECTED["gpt-oss"], MODELS["gpt2"]
+    gelu = {"llama-8b": llama, "llama-1b": _PROJECTED["llama-1b"], "gpt2": gpt2}
+    swiglu = _packed(8192, llama.intermediate, llama.hidden)
+    large = {"8192x8192x8192": (8192, 8192, 8192), "4096x4096x4096": (4096, 4096, 4096)} | {
+        f"llama-8b-{layer}-4096": (4096, n, k) for layer, (n, k) in _projections("llama-8b").items()
+    }
     return (
         *(_bench(f"{size}x{size}x{size}", size, size, size) for size in (4096, 8192)),
-        *(_bench(f"llama-8b-{layer}-{rows}", rows, n, k) for layer, (n, k) in layers.items()
-          for rows in (512, 4096, 16384)),
-        _bench("llama-8b-gelu-16384", 16384, llama.intermediate, llama.hidden, ("bias",), activation="gelu_tanh"),
-        _bench("gpt-oss-o-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim, ("bias", "residual")),
-        *(
-            replace(
-                _scaled(f"fp8-{kind}-8192x8192x8192", FP8, _axes(8192, 8192, 8192), kind),
-                dtypes=_HALF, layout_of={"b": "transposed"},
-                check_axes={"m": 512, "n": 512, "k": 1024, **_scale_axes(_axes(512, 512, 1024), kind)},
-            )
-            for kind in ("row", "block")
-        ),
+        *(_bench(f"{model}-{layer}-{rows}", rows, n, k) for model in _PROJECTED
+          for layer, (n, k) in _projections(model).items() for rows in (512, 4096, 16384)),
+        *(_bench(f"{name}-gelu-{rows}", rows, model.intermediate, model.hidden, ("bias",), activation="gelu_tanh")
+          for name, model in gelu.items() for rows in (4096, 16384)),
+        Case("llama-8b-swiglu-8192", swiglu, {"activation": "swiglu"}, dtypes=_HALF, layout_of={"b": "transposed"},
+             check_axes=_packed(512, 512, 1024)),
+        _bench("gpt-oss-o-bias-residual-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim,
+               ("bias", "residual")),
+        *(_scaled_bench(name, kind, *sizes) for name, sizes in large.items() for kind in ("tensor", "row", "block")),
     )  # fmt: skip
 
 
@@ -292,7 +317,12 @@ MATMUL = Op(
     random_case=_random_case,
     random_share=3,
     sum_length=lambda case: case.axes["k"],
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
+    baselines=(
+        Baseline("eager", f"{_ROOM}.baselines:eager"),
+        Baseline("compile", f"{_ROOM}.baselines:compiled"),
+        Baseline("max_autotune", f"{_ROOM}.baselines:max_autotune", forward_only=True),
+        Baseline("addmm_activation", f"{_ROOM}.baselines:addmm_activation", forward_only=True),
+    ),
 )
 
 

@@ -240,6 +240,15 @@ def _zeros(COLUMNS: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
+def _accumulators(TRAITS: gl.constexpr):
+    """Returns an accumulator for each tile of B."""
+    if TRAITS.SECOND_N == 0:
+        return (_zeros(TRAITS.BLOCK_N, TRAITS),)
+    else:
+        return (_zeros(TRAITS.BLOCK_N - TRAITS.SECOND_N, TRAITS), _zeros(TRAITS.SECOND_N, TRAITS))
+
+
+@gluon.jit
 def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
     """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it; acc is a tuple, one for each tile of B."""
     SECOND_N: gl.constexpr = TRAITS.SECOND_N
@@ -269,9 +278,7 @@ def _multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr)
     """Returns the sums over `num_blocks` K blocks, which begin at `position` in the ring, for each tile of B."""
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     RELEASED_BY: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
-    zeros = (_zeros(TRAITS.BLOCK_N - TRAITS.SECOND_N, TRAITS),)
-    if TRAITS.SECOND_N > 0:
-        zeros = zeros + (_zeros(TRAITS.SECOND_N, TRAITS),)
+    zeros = _accumulators(TRAITS)
     state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
     acc = _wait(_issue(args, state, zeros, w, False, TRAITS), 1)
     for _ in range(1, num_blocks):
