@@ -29,7 +29,7 @@ from flashkernel.ops.matmul.triton.split_k import add_partials
 # A chunk of C whose elements have an address each: more would not fit into the registers.
 _UNALIGNED_COLUMNS = 16  # if only the epilogue's tensors are unaligned
 _UNALIGNED_ELEMENTS = 1024  # if C is, too
-_GRADIENT_COLUMNS = 32  # of an activation's gradient: z, dz and their pairs are in registers at once
+_GRADIENT_ELEMENTS = 2048  # of an activation's gradient: z, dz and their pairs are in registers at once
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _multiply(
     chunk_n = min(tile_n, chunk_columns(config, c.element_size()))
     second_n = second_columns(config.block_n, scaling.kind == "block")
     if epilogue.dz is not None:
-        chunk_n = min(chunk_n, _GRADIENT_COLUMNS)
+        chunk_n = min(chunk_n, _GRADIENT_ELEMENTS // config.rows)
     if not tma_store:
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
     elif not _known_aligned(epilogue):
