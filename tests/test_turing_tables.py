@@ -77,7 +77,7 @@ class TestSuite:
         op = registry()["sum"]
         found = suites.max_autotune(op, TURING.cases["sum"][0])
         assert torch.equal(found(torch.ones(2, 3)), torch.tensor([3.0, 3.0]))
-        assert seen == [{"mode": "max-autotune", "dynamic": False}]
+        assert seen == [{"mode": "max-autotune-no-cudagraphs", "dynamic": False}]
         with pytest.raises(ValueError, match="no eager baseline"):
             suites.max_autotune(replace_baselines(op), TURING.cases["sum"][0])
 
@@ -86,7 +86,7 @@ class TestSuite:
         monkeypatch.setattr(suites, "max_autotune", lambda op, case: lambda x: x.sum(-1))
         invoke(
             "bench", "--suite", "turing", "--case", "*-b1-n512", "--case", "row-sum-b1-n512-d64", "--dtype", "float32",
-            "--scale", "20000", "--budget", "0.01", "--device", "cpu", "--max-autotune", "--save", str(tmp_path), "sum",
+            "--scale", "20000", "--budget", "0.01", "--device", "cpu", "--max-autotune", "all", "--save", str(tmp_path), "sum",
             "linear",
         )  # fmt: skip
         assert [path.name for path in tmp_path.iterdir()] == ["turing.json"]
@@ -96,7 +96,7 @@ class TestSuite:
 
     def test_mistakes(self) -> None:
         assert "unknown suite 'x'; known: turing" in invoke("bench", "--suite", "x", code=2).stderr
-        assert "--suite" in invoke("bench", "sum", "--max-autotune", code=2).stderr
+        assert "--suite" in invoke("bench", "sum", "--max-autotune", "all", code=2).stderr
 
 
 def replace_baselines(op: Any) -> Any:

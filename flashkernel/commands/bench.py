@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,12 +24,19 @@ if TYPE_CHECKING:
 
     from flashkernel.core.op import Case, Op
     from flashkernel.core.roofline import Ceilings
+    from flashkernel.lab import precompile
     from flashkernel.lab.bench import BenchOptions
-    from flashkernel.lab.results import Record
+    from flashkernel.lab.precompile import Work
+    from flashkernel.lab.results import Record, ResultsFile
     from flashkernel.lab.suites import Suite
 
 CPU_BUDGET_S, GPU_BUDGET_S = 0.1, 1.0
 LADDER_SIZE = 4096
+
+
+class Autotuned(str, Enum):
+    sample = "sample"
+    all = "all"
 
 
 def bench(
@@ -49,7 +60,15 @@ def bench(
         str | None, typer.Option(help="A grid over several operators, saved as DIR/<suite>.json: turing.")
     ] = None,
     max_autotune: Annotated[
-        bool, typer.Option("--max-autotune", help="Of a suite: time torch.compile(mode='max-autotune') too; slow.")
+        Autotuned | None,
+        typer.Option("--max-autotune", help="Of a suite: time torch.compile(mode='max-autotune') on these cases too."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile kernels ahead; 0: none. Of a suite on a GPU one per core."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --save: leave out what the file has of this commit and versions.")
     ] = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Time the rungs of the GEMM ladder instead, against cuBLAS.")
@@ -64,7 +83,7 @@ def bench(
     if ladder:
         return _bench_ladder(names, size or LADDER_SIZE, dtype, device, save, budget, commit, format)
     with progress.report_errors():
-        from flashkernel.lab import selection, suites
+        from flashkernel.lab import precompile, selection, suites
         from flashkernel.lab.bench import BenchOptions
 
         target = selection.device(device)
@@ -75,6 +94,8 @@ def bench(
             raise ValueError("--size goes with --ladder; --case selects the sizes of operators")
         if max_autotune and grid is None:
             raise ValueError("--max-autotune goes with --suite; --impl compile times torch.compile's default mode")
+        if resume and save is None:
+            raise ValueError("--resume goes with --save, whose folder has the finished cases")
         chosen = selection.operators(names or (None if grid is None else list(grid.cases)))
         benches = (lambda op: op.benches) if grid is None else (lambda op: grid.cases.get(op.name, ()))
         hardware = selection.hardware(str(target))
@@ -90,17 +111,34 @@ def bench(
         progress.log(
             f"cases are shrunk to at most {most} input elements, as in 16384x4096~256x4096; --scale 0 does not"
         )
-    run = _Run(work, options, save, commit, grid)
+    ahead = workers if workers is not None else 0 if on_cpu or grid is None else precompile.default_workers()
+    run = _Run(
+        work, options, save, commit, grid, autotune_all=max_autotune is Autotuned.all, workers=ahead, resume=resume
+    )
     with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
         run.measure(bar)
     output.show_records(format, run.records, selection.hardware(str(target)).name, run.ceilings)
     for note in run.notes:
         progress.log(note)
-    nothing = not run.records and not stopped.code
+    nothing = not run.records and not stopped.code and not run.resumed
     if nothing:
         progress.log("nothing was timed: no selected implementation can run the selected cases and directions here")
     wrong = any(record.kind == "backend" and not record.comparable for record in run.records)
     progress.exit_with(stopped, failed=wrong or nothing)
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Inside, the garbage collector passes over all objects that are alive now.
+
+    To scan the modules of torch and its compiler after each implementation takes longer than to time one.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Run:
@@ -113,17 +151,21 @@ class _Run:
         save: Path | None,
         commit: str | None,
         suite: Suite | None = None,
+        *,
+        autotune_all: bool = False,
+        workers: int = 0,
+        resume: bool = False,
     ) -> None:
         self.work, self.options, self.save, self.commit, self.suite = work, options, save, commit, suite
+        self.autotune_all, self.workers, self.resume = autotune_all, workers, resume
         self.records: list[Record] = []
         self.notes: dict[str, None] = {}
         self.ceilings: Ceilings | None = None
+        self.resumed = 0  # cases left out, since the file has them
 
     def measure(self, bar: progress.Bar) -> None:
         """Measures case by case; a case is saved once all of its implementations are measured."""
         from flashkernel.core import roofline
-        from flashkernel.lab import tables
-        from flashkernel.lab.bench import bench as measure
         from flashkernel.lab.results import ResultsFile
 
         bar.describe("measuring memory bandwidth and matmul rates")
@@ -135,9 +177,20 @@ class _Run:
         names = dict.fromkeys(self._file(op) for op, _, _ in self.work)
         with progress.report_errors():
             files = {name: ResultsFile.in_folder(self.save, name, self.ceilings, self.commit) for name in names}
-        for op, case, dtype in self.work:
+        work = [(op, case, dtype, self._options_of(op, case, options)) for op, case, dtype in self.work]
+        if self.resume:
+            work = self._unfinished(work, files, bar)
+        self._compile_ahead(work, bar)
+        with _frozen_objects():
+            self._measure(work, files, bar)
+
+    def _measure(self, work: Sequence[Work], files: Mapping[str, ResultsFile | None], bar: progress.Bar) -> None:
+        from flashkernel.lab import tables
+        from flashkernel.lab.bench import bench as measure
+
+        for op, case, dtype, of_op in work:
             of_case = []
-            for record in measure(op, case, dtype, self._options_of(op, options)):
+            for record in measure(op, case, dtype, of_op):
                 of_case.append(record)
                 self.records.append(record)
             file = files[self._file(op)]
@@ -147,15 +200,58 @@ class _Run:
             if of_case:
                 bar.log_line(tables.line(of_case))
 
+    def _unfinished(
+        self, work: Sequence[Work], files: Mapping[str, ResultsFile | None], bar: progress.Bar
+    ) -> list[Work]:
+        """The work that no earlier run of this commit has finished, with all implementations that are now selected."""
+        from flashkernel.lab.bench import candidates
+        from flashkernel.lab.results import finished
+
+        done = {name: finished(file.path, file.header) for name, file in files.items() if file is not None}
+        left = []
+        for op, case, dtype, options in work:
+            key = (op.name, case.name, str(dtype).removeprefix("torch."))
+            found = done[self._file(op)].get(key, set())
+            if found and {candidate.name for candidate in candidates(op, case, dtype, options)} <= found:
+                bar.advance()
+            else:
+                left.append((op, case, dtype, options))
+        self.resumed = len(work) - len(left)
+        progress.log(f"{self.resumed} of {len(work)} cases are in the file; {len(left)} are left")
+        return left
+
+    def _compile_ahead(self, work: Sequence[Work], bar: progress.Bar) -> None:
+        """Compiles kernels in worker processes; what fails there is compiled when it is timed."""
+        from flashkernel.lab import precompile
+
+        planned = precompile.batches(work) if self.workers else []
+        if not planned:
+            return
+        if self.options.baselines:
+            importlib.import_module("torch._inductor.compile_fx")  # seconds, that the first timed case would take
+        total, done = sum(map(len, planned)), 0
+
+        def report(task: precompile.Task) -> None:
+            nonlocal done
+            done += 1
+            bar.describe(f"compiling ahead, {done} of {total} calls: {task}")
+            if done % 50 == 0 or done == total:
+                bar.log_line(f"compiling ahead in {self.workers} processes: {done} of {total} calls")
+
+        bar.log_line(f"compiling ahead in {self.workers} processes: {total} calls")
+        for failure in precompile.run(planned, self.options, self.workers, report):
+            self._note(failure)
+
     def _file(self, op: Op) -> str:
         """A suite has one file for all its operators."""
         return op.name if self.suite is None else self.suite.name
 
-    def _options_of(self, op: Op, options: BenchOptions) -> BenchOptions:
-        """A suite times implementations of its own choice, unless some are named."""
+    def _options_of(self, op: Op, case: Case, options: BenchOptions) -> BenchOptions:
+        """A suite times implementations of its own choice, unless some are named, and max-autotune on some cases."""
         if self.suite is None or options.implementations:
             return options
-        named = (*self.suite.implementations[op.name], *(baseline.name for baseline in options.baselines))
+        autotuned = options.baselines if self.autotune_all or self.suite.times_autotuned(case) else ()
+        named = (*self.suite.implementations[op.name], *(baseline.name for baseline in autotuned))
         return replace(options, implementations=named)
 
     def _note(self, text: str) -> None:

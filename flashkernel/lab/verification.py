@@ -49,13 +49,15 @@ class Verifier:
             implementation: as `check.verify` takes it.
             device: where it runs.
             gradients: check the gradients too; without them the call runs under no_grad, as it is timed.
-            prepare: called before the check, if it is not known yet.
+            prepare: called before the check, if it is not known yet, with the same settings of torch: torch.compile
+                compiles anew for others.
         """
         checked = (op.name, *case_key(case), dtype, str(device), gradients)
         key = (*checked, name)
         if key not in self._reports:
             with nullcontext() if gradients else torch.no_grad():
-                prepare()
+                with check.float32_sums():
+                    prepare()
                 expected = self._expect(checked, op, case, dtype, implementation, device, gradients)
                 self._reports[key] = check.verify(
                     op, case, dtype, implementation, device, gradients=gradients, expected=expected
