@@ -15,8 +15,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from flashkernel.commands.bench_host import bench_first_use, bench_host
 from flashkernel.commands.options import Cases, Commit, Direction, Dtypes, Formatted, Names, OnDevice, Save
-from flashkernel.lab import host_tables, output, progress
+from flashkernel.lab import output, progress
 from flashkernel.lab.output import Format
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ def bench(
     host: Annotated[
         bool, typer.Option("--host", help="Time the host side of calls instead, against torch's own functions.")
     ] = False,
+    first_use: Annotated[
+        bool,
+        typer.Option(
+            "--first-use", help="Time the first compile of CUDA C++ kernels instead; --device h200 needs no GPU."
+        ),
+    ] = False,
     suite: Annotated[
         str | None, typer.Option(help="A grid over several operators, saved as DIR/<suite>.json: turing.")
     ] = None,
@@ -79,7 +86,9 @@ def bench(
 ) -> None:
     """Time operators against their baselines in one run; each is checked first. Ctrl-C keeps finished results."""
     if host:
-        return _bench_host(names, case, device, save, commit, format)
+        return bench_host(names, case, device, save, commit, format)
+    if first_use:
+        return bench_first_use(names, device, save, commit, format)
     if ladder:
         return _bench_ladder(names, size or LADDER_SIZE, dtype, device, save, budget, commit, format)
     with progress.report_errors():
@@ -256,43 +265,6 @@ class _Run:
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
-
-
-def _bench_host(
-    names: Sequence[str] | None, only: Sequence[str] | None, device: str | None, save: Path | None, commit: str | None,
-    format: Format,
-) -> None:  # fmt: skip
-    """Times the host side of public functions; exits 1 if a result is wrong."""
-    with progress.report_errors():
-        from flashkernel.core import roofline
-        from flashkernel.lab import host, selection
-        from flashkernel.lab.results import ResultsFile
-
-        target = selection.device(device)
-        wanted = {op.name for op in selection.operators(names)}
-        chosen = selection.known_names("case", only, [case.name for case in host.CASES])
-        cases = [case for case in host.CASES if case.op in wanted and case.name in chosen]
-    records: list[Record] = []
-    if target.type == "cpu":
-        progress.log(
-            f"on a CPU the functions compute before they return, so {len(cases)} functions may take many minutes; "
-            "name operators or --case for fewer"
-        )
-    with progress.progress_bar(len(cases)) as bar, progress.keep_results() as stopped:
-        file = None
-        if save is not None:
-            bar.describe("measuring memory bandwidth and matmul rate")
-            with progress.report_errors():
-                file = ResultsFile.in_folder(save, host.OP, roofline.ceilings(target, [host.dtype_of(target)]), commit)
-        for case, found in zip(cases, host.measure(cases, target)):
-            bar.describe(case.name)
-            bar.advance()
-            records += found
-            if file is not None:
-                file.add(found)
-    name = selection.hardware(str(target)).name
-    output.show(format, [record.as_dict() for record in records], [host_tables.rich_table(records, name)])
-    progress.exit_with(stopped, failed=any(not record.correct for record in records))
 
 
 def _bench_ladder(
