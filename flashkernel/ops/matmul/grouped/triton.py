@@ -14,7 +14,7 @@ from torch import Tensor
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
-from flashkernel.ops.matmul.params import GroupedParams
+from flashkernel.ops.matmul.grouped.params import GroupedParams
 from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
 from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
