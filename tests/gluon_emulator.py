@@ -226,6 +226,10 @@ class Pointer:
 
     __iadd__ = __add__
 
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.storage.dtype)
+
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         offset = torch.as_tensor(self.offset)
         wanted = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)

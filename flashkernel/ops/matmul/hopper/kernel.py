@@ -194,7 +194,7 @@ def _produce(args, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
+def issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
     """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it."""
     ROWS: gl.constexpr = TRAITS.ROWS
     BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
@@ -218,7 +218,7 @@ def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.
 
 
 @gluon.jit
-def _multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
+def multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns the sum [ROWS, BLOCK_N] over `num_blocks` K blocks, which begin at `position` in the ring."""
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     RELEASED_BY: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
@@ -229,11 +229,11 @@ def _multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr)
     ACC_DTYPE: gl.constexpr = gl.int32 if TRAITS.INTEGER else gl.float32
     zeros = gl.zeros([ROWS, BLOCK_N], ACC_DTYPE, ACC_LAYOUT)
     state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
-    acc = warpgroup_mma_wait(1, deps=[_issue(args, state, zeros, w, False, TRAITS)])
+    acc = warpgroup_mma_wait(1, deps=[issue(args, state, zeros, w, False, TRAITS)])
     for _ in range(1, num_blocks):
         previous = state.stage
         state = next_stage(state, NUM_STAGES)
-        acc = warpgroup_mma_wait(1, deps=[_issue(args, state, acc, w, True, TRAITS)])
+        acc = warpgroup_mma_wait(1, deps=[issue(args, state, acc, w, True, TRAITS)])
         named_barrier_arrive(previous, RELEASED_BY)
     if TRAITS.PINGPONG:
         mbarrier.arrive(args.order.index((w + 1) % TRAITS.NUM_CONSUMERS), count=1)
@@ -262,7 +262,7 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
         # Asked for before the product, which takes longer than these loads.
         a_scale = gl.load(a_scales + block * ep.a_scale_block_stride, mask=row < args.m, other=0.0)
         scale = a_scale * gl.load(b_scales + block * ep.b_scale_block_stride)
-        product = warpgroup_mma_wait(0, deps=[_issue(args, state, zeros, w, False, TRAITS)])
+        product = warpgroup_mma_wait(0, deps=[issue(args, state, zeros, w, False, TRAITS)])
         named_barrier_arrive(state.stage, TRAITS.NUM_CONSUMERS)
         acc += product * scale[:, None]
         state = next_stage(state, NUM_STAGES)
@@ -270,13 +270,13 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
 
 
 @gluon.jit
-def _column_chunks(x, COUNT: gl.constexpr):
+def column_chunks(x, COUNT: gl.constexpr):
     """Returns a tuple of COUNT equal parts of x's columns."""
     if COUNT == 1:
         return (x,)
     else:
         left, right = split_columns(x)
-        return _column_chunks(left, COUNT // 2) + _column_chunks(right, COUNT // 2)
+        return column_chunks(left, COUNT // 2) + column_chunks(right, COUNT // 2)
 
 
 @gluon.jit
@@ -303,7 +303,7 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
             ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
         )
         b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride
-    chunks = _column_chunks(acc, COUNT)
+    chunks = column_chunks(acc, COUNT)
     for chunk in gl.static_range(COUNT):
         first_column = tile.column * TRAITS.BLOCK_N + chunk * CHUNK_N
         column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
@@ -361,7 +361,7 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
         if TRAITS.BLOCK_SCALED:
             acc = _multiply_block_scaled(args, tile, position, w, TRAITS)
         else:
-            acc = _multiply(args, position, num_blocks, w, TRAITS)
+            acc = multiply(args, position, num_blocks, w, TRAITS)
         _store_epilogue(acc, args, tile, w, TRAITS)
         position += num_blocks
         for after in gl.static_range(1, STEP):  # those of the other consumers
