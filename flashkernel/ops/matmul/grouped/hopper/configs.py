@@ -60,6 +60,8 @@ def _valid(config: HopperGrouped, device: Device, shape: Mapping[str, int]) -> s
         return f"{config}: a work tile has one or two consumers of 64 or 128 rows and 64, 128 or 256 columns"
     if config.rows * config.block_n > 64 * 256:
         return f"{config}: an accumulator of {config.rows} x {config.block_n} does not fit into the registers"
+    if shape["halves"] and (config.rows != 64 or config.block_n == 64):
+        return f"{config}: gate and up have an accumulator each, 64 rows by at least 64 columns"
     if not 2 <= config.num_stages <= MAX_STAGES:
         return f"{config} must have 2 to {MAX_STAGES} stages"
     return None
@@ -115,7 +117,7 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperGrouped]:
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    names = ("groups", "n", "k", "bytes", "weight_gradient")
+    names = ("groups", "n", "k", "bytes", "weight_gradient", "halves")
     return (power_of_2(shape["rows"]), *(shape[name] for name in names))
 
 

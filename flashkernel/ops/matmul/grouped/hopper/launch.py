@@ -9,9 +9,11 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped
 from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_matmul_kernel
+from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
+from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
 from flashkernel.ops.matmul.grouped.params import GroupedParams
-from flashkernel.ops.matmul.hopper.configs import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from flashkernel.ops.matmul.hopper.descriptors import load_operand, tile_descriptor
+from flashkernel.ops.matmul.hopper.configs import CONSUMER_REGISTERS, GROUP_M, PRODUCER_REGISTERS, chunk_columns
+from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 
 _CHUNK_ELEMENTS = 4096  # of a chunk of the epilogue: larger ones take more registers than it has
 _UNALIGNED_ELEMENTS = 1024  # if elements of a row of y have an address each
@@ -46,7 +48,8 @@ def grouped_forward(
     if gather is not None:
         x = x.index_select(0, gather)
         x_scale = x_scale.index_select(0, gather) if x_scale is not None and x_scale.shape[0] > 1 else x_scale
-    shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 0}
+    shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 0,
+             "halves": int(params.gate == "halves")}  # fmt: skip
     config: HopperGrouped = tune.pick(HOPPER_GROUPED, device.properties(x.device), shape)
     _multiply(x, weights, offsets, y, params, scatter, row_weights, bias, x_scale, weight_scale, preactivation, config)
     return y
@@ -103,4 +106,46 @@ def grouped_weight_gradient(
     x: Tensor, dz: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None
 ) -> Tensor:
     """dW [groups, K, N]; `GroupedMatmulKernels.grouped_weight_gradient` documents the arguments."""
-    raise NotImplementedError
+    groups, k, n = offsets.shape[0] - 1, x.shape[1], dz.shape[1]
+    dw = torch.empty((groups, k, n), dtype=params.out_dtype, device=x.device)
+    if dw.numel() == 0:
+        return dw
+    if dz.shape[0] == 0:
+        return dw.zero_()
+    x = x if gather is None else x.index_select(0, gather)
+    props = device.properties(x.device)
+    shape = {"rows": dz.shape[0], "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 1,
+             "halves": 0}  # fmt: skip
+    config: HopperGrouped = tune.pick(HOPPER_GROUPED, props, shape)
+    tma_store = tma_compatible(dw)
+    chunk_n = chunk_columns(config.rows, dw.element_size()) if tma_store else _UNALIGNED_ELEMENTS // config.rows
+    traits = GradientTraits(
+        ROWS=config.rows,
+        BLOCK_N=config.block_n,
+        BLOCK_K=128 // x.element_size(),
+        NUM_CONSUMERS=config.num_consumers,
+        NUM_STAGES=config.num_stages,
+        GROUP_M=GROUP_M,
+        CHUNK_N=chunk_n,
+        STORE_STAGES=1,
+        TMA_STORE=tma_store,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+    m_tiles, n_tiles = tune.ceil_div(k, config.block_m), tune.ceil_div(n, config.block_n)
+    launch(
+        grouped_weight_gradient_kernel, (min(props.sms, groups * m_tiles * n_tiles),),
+        ragged_descriptor(_by_rows(x), (traits.BLOCK_K, config.rows)),
+        ragged_descriptor(_by_rows(dz), (traits.BLOCK_K, config.block_n)),
+        tile_descriptor(dw, (config.rows, chunk_n)) if tma_store else dw,
+        offsets, groups, k, n, m_tiles, n_tiles, TRAITS=traits, num_warps=4,
+    )  # fmt: skip
+    return dw
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Returns x [rows, columns], copied unless TMA can load it with its columns side by side."""
+    if tma_compatible(x[None]):
+        return x
+    copy = padded_empty((1, *x.shape), x.dtype, x.device)[0]
+    return copy.copy_(x)
