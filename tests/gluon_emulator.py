@@ -288,7 +288,9 @@ class Descriptor:
         """For each element of a tile: whether its coordinates lie inside the dims, and its place in memory if so."""
         inside, address = torch.ones(self.block, dtype=torch.bool), torch.full(self.block, self.first)
         for dim, (start, length) in enumerate(zip(place, self.block)):
-            coordinate = torch.arange(start, start + length).view([-1 if dim == one else 1 for one in range(len(place))])
+            coordinate = torch.arange(start, start + length).view(
+                [-1 if dim == one else 1 for one in range(len(place))]
+            )
             inside &= (coordinate >= 0) & (coordinate < self.limits[dim])
             address += coordinate * self.strides[dim]  # int64 wraps
         assert self.memory is not None

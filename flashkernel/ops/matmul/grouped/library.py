@@ -1,4 +1,9 @@
-"""The grouped products' kernels as torch operators, with their gradients, which are grouped products as well."""
+"""The grouped products' kernels as torch operators, with their gradients.
+
+With z[r] = x[gather[r]] W[g] + bias[g] and y[scatter[r]] = row_weights[r] activation(z[r]), the backward pass computes
+dz by rows of the groups (gradients.py), and from it two grouped products: dx = dz W^T and dW[g] = X_g^T dz_g. The
+forward pass stores z where an activation or the row weights' gradient needs it.
+"""
 
 import torch
 from torch import Tensor
@@ -7,6 +12,8 @@ from flashkernel.core.arguments import unit_stride
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.matmul.grouped.params import GroupedParams
+
+_GRADIENTS = "flashkernel.ops.matmul.grouped.gradients"  # of all kernel modules
 
 
 def grouped_matmul(
@@ -18,19 +25,40 @@ def grouped_matmul(
     scatter: Tensor | None,
     row_weights: Tensor | None,
     bias: Tensor | None,
-    out_rows: int,
-    out_dtype: torch.dtype,
-    tf32: bool,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    params: GroupedParams,
+    save: bool,
 ) -> Tensor:
-    """y [out_rows, N]; differentiable in x, the weights, the row weights and the bias."""
-    return _grouped(x, weights, row_weights, bias, offsets, gather, scatter, out_rows, out_dtype, tf32, kernels)
+    """y [out_rows, columns]; differentiable in x, the weights, the row weights and the bias.
+
+    `save` stores z for the backward pass.
+    """
+    y, _ = _grouped(
+        x, weights, row_weights, bias, offsets, gather, scatter, x_scale, weight_scale, params.out_rows,
+        params.out_dtype, params.tf32, params.activation, params.packed, save, kernels,
+    )  # fmt: skip
+    return y
 
 
 def _index(index: Tensor | None) -> Tensor | None:
     return None if index is None else index.to(torch.int32).contiguous()
 
 
-def _grouped_forward(
+def _row_weights(row_weights: Tensor | None) -> Tensor | None:
+    return None if row_weights is None else row_weights.to(torch.float32).contiguous()
+
+
+def _num_rows(x: Tensor, gather: Tensor | None, scatter: Tensor | None) -> int:
+    return gather.shape[0] if gather is not None else scatter.shape[0] if scatter is not None else x.shape[0]
+
+
+def _saved_dtype(x: Tensor, row_weights: Tensor | None, activation: str) -> torch.dtype:
+    """z's dtype: the row weights' gradient, a sum of float32 products with activation(z), shows how z was rounded."""
+    return torch.float32 if activation and row_weights is not None else x.dtype
+
+
+def _forward(
     x: Tensor,
     weights: Tensor,
     row_weights: Tensor | None,
@@ -38,23 +66,37 @@ def _grouped_forward(
     offsets: Tensor,
     gather: Tensor | None,
     scatter: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
     out_rows: int,
     out_dtype: torch.dtype,
     tf32: bool,
+    activation: str,
+    packed: str,
+    save: bool,
     kernels: str,
-) -> Tensor:
-    weighting = None if row_weights is None else row_weights.to(torch.float32).contiguous()
-    return resolve(kernels).grouped_forward(
-        x, weights, _index(offsets), GroupedParams(out_dtype, out_rows, tf32), _index(gather), _index(scatter),
-        weighting, bias,
+) -> tuple[Tensor, Tensor]:
+    size = (_num_rows(x, gather, scatter), weights.shape[2])
+    saved_dtype = _saved_dtype(x, row_weights, activation)
+    preactivation = torch.empty(size, dtype=saved_dtype, device=x.device) if save else None
+    y = resolve(kernels).grouped_forward(
+        x, weights, _index(offsets), GroupedParams(out_dtype, out_rows, tf32, activation, packed), _index(gather),
+        _index(scatter), _row_weights(row_weights), bias, x_scale, weight_scale, preactivation,
     )  # fmt: skip
+    return y, x.new_empty(0, dtype=saved_dtype) if preactivation is None else preactivation
 
 
-def _fake_grouped_forward(x, weights, row_weights, bias, offsets, gather, scatter, out_rows, out_dtype, tf32, kernels):
-    return x.new_empty((out_rows, weights.shape[2]), dtype=out_dtype)
+def _fake_forward(
+    x, weights, row_weights, bias, offsets, gather, scatter, x_scale, weight_scale, out_rows, out_dtype, tf32,
+    activation, packed, save, kernels,
+):  # fmt: skip
+    columns = GroupedParams(out_dtype, out_rows, tf32, activation, packed).out_columns(weights.shape[2])
+    size = (_num_rows(x, gather, scatter), weights.shape[2]) if save else (0,)
+    saved = x.new_empty(size, dtype=_saved_dtype(x, row_weights, activation))
+    return x.new_empty((out_rows, columns), dtype=out_dtype), saved
 
 
-def _grouped_backward(
+def _backward(
     dy: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -63,89 +105,63 @@ def _grouped_backward(
     offsets: Tensor,
     gather: Tensor | None,
     scatter: Tensor | None,
+    preactivation: Tensor,
+    activation: str,
+    packed: str,
     tf32: bool,
     wanted: list[bool],
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, the weights, the row weights and the bias; those not wanted are empty.
-
-    The row weights' gradient is <x[r], u[r]> + <dy[r], bias> with u = dy W^T, which is dx without its row weights: no
-    product is computed again.
-    """
-    module, results = resolve(kernels), [x.new_empty(0) for _ in range(4)]
+    """Gradients of x, the weights, the row weights and the bias; those not wanted are empty."""
+    module, gradients, results = resolve(kernels), resolve(_GRADIENTS), [x.new_empty(0) for _ in range(4)]
     offsets, gather, scatter = _index(offsets), _index(gather), _index(scatter)  # type: ignore[assignment]
-    weighting = None if row_weights is None else row_weights.to(torch.float32).contiguous()
-    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
-    dy = unit_stride(dy.to(x.dtype))
-    if wanted[0] or wanted[2]:
-        # Repeated rows of x are added in float32, and the row weights' gradient is a sum of products with u.
-        wide = x.dtype if gather is None and not wanted[2] else torch.float32
-        after = wanted[2]  # u first, its row weights later
-        u = module.grouped_forward(
-            dy, weights.transpose(1, 2), offsets, GroupedParams(wide, rows, tf32), scatter, None,
-            None if after else weighting, None,
+    rows = _num_rows(x, gather, scatter)
+    params = GroupedParams(x.dtype, rows, tf32, activation, packed)
+    if activation or scatter is not None or row_weights is not None:
+        saved = preactivation if activation or wanted[2] else None
+        dz, row_weight_gradient = gradients.product_gradient(
+            unit_stride(dy), saved, offsets, scatter, _row_weights(row_weights), activation, params.gate, rows, x.dtype,
+            wanted[2],
         )  # fmt: skip
         if wanted[2]:
-            results[2] = _row_weight_gradient(u, x, dy, bias, offsets, gather, scatter).to(row_weights.dtype)  # type: ignore[union-attr]
-        if wanted[0]:
-            dx = u * weighting[:, None] if after and weighting is not None else u
-            if gather is not None:
-                dx = torch.zeros(x.shape, dtype=wide, device=x.device).index_put_((gather,), dx, accumulate=True)
-            results[0] = dx.to(x.dtype)
+            results[2] = row_weight_gradient.to(row_weights.dtype)  # type: ignore[union-attr]
+    else:
+        dz = unit_stride(dy.to(x.dtype))
+    plain = GroupedParams(x.dtype, rows, tf32)
+    if wanted[0]:
+        dx = module.grouped_forward(dz, weights.transpose(1, 2), offsets, plain, *(None,) * 7)
+        results[0] = dx if gather is None else gradients.sum_repeated_rows(dx, gather, x.shape[0])
     if wanted[1]:
-        params = GroupedParams(weights.dtype, 0, tf32)
-        results[1] = module.grouped_weight_gradient(x, dy, offsets, params, gather, scatter, weighting)
+        results[1] = module.grouped_weight_gradient(x, dz, offsets, plain, gather)
     if wanted[3] and bias is not None:
-        # A product with ones: the sum over each group's rows. Tensor cores want a few columns.
-        ones = torch.ones((rows, 1), dtype=x.dtype, device=x.device)
-        params = GroupedParams(torch.float32, 0, tf32)
-        summed = module.grouped_weight_gradient(ones, dy, offsets, params, None, scatter, weighting)
-        results[3] = summed[:, 0].to(bias.dtype, copy=True)
+        results[3] = gradients.sum_by_group(dz, offsets).to(bias.dtype)
     return results[0], results[1], results[2], results[3]
 
 
-def _row_weight_gradient(
-    u: Tensor,
-    x: Tensor,
-    dy: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-) -> Tensor:
-    """[rows] in float32; zero for rows of no group, where u is."""
-    given = x if gather is None else x.index_select(0, gather)
-    found = (given.float() * u).sum(1)
-    if bias is None:
-        return found
-    row = torch.arange(u.shape[0], dtype=torch.int32, device=u.device)
-    group = torch.searchsorted(offsets[1:], row, right=True)
-    padded = torch.cat([bias.float(), bias.new_zeros((1, bias.shape[1]), dtype=torch.float32)])
-    out = dy if scatter is None else dy.index_select(0, scatter)
-    return found + (padded.index_select(0, group) * out.float()).sum(1)
-
-
-def _fake_grouped_backward(dy, x, weights, row_weights, bias, offsets, gather, scatter, tf32, wanted, kernels):
+def _fake_backward(
+    dy, x, weights, row_weights, bias, offsets, gather, scatter, preactivation, activation, packed, tf32, wanted,
+    kernels,
+):  # fmt: skip
     given = (x, weights, row_weights, bias)
     return tuple(tensor.new_empty(tensor.shape) if want else x.new_empty(0) for tensor, want in zip(given, wanted))
 
 
-def _setup_grouped(ctx, inputs, output):
-    x, weights, row_weights, bias, offsets, gather, scatter, _, _, tf32, kernels = inputs
+def _setup_context(ctx, inputs, output):
+    x, weights, row_weights, bias, offsets, gather, scatter, _, _, _, _, tf32, activation, packed, _, kernels = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weights, row_weights, bias, offsets, gather, scatter)
-    ctx.settings = (tf32, kernels)
+    ctx.save_for_backward(x, weights, row_weights, bias, offsets, gather, scatter, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.settings = (activation, packed, tf32)
+    ctx.kernels = kernels
 
 
-def _pull_back_grouped(ctx, dy):
+def _pull_back(ctx, dy, _):
     if dy is None:
-        return (None,) * 11
-    wanted, (tf32, kernels) = list(ctx.needs_input_grad[:4]), ctx.settings
-    results = _grouped_matmul_backward(dy, *ctx.saved_tensors, tf32, wanted, kernels)
-    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 7
+        return (None,) * 16
+    wanted = list(ctx.needs_input_grad[:4])
+    results = _grouped_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted, ctx.kernels)
+    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 12
 
 
-_grouped_matmul_backward = KernelOp("grouped_matmul_backward", _grouped_backward, _fake_grouped_backward)
-_grouped = KernelOp(
-    "grouped_matmul", _grouped_forward, _fake_grouped_forward, setup_context=_setup_grouped, backward=_pull_back_grouped
-)
+_grouped_backward = KernelOp("grouped_matmul_backward", _backward, _fake_backward)
+_grouped = KernelOp("grouped_matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)

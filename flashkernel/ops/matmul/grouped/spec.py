@@ -9,12 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.epilogue import Gate
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Case, Cost, Input, Op, integers, normal
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, integers, normal
 from flashkernel.core.random_case import Rng
 
 _ROOM = "flashkernel.ops.matmul.grouped"
 _HALF = (torch.bfloat16,)
+
+
+def _hopper(call: Call) -> str | None:
+    if call.gradients and call.dtype not in FLOATS:
+        return "products of 8-bit operands are forward only"
+    return None
+
+
+def _triton(call: Call) -> str | None:
+    if call.gradients and call.dtype not in FLOATS:
+        return "products of 8-bit operands are forward only"
+    if call.dtype == FP8 and call.device.kind == "cuda" and call.device.arch < 89:
+        return f"FP8 products need sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
+    return None
 
 
 def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
@@ -31,6 +48,10 @@ def _permutation(shape: tuple[int, ...], axes: Axes, generator: torch.Generator)
     rows = axes["rows"] if axes["out_rows"] is None else axes["out_rows"]
     order = torch.rand(rows, generator=generator, device=generator.device).argsort()
     return order[: shape[0]].to(torch.int32)
+
+
+def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    return 0.5 + torch.rand(shape, generator=generator, device=generator.device)
 
 
 class _Rows(Input):
@@ -55,6 +76,8 @@ _INPUTS = {
     "scatter": Input(("rows",), torch.int32, _permutation, grad=False, optional=True),
     "row_weights": Input(("rows",), torch.float32, optional=True),
     "bias": Input(("groups", "n"), optional=True),
+    "x_scale": Input(("*x_scales",), torch.float32, _positive, grad=False, optional=True),
+    "weight_scale": Input(("*weight_scales",), torch.float32, _positive, grad=False, optional=True),
 }
 
 
@@ -64,8 +87,27 @@ def _groups(
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "rows": rows, "groups": groups, "n": n, "k": k, "tokens": tokens, "out_rows": out_rows, "empty": empty,
-        "tail": tail,
+        "tail": tail, "x_scales": (), "weight_scales": (),
     }  # fmt: skip
+
+
+def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    tokens = axes["rows"] if axes["tokens"] is None else axes["tokens"]
+    kinds: dict[str, dict[str, tuple[int, ...]]] = {
+        "tensor": {"x_scales": (), "weight_scales": ()},
+        "group": {"x_scales": (tokens,), "weight_scales": (axes["groups"],)},
+        "column": {"x_scales": (tokens,), "weight_scales": (axes["groups"], axes["n"])},
+    }
+    return kinds[kind]
+
+
+def _scaled(name: str, axes: dict[str, Any], kind: str, present: tuple[str, ...] = (), **options: Any) -> Case:
+    """An FP8 product. Its tensor cores keep about 13 bits of partial sums: float32 is not better than float16."""
+    return Case(
+        name, {**axes, **_scale_axes(axes, kind)}, options, present=(*present, "x_scale", "weight_scale"),
+        gradients=False, dtype_of={"x": FP8, "weights": FP8},
+        through=torch.float16 if options.get("out_dtype") == torch.float32 else None,
+    )  # fmt: skip
 
 
 _FEW = _groups(50, 5, 24, 40)
@@ -83,7 +125,30 @@ _CASES = (
     Case("bias", _FEW, present=("bias",)),
     Case("row-weights", _FEW, present=("row_weights",)),
     Case("everything", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather", "scatter", "row_weights", "bias")),
+    Case("one-row-groups", _groups(5, 9, 24, 40, empty=3), present=("scatter", "row_weights")),
     Case("float32-out", _FEW, {"out_dtype": torch.float32}),
+    Case("silu", _FEW, {"activation": "silu"}, present=("bias",)),
+    Case("gelu-tail", _groups(60, 4, 24, 40, tail=17), {"activation": "gelu_tanh"}, present=("scatter", "row_weights")),
+    *(
+        Case(
+            f"{gate.replace('_', '-')}-{packed}",
+            _groups(50, 4, 48, 40, tokens=20, tail=3),
+            {"activation": gate, "packed": packed},
+            present=present,
+        )
+        for gate, present in (("swiglu", ("gather",)), ("gpt_oss_glu", ("gather", "scatter", "row_weights", "bias")))
+        for packed in PACKINGS
+    ),
+    Case(
+        "gate-odd",
+        _groups(29, 3, 26, 7),
+        {"activation": Gate("gpt_oss", 1.5, 0.5), "packed": "interleaved"},
+        present=("bias",),
+    ),
+    Case("gate-no-groups", _groups(9, 0, 24, 8, tail=9), {"activation": "swiglu"}),
+    _scaled("fp8-tensor", _groups(50, 4, 48, 64), "tensor"),
+    _scaled("fp8-group", _groups(50, 4, 32, 80, tokens=20, tail=3), "group", ("gather", "scatter", "row_weights")),
+    _scaled("fp8-column", _groups(50, 4, 48, 33), "column", ("bias",), activation="swiglu", out_dtype=torch.float32),
     Case("padded", _FEW, present=("bias",), layout="padded"),
     Case("transposed", _FEW, present=("bias",), layout="transposed"),
     Case("no-rows", _groups(0, 3, 24, 40)),
@@ -133,7 +198,8 @@ GROUPED_MATMUL = Op(
     reference=f"{_ROOM}.reference:grouped_matmul",
     inputs=_INPUTS,
     backends=(
-        backends.triton(f"{_ROOM}.triton", min_arch=80),
+        backends.hopper(f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8)),
+        backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8), min_arch=80),
         backends.torch_native(f"{_ROOM}.torch:grouped_matmul"),
         backends.reference(f"{_ROOM}.reference:grouped_matmul"),
     ),

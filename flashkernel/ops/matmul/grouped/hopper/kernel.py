@@ -121,7 +121,7 @@ def _produce(args, TRAITS: gl.constexpr):
         column = column_tile(index, row_tile, schedule.n_tiles) * (TRAITS.BLOCK_N // HALVES)
         k_blocks = gl.where(cursor.group < schedule.groups, args.k_blocks, 0)
         active = gl.minimum((cursor.end - first_row + ROWS - 1) // ROWS, NUM_CONSUMERS)  # consumers with rows
-        for block in range(0, k_blocks):
+        for block in range(k_blocks):
             stage = num_loaded % NUM_STAGES
             if num_loaded >= NUM_STAGES:
                 named_barrier_sync(stage, NUM_CONSUMERS)
@@ -222,7 +222,9 @@ def _store_rows(target, value, index, first_row, end, first_column, width, row_s
 
 
 @gluon.jit
-def _scaled_and_biased(value, ep, group, first_row, end, column, in_columns, LAYOUT: gl.constexpr, SCALED: gl.constexpr):
+def _scaled_and_biased(
+    value, ep, group, first_row, end, column, in_columns, LAYOUT: gl.constexpr, SCALED: gl.constexpr
+):
     """Returns value [rows, columns], a sum, times its scales, plus its bias."""
     if SCALED:
         row = first_row + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))

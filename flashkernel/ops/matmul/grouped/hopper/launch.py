@@ -12,6 +12,7 @@ from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_
 from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
 from flashkernel.ops.matmul.grouped.params import GroupedParams
+from flashkernel.ops.matmul.grouped.triton import scale_strides
 from flashkernel.ops.matmul.hopper.configs import CONSUMER_REGISTERS, GROUP_M, PRODUCER_REGISTERS, chunk_columns
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 
@@ -46,7 +47,7 @@ def grouped_forward(
     if k == 0:  # sums of one zero: TMA takes no empty tensors
         x, weights, k = x.new_zeros((x.shape[0], 1)), weights.new_zeros((groups, 1, n)), 1
     if gather is not None:
-        x = x.index_select(0, gather)
+        x = _gathered(x, gather)
         x_scale = x_scale.index_select(0, gather) if x_scale is not None and x_scale.shape[0] > 1 else x_scale
     shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 0,
              "halves": int(params.gate == "halves")}  # fmt: skip
@@ -83,23 +84,17 @@ def _multiply(
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
-    n_tiles = tune.ceil_div(n, config.block_n)
+    x_scale_stride, weight_scale_strides = scale_strides(x_scale, weight_scale)
+    n_tiles = tune.ceil_div(y.shape[1] if params.gate == "halves" else n, box_n)
     most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
     launch(
         grouped_matmul_kernel, (min(device.properties(x.device).sms, most_tiles),),
         tile_descriptor(x_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
         tile_descriptor(weights_operand, (box_n, block_k) if b_k_major else (block_k, box_n)),
         offsets, y, preactivation, scatter, row_weights, bias, (0, 0) if bias is None else bias.stride(),
-        x_scale, 0 if x_scale is None or x_scale.shape[0] == 1 else 1, weight_scale, _scale_strides(weight_scale),
+        x_scale, x_scale_stride, weight_scale, weight_scale_strides,
         n, y.shape[1], rows, groups, n_tiles, tune.ceil_div(k, block_k), TRAITS=traits, num_warps=4,
     )  # fmt: skip
-
-
-def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
-    """Strides of [groups, N or 1]; 0 for a dim that is broadcast."""
-    if scale is None:
-        return 0, 0
-    return scale.stride(0), 0 if scale.shape[1] == 1 else scale.stride(1)
 
 
 def grouped_weight_gradient(
@@ -112,7 +107,7 @@ def grouped_weight_gradient(
         return dw
     if dz.shape[0] == 0:
         return dw.zero_()
-    x = x if gather is None else x.index_select(0, gather)
+    x = x if gather is None else _gathered(x, gather)
     props = device.properties(x.device)
     shape = {"rows": dz.shape[0], "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 1,
              "halves": 0}  # fmt: skip
@@ -141,6 +136,11 @@ def grouped_weight_gradient(
         offsets, groups, k, n, m_tiles, n_tiles, TRAITS=traits, num_warps=4,
     )  # fmt: skip
     return dw
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]; torch does not index fp8."""
+    return x.view(torch.uint8).index_select(0, index).view(x.dtype) if x.element_size() == 1 else x[index]
 
 
 def _by_rows(x: Tensor) -> Tensor:

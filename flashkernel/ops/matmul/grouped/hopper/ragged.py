@@ -42,6 +42,6 @@ def _fields(box: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
 
 
 @gluon.jit
-def group_place(row, column, begin, end):
-    """Returns the coordinates of a tile whose first element is (row, column); the group has rows [begin, end)."""
+def group_place(row, column, end):
+    """Returns the coordinates of a tile whose first element is (row, column), of a group that ends at row `end`."""
     return [ROW_LIMIT, end, ROW_LIMIT - end + row, column]

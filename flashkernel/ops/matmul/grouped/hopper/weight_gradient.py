@@ -128,9 +128,9 @@ def _produce(args, TRAITS: gl.constexpr):
             mbarrier.expect(full, NUM_CONSUMERS * x.block_type.nbytes + dz.block_type.nbytes)
             for w in gl.static_range(NUM_CONSUMERS):
                 feature = (tile.row * NUM_CONSUMERS + w) * TRAITS.ROWS
-                place = group_place(first, feature, tile.begin, tile.end)
+                place = group_place(first, feature, tile.end)
                 load_tile(x, place, full, args.buffers.a.index(stage * NUM_CONSUMERS + w))
-            place = group_place(first, tile.column * TRAITS.BLOCK_N, tile.begin, tile.end)
+            place = group_place(first, tile.column * TRAITS.BLOCK_N, tile.end)
             load_tile(dz, place, full, args.buffers.b.index(stage))
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
