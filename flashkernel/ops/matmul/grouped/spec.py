@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Gate
+from flashkernel.blocks.epilogue import GATES, Gate
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
@@ -118,6 +118,7 @@ _CASES = (
     Case("all-but-one-empty", _groups(33, 7, 20, 24, empty=6)),
     Case("odd", _groups(29, 3, 13, 7)),
     Case("several-tiles", _groups(150, 3, 70, 48)),
+    Case("one-row-groups", _groups(5, 9, 24, 40, empty=3), present=("scatter", "row_weights")),
     Case("tail", _groups(60, 4, 24, 40, tail=17)),
     Case("gather", _groups(50, 4, 24, 40, tokens=20), present=("gather",)),
     Case("scatter", _FEW, present=("scatter",)),
@@ -125,48 +126,49 @@ _CASES = (
     Case("bias", _FEW, present=("bias",)),
     Case("row-weights", _FEW, present=("row_weights",)),
     Case("everything", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather", "scatter", "row_weights", "bias")),
-    Case("one-row-groups", _groups(5, 9, 24, 40, empty=3), present=("scatter", "row_weights")),
     Case("float32-out", _FEW, {"out_dtype": torch.float32}),
+    Case("padded", _FEW, present=("bias",), layout="padded"),
+    Case("transposed", _FEW, present=("bias",), layout="transposed"),
     Case("silu", _FEW, {"activation": "silu"}, present=("bias",)),
     Case("gelu-tail", _groups(60, 4, 24, 40, tail=17), {"activation": "gelu_tanh"}, present=("scatter", "row_weights")),
-    *(
-        Case(
-            f"{gate.replace('_', '-')}-{packed}",
-            _groups(50, 4, 48, 40, tokens=20, tail=3),
-            {"activation": gate, "packed": packed},
-            present=present,
-        )
-        for gate, present in (("swiglu", ("gather",)), ("gpt_oss_glu", ("gather", "scatter", "row_weights", "bias")))
-        for packed in PACKINGS
-    ),
-    Case(
-        "gate-odd",
-        _groups(29, 3, 26, 7),
-        {"activation": Gate("gpt_oss", 1.5, 0.5), "packed": "interleaved"},
-        present=("bias",),
-    ),
+    *(Case(f"{gate.replace('_', '-')}-{packed}", _groups(50, 4, 48, 40, tokens=20, tail=3),
+           {"activation": gate, "packed": packed}, present=present)
+      for gate, present in (("swiglu", ("gather",)), ("gpt_oss_glu", ("gather", "scatter", "row_weights", "bias")))
+      for packed in PACKINGS),
+    Case("gate-odd", _groups(29, 3, 26, 7), {"activation": Gate("gpt_oss", 1.5, 0.5), "packed": "interleaved"},
+         present=("bias",), dtypes=(torch.float32,)),  # z is often near the limit; rounded, it may be beyond it
     Case("gate-no-groups", _groups(9, 0, 24, 8, tail=9), {"activation": "swiglu"}),
     _scaled("fp8-tensor", _groups(50, 4, 48, 64), "tensor"),
     _scaled("fp8-group", _groups(50, 4, 32, 80, tokens=20, tail=3), "group", ("gather", "scatter", "row_weights")),
     _scaled("fp8-column", _groups(50, 4, 48, 33), "column", ("bias",), activation="swiglu", out_dtype=torch.float32),
-    Case("padded", _FEW, present=("bias",), layout="padded"),
-    Case("transposed", _FEW, present=("bias",), layout="transposed"),
     Case("no-rows", _groups(0, 3, 24, 40)),
     Case("no-columns", _groups(9, 3, 0, 40)),
     Case("no-k", _groups(9, 3, 24, 0), present=("bias",)),
     Case("no-groups", _groups(9, 0, 24, 8, tail=9)),
-)
+)  # fmt: skip
 
 
 def _random_groups(rng: Rng, case: Case) -> Case:
+    """Sizes that fit, scales for FP8 operands only, and no gradients where rounding may cross a kink."""
     axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key != "out_rows"}
-    rows = axes["rows"]
+    rows, activation = axes["rows"], options.get("activation")
+    present = [name for name in case.present if not name.endswith("_scale")]
     axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
              "tail": rng.call.randint(0, rows) if rng.maybe(0.2) else 0,
-             "tokens": rng.size(1, 50) if "gather" in case.present else None}  # fmt: skip
-    if "scatter" in case.present and rng.maybe():
+             "tokens": rng.size(1, 50) if "gather" in present else None}  # fmt: skip
+    if isinstance(activation, Gate) or activation in GATES:
+        axes["n"] += axes["n"] % 2
+    if "scatter" in present and rng.maybe():
         axes["out_rows"] = options["out_rows"] = rows + rng.call.randint(0, 9)
-    return replace(case, axes=axes, options=options)
+    eight_bits = "x" in case.dtype_of
+    if eight_bits:
+        present += ["x_scale", "weight_scale"]
+        axes |= _scale_axes(axes, rng.one(("tensor", "group", "column")))
+    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in ("x", "weights", *present)}
+    kinked = isinstance(activation, Gate) and case.dtypes[0] != torch.float32
+    through = torch.float16 if eight_bits and options.get("out_dtype") == torch.float32 else None
+    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
+                   gradients=not eight_bits and not kinked, through=through)  # fmt: skip
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:

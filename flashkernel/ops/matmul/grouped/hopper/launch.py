@@ -66,7 +66,8 @@ def _multiply(
     only_k_major = x.element_size() != 2
     x_operand, a_k_major = load_operand(x[None], 1, only_k_major)
     weights_operand, b_k_major = load_operand(weights, 2, only_k_major)
-    box_n = config.block_n // 2 if params.gate == "halves" else config.block_n
+    parts = 2 if params.gate == "halves" else 1  # gate and up have an accumulator each, and a chunk
+    box_n = config.block_n // parts
     aligned = n % 16 == 0 and y.shape[1] % 16 == 0
     traits = GroupedTraits(
         ROWS=config.rows,
@@ -74,7 +75,7 @@ def _multiply(
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
-        CHUNK_N=min(box_n, (_CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS) // config.rows),
+        CHUNK_N=min(box_n, (_CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS) // config.rows // parts),
         GROUPS=max(_MIN_GROUPS, tune.power_of_2(groups + 1)),
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
@@ -113,7 +114,7 @@ def grouped_weight_gradient(
              "halves": 0}  # fmt: skip
     config: HopperGrouped = tune.pick(HOPPER_GROUPED, props, shape)
     tma_store = tma_compatible(dw)
-    chunk_n = chunk_columns(config.rows, dw.element_size()) if tma_store else _UNALIGNED_ELEMENTS // config.rows
+    chunk_n = chunk_columns(config.rows, dw.element_size()) if tma_store else _UNALIGNED_ELEMENTS // 2 // config.rows
     traits = GradientTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
