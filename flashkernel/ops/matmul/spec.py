@@ -12,9 +12,10 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Gate, activation_width
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.core import backends
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, integers, normal
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.matmul.grouped.spec import GROUPED_MATMUL
 
 _ROOM = "flashkernel.ops.matmul"
 _HALF = (torch.bfloat16,)
@@ -422,135 +423,4 @@ MATMUL_DACT = Op(
 )
 
 
-def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    """Offsets of groups of uneven sizes: "empty" of the first are empty, and the last "tail" rows are in no group."""
-    last = max(0, axes["rows"] - axes["tail"])
-    inner = torch.randint(0, last + 1, shape, generator=generator, device=generator.device)
-    inner[1 : 1 + axes["empty"]] = 0
-    inner[-1:] = last
-    inner[:1] = 0
-    return inner.sort().values.to(torch.int32)
-
-
-def _permutation(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    rows = axes["rows"] if axes["out_rows"] is None else axes["out_rows"]
-    order = torch.rand(rows, generator=generator, device=generator.device).argsort()
-    return order[: shape[0]].to(torch.int32)
-
-
-class _Rows(Input):
-    """Rows of x: as many as there are rows, or as an axis "tokens" says where they are gathered."""
-
-    def shape(self, axes: Axes) -> tuple[int, ...]:
-        return (axes["tokens"] if axes["tokens"] is not None else axes["rows"], axes["k"])
-
-
-class _Offsets(Input):
-    """One more than there are groups."""
-
-    def shape(self, axes: Axes) -> tuple[int, ...]:
-        return (axes["groups"] + 1,)
-
-
-_GROUPED_INPUTS = {
-    "x": _Rows(("rows", "k")),
-    "weights": Input(("groups", "k", "n"), draw=normal(0.1)),
-    "group_offsets": _Offsets(("groups",), torch.int32, _offsets, grad=False),
-    "gather": Input(("rows",), torch.int32, integers("tokens"), grad=False, optional=True),
-    "scatter": Input(("rows",), torch.int32, _permutation, grad=False, optional=True),
-    "row_weights": Input(("rows",), torch.float32, optional=True),
-    "bias": Input(("groups", "n"), optional=True),
-}
-
-
-def _groups(
-    rows: int, groups: int, n: int, k: int, *, tokens: int | None = None, out_rows: int | None = None, empty: int = 1,
-    tail: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "rows": rows, "groups": groups, "n": n, "k": k, "tokens": tokens, "out_rows": out_rows, "empty": empty,
-        "tail": tail,
-    }  # fmt: skip
-
-
-_FEW = _groups(50, 5, 24, 40)
-_GROUPED_CASES = (
-    Case("plain", _FEW),
-    Case("even", _groups(64, 4, 32, 32, empty=0)),
-    Case("one-group", _groups(37, 1, 20, 24, empty=0)),
-    Case("all-but-one-empty", _groups(33, 7, 20, 24, empty=6)),
-    Case("odd", _groups(29, 3, 13, 7)),
-    Case("several-tiles", _groups(150, 3, 70, 48)),
-    Case("tail", _groups(60, 4, 24, 40, tail=17)),
-    Case("gather", _groups(50, 4, 24, 40, tokens=20), present=("gather",)),
-    Case("scatter", _FEW, present=("scatter",)),
-    Case("scatter-into-more", _groups(40, 4, 24, 40, out_rows=100), {"out_rows": 100}, present=("scatter", "bias")),
-    Case("bias", _FEW, present=("bias",)),
-    Case("row-weights", _FEW, present=("row_weights",)),
-    Case("everything", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather", "scatter", "row_weights", "bias")),
-    Case("float32-out", _FEW, {"out_dtype": torch.float32}),
-    Case("padded", _FEW, present=("bias",), layout="padded"),
-    Case("transposed", _FEW, present=("bias",), layout="transposed"),
-    Case("no-rows", _groups(0, 3, 24, 40)),
-    Case("no-columns", _groups(9, 3, 0, 40)),
-    Case("no-k", _groups(9, 3, 24, 0), present=("bias",)),
-    Case("no-groups", _groups(9, 0, 24, 8, tail=9)),
-)
-
-
-def _random_groups(rng: Rng, case: Case) -> Case:
-    axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key != "out_rows"}
-    rows = axes["rows"]
-    axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
-             "tail": rng.call.randint(0, rows) if rng.maybe(0.2) else 0,
-             "tokens": rng.size(1, 50) if "gather" in case.present else None}  # fmt: skip
-    if "scatter" in case.present and rng.maybe():
-        axes["out_rows"] = options["out_rows"] = rows + rng.call.randint(0, 9)
-    return replace(case, axes=axes, options=options)
-
-
-def _grouped_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
-    axes = case.axes
-    rows, groups, n, k = axes["rows"], axes["groups"], axes["n"], axes["k"]
-    moved = (rows * (n + k) + groups * n * k) * dtype.itemsize
-    return {"fwd": Cost(2.0 * rows * n * k, moved), "bwd": Cost(4.0 * rows * n * k, 2 * moved)}
-
-
-def _even_bench(name: str, rows: int, groups: int, n: int, k: int, **more: Any) -> Case:
-    small = {"rows": 512, "groups": 4, "n": 256, "k": 256}
-    if more.get("tokens"):
-        small["tokens"] = 128
-    present = more.pop("present", ())
-    return Case(name, _groups(rows, groups, n, k, **more), dtypes=_HALF, present=present, check_axes=small)
-
-
-_GROUPED_BENCHES = (
-    _even_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),
-    _even_bench("32x65536x5760x2880-gather", 65536, 32, 5760, 2880, tokens=16384, present=("gather",)),
-    _even_bench("128x65536x1536x2048", 65536, 128, 1536, 2048),
-)
-
-GROUPED_MATMUL = Op(
-    name="grouped_matmul",
-    backward="grouped_weight_gradient",
-    summary="a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
-    function=f"{_ROOM}.api:grouped_matmul",
-    reference=f"{_ROOM}.reference:grouped_matmul",
-    inputs=_GROUPED_INPUTS,
-    backends=(
-        backends.triton(f"{_ROOM}.triton", min_arch=80),
-        backends.torch_native(f"{_ROOM}.torch:grouped_matmul"),
-        backends.reference(f"{_ROOM}.reference:grouped_matmul"),
-    ),
-    cases=_GROUPED_CASES,
-    benches=_GROUPED_BENCHES,
-    cost=_grouped_cost,
-    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 1), "k": (0, 70, 1)},
-    random_case=_random_groups,
-    random_share=2,
-    baselines=(
-        Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"),
-        Baseline("loop", f"{_ROOM}.baselines:loop"),
-    ),
-)
 OPS = (MATMUL, MATMUL_DACT, GROUPED_MATMUL)

@@ -68,9 +68,9 @@ def second_columns(block_n: int, block_scaled: bool) -> int:
     return 64 if block_n == 192 else 0
 
 
-def chunk_columns(config: HopperMatmul, out_bytes: int) -> int:
+def chunk_columns(rows: int, out_bytes: int) -> int:
     """Returns the columns of a staged chunk of C: 128 bytes of 64 rows, or 64 bytes of 128 rows (one swizzle)."""
-    return min(_CHUNK_BYTES // (config.rows * out_bytes), 64 if config.block_n == 192 else config.block_n)
+    return _CHUNK_BYTES // (rows * out_bytes)
 
 
 def store_stages(chunks: int) -> int:

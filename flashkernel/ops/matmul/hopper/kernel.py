@@ -249,7 +249,7 @@ def _accumulators(TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
+def issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.constexpr):
     """Issues acc += A B (or acc = A B) of a stage, once TMA has loaded it; acc is a tuple, one for each tile of B."""
     SECOND_N: gl.constexpr = TRAITS.SECOND_N
     stage, phase = state
@@ -274,17 +274,17 @@ def _wait(acc, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
+def multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns the sums over `num_blocks` K blocks, which begin at `position` in the ring, for each tile of B."""
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     RELEASED_BY: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
     zeros = _accumulators(TRAITS)
     state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
-    acc = _wait(_issue(args, state, zeros, w, False, TRAITS), 1)
+    acc = _wait(issue(args, state, zeros, w, False, TRAITS), 1)
     for _ in range(1, num_blocks):
         previous = state.stage
         state = next_stage(state, NUM_STAGES)
-        acc = _wait(_issue(args, state, acc, w, True, TRAITS), 1)
+        acc = _wait(issue(args, state, acc, w, True, TRAITS), 1)
         named_barrier_arrive(previous, RELEASED_BY)
     if TRAITS.PINGPONG:
         mbarrier.arrive(args.order.index((w + 1) % TRAITS.NUM_CONSUMERS), count=1)
@@ -346,22 +346,22 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
 
 
 @gluon.jit
-def _column_chunks(x, COUNT: gl.constexpr):
+def column_chunks(x, COUNT: gl.constexpr):
     """Returns a tuple of COUNT equal parts of x's columns."""
     if COUNT == 1:
         return (x,)
     else:
         left, right = split_columns(x)
-        return _column_chunks(left, COUNT // 2) + _column_chunks(right, COUNT // 2)
+        return column_chunks(left, COUNT // 2) + column_chunks(right, COUNT // 2)
 
 
 @gluon.jit
 def _chunks(acc, TRAITS: gl.constexpr):
     """Returns a tuple of the accumulators' columns, CHUNK_N each."""
     CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    chunks = _column_chunks(acc[0], (TRAITS.BLOCK_N - TRAITS.SECOND_N) // CHUNK_N)
+    chunks = column_chunks(acc[0], (TRAITS.BLOCK_N - TRAITS.SECOND_N) // CHUNK_N)
     if TRAITS.SECOND_N > 0:
-        chunks = chunks + _column_chunks(acc[1], TRAITS.SECOND_N // CHUNK_N)
+        chunks = chunks + column_chunks(acc[1], TRAITS.SECOND_N // CHUNK_N)
     return chunks
 
 
@@ -530,7 +530,7 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
         if TRAITS.BLOCK_SCALED:
             acc = _multiply_block_scaled(args, tile, position, w, TRAITS)
         else:
-            acc = _multiply(args, position, num_blocks, w, TRAITS)
+            acc = multiply(args, position, num_blocks, w, TRAITS)
         if TRAITS.STREAM_K:
             if tile.k_end < args.schedule.k_blocks:
                 _store_partial(acc, args, w, TRAITS)

@@ -117,8 +117,8 @@ def _multiply(
     a_operand, a_k_major = load_operand(a, 1, a.element_size() != 2)
     b_operand, b_k_major, up_operand = _right_operands(b, up)
     tma_store = tma_compatible(c)
-    chunk_n = min(tile_n, chunk_columns(config, c.element_size()))
     second_n = second_columns(config.block_n, scaling.kind == "block")
+    chunk_n = min(second_n or tile_n, chunk_columns(config.rows, c.element_size()))
     if epilogue.dz is not None:
         chunk_n = min(chunk_n, _GRADIENT_ELEMENTS // config.rows)
     if not tma_store:
