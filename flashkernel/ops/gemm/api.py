@@ -13,6 +13,7 @@ from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, c
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import library, spec
+from flashkernel.ops.norm import rms_norm
 
 
 @replayed
@@ -96,9 +97,10 @@ def linear(
     sizes = _check_weights(x, weights, biases, gated)
     several = len(weights) > 1 and not gated
     _check_extras(x, sizes, residual, norm_weight, splits, several)
+    plain = [one for one in weights if isinstance(one, Tensor)]
     if out is not None:
         _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None,
-                   x, residual, norm_weight, *biases, *[one for one in weights if isinstance(one, Tensor)])  # fmt: skip
+                   x, residual, norm_weight, *biases, *plain)  # fmt: skip
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
     formats: dict[str, Any] = {"weight": spec.layouts(weights)} if quantized else {}
     chosen = choose(
@@ -112,6 +114,9 @@ def linear(
             norm_offset=norm_offset, out_dtype=out_dtype, out=out,
         )  # fmt: skip
         return y if out is None or y is out else out.copy_(y)
+    if norm_weight is not None and needs_gradients(x, norm_weight, residual, *biases, *plain):
+        x = _normalised(x, norm_weight, norm_eps, norm_offset)
+        norm_weight = None
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     y = library.linear(
         chosen.target, x, weights, biases, residual, norm_weight,
@@ -122,6 +127,12 @@ def linear(
     if splits is not None:
         return y.split(list(splits), -1)
     return y if gated or single else y.split(sizes, -1)
+
+
+def _normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
+    """RMSNorm of x by an operator of its own, which has its own backward pass."""
+    backend = "torch" if x.device.type == "cpu" else "triton"
+    return rms_norm(x, norm_weight, eps=eps, offset=offset, backend=backend)  # type: ignore[return-value]
 
 
 def _check_names(activation: str | Activation | Gate | None, packed: str, out_dtype: torch.dtype | None) -> None:
