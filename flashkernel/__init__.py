@@ -7,6 +7,7 @@ Every operator is a function of this module. All of them take `backend=`, and `e
                              tensor_mask; Mask, Table; score_function, where
     decoding                 decode_attention, paged_attention, append_kv
     linear layers            linear, Weight
+    MLPs                     mlp
     matrix products          matmul, grouped_matmul
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
@@ -51,6 +52,7 @@ from flashkernel.ops.decode import decode_attention, paged_attention
 from flashkernel.ops.gemm import Weight, linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.matmul import grouped_matmul, matmul
+from flashkernel.ops.mlp import mlp
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
@@ -88,6 +90,7 @@ __all__ = [
     "matmul",
     "max",
     "mean",
+    "mlp",
     "paged_attention",
     "prefix",
     "quantize_fp8",
