@@ -8,7 +8,7 @@ Every operator is a function of this module. All of them take `backend=`, and `e
     decoding                 decode_attention, paged_attention, append_kv
     linear layers            linear, Weight
     MLPs                     mlp
-    matrix products          matmul, grouped_matmul
+    matrix products          matmul, matmul_dact, grouped_matmul
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
     activations              gelu, silu, relu, squared_relu, swiglu, geglu, reglu, gpt_oss_glu
@@ -51,7 +51,7 @@ from flashkernel.ops.attention import (
 from flashkernel.ops.decode import decode_attention, paged_attention
 from flashkernel.ops.gemm import Weight, linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
-from flashkernel.ops.matmul import grouped_matmul, matmul
+from flashkernel.ops.matmul import grouped_matmul, matmul, matmul_dact
 from flashkernel.ops.mlp import mlp
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
@@ -88,6 +88,7 @@ __all__ = [
     "linear_cross_entropy",
     "logsumexp",
     "matmul",
+    "matmul_dact",
     "max",
     "mean",
     "mlp",

@@ -26,7 +26,7 @@ from flashkernel.core.launch import Launch, collect_launches, launch
 from flashkernel.core.op import Case
 from flashkernel.ops.matmul import hopper
 from flashkernel.ops.matmul.hopper.configs import HOPPER_MATMUL, HopperMatmul
-from flashkernel.ops.matmul.params import MatmulParams
+from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.spec import MATMUL
 
 H200 = devices.KNOWN["h200"]
@@ -75,7 +75,9 @@ def _check(
     params = MatmulParams(out_dtype, chain, "" if scales is None else "row", tf32=True)
     with tune.override(HOPPER_MATMUL, config) if config is not None else nullcontext():
         a_scale, b_scale = scales or (None, None)
-        c = hopper.forward(a, b, params, bias, residual, a_scale, b_scale, preactivation)
+        c = hopper.forward(
+            a, b, params, MatmulTensors(None, bias, None, residual, a_scale, b_scale, None, preactivation)
+        )
     product = a.double() @ b.double()
     magnitude = a.double().abs() @ b.double().abs()
     if scales is not None:
@@ -215,7 +217,7 @@ def test_fp8_block_scales(batch: tuple[int, int], name: str) -> None:
     bias = torch.randn(200)
     with tune.override(HOPPER_MATMUL, CONFIGS[name]):
         params = MatmulParams(torch.float32, chain, "block")
-        c = hopper.forward(a, b, params, bias, None, a_scale, b_scale, None)
+        c = hopper.forward(a, b, params, MatmulTensors(bias=bias, a_scale=a_scale, b_scale=b_scale))
     wide_a = a.double() * a_scale.repeat_interleave(128, 2)[:, :, :400]
     wide_b = b.double() * b_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :400, :200]
     _close(c, wide_a @ wide_b + bias, wide_a.abs() @ wide_b.abs())
@@ -238,8 +240,8 @@ def test_no_inner_dimension() -> None:
     """K = 0: the epilogue of zeros."""
     chain = Epilogue((Bias(), Activation("silu"))).text
     _check(torch.empty(2, 5, 0).half(), torch.empty(2, 0, 7).half(), chain=chain, bias=torch.randn(7))
-    assert hopper.forward(torch.empty(1, 0, 8).half(), torch.empty(1, 8, 7).half(), MatmulParams(torch.float16),
-                          None, None, None, None, None).shape == (1, 0, 7)  # fmt: skip
+    empty, b = torch.empty(1, 0, 8).half(), torch.empty(1, 8, 7).half()
+    assert hopper.forward(empty, b, MatmulParams(torch.float16), MatmulTensors()).shape == (1, 0, 7)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -249,7 +251,7 @@ def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     for config in (CONFIGS["cooperative"], CONFIGS["pingpong"], CONFIGS["three-consumers"]):
         with tune.override(HOPPER_MATMUL, config), collect_launches() as launches:
             monkeypatch.setattr(hopper.launch, "launch", launch)
-            c = hopper.forward(a, b, MatmulParams(torch.float32), None, None, None, None, None)
+            c = hopper.forward(a, b, MatmulParams(torch.float32), MatmulTensors())
         for one in launches:
             gluon_emulator.run(one, seed=seed)
         _close(c, a.double() @ b.double(), a.double().abs() @ b.double().abs())
@@ -301,7 +303,9 @@ def _launches(
             bias = empty(n) if "bias" in chain else None
             residual = empty(1, m, n) if "residual" in chain else None
             preactivation = empty(1, m, n) if "activation" in chain and not scaling else None
-            hopper.forward(a, b, params, bias, residual, a_scale, b_scale, preactivation)
+            hopper.forward(
+                a, b, params, MatmulTensors(None, bias, None, residual, a_scale, b_scale, None, preactivation)
+            )
     return chosen, launches
 
 

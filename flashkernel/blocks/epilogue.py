@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.activation import NATIVE, apply_gate
-from flashkernel.core.arguments import static
+from flashkernel.core.arguments import check_finite, static
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "squared_relu")
 # The public names of gates, and the activation that each puts on its gate.
@@ -164,11 +164,28 @@ class Epilogue:
         return math.prod(piece.factor for piece in self.pieces if isinstance(piece, Scale))
 
     @property
+    def activation(self) -> Activation | Gate | None:
+        """Its activation or gate."""
+        return next((piece for piece in self.pieces if isinstance(piece, (Activation, Gate))), None)
+
+    @property
+    def before_activation(self) -> Epilogue:
+        """What gives the preactivation: the bias, with which a chain begins."""
+        return Epilogue(self.pieces[: self._first_after])
+
+    @property
+    def from_activation(self) -> Epilogue:
+        """The pieces that `before_activation` leaves."""
+        return Epilogue(self.pieces[self._first_after :])
+
+    @property
     def around_activation(self) -> tuple[str, str]:
-        """The texts of the pieces ahead of the activation, and of those from it on."""
-        kinds = [isinstance(piece, Activation) for piece in self.pieces]
-        first = kinds.index(True) if True in kinds else len(kinds)
-        return Epilogue(self.pieces[:first]).text, Epilogue(self.pieces[first:]).text
+        """The texts of `before_activation` and `from_activation`."""
+        return self.before_activation.text, self.from_activation.text
+
+    @property
+    def _first_after(self) -> int:
+        return sum(isinstance(piece, Bias) for piece in self.pieces)
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -177,10 +194,14 @@ class Epilogue:
 
     def run(self, products: Values, operands: Operands) -> Tensor:
         """The result, in the precision of the products."""
+        return self.values(products, operands)[0]
+
+    def values(self, products: Values, operands: Operands) -> Values:
+        """As `run`; gate and up for a part of a chain that ends ahead of its gate."""
         values = products
         for piece in self.pieces:
             values = piece.run(values, operands)
-        return values[0]
+        return values
 
     def pull_back(self, products: Values, operands: Operands, gradient: Tensor) -> tuple[Values, Values, Tensor]:
         """Gradients of the products, of the values at the bias (sum their rows) and of the residual, in float32."""
@@ -204,15 +225,40 @@ def standard(bias: bool, activation: str | Activation | Gate | None, scale: floa
     pieces: list[Piece] = []
     if bias:
         pieces.append(Bias())
-    if isinstance(activation, str):
-        pieces.append(Gate(GATES[activation]) if activation in GATES else Activation(activation))
-    elif activation is not None:
-        pieces.append(activation)
+    piece = activation_piece(activation)
+    if piece is not None:
+        pieces.append(piece)
     if scale != 1.0:
         pieces.append(Scale(scale))
     if residual:
         pieces.append(Residual())
     return tuple(pieces)
+
+
+def activation_piece(activation: str | Activation | Gate | None) -> Activation | Gate | None:
+    """The piece that a public name stands for; a piece stands for itself."""
+    if not isinstance(activation, str):
+        return activation
+    return Gate(GATES[activation]) if activation in GATES else Activation(activation)
+
+
+def activation_width(activation: str | Activation | Gate | None) -> int:
+    """The products that an activation takes: 2, gate and up, or 1."""
+    return 2 if isinstance(activation_piece(activation), Gate) else 1
+
+
+def check_activation(function: str, activation: str | Activation | Gate | None) -> None:
+    """ValueError for an activation that does not exist, or a gate whose constants are not numbers for it."""
+    known, given = [*ACTIVATIONS, *GATES], activation
+    if isinstance(activation, (Activation, Gate)):
+        known = [*ACTIVATIONS, "gpt_oss"] if isinstance(activation, Gate) else [*ACTIVATIONS]
+        given = activation.kind
+        if isinstance(activation, Gate):
+            check_finite(function, "the gate's alpha", activation.alpha)
+            if not activation.limit >= 0:
+                raise ValueError(f"{function}: the gate's limit is {activation.limit}; the clamp needs at least 0")
+    if given is not None and given not in known:
+        raise ValueError(f"{function}: activation is {given!r}; it must be one of {', '.join(known)}")
 
 
 def _piece(text: str) -> Piece:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
+from flashkernel.blocks.epilogue import GATES, Activation, Gate, check_activation, standard
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import Weight
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
@@ -136,16 +136,7 @@ def _normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Te
 
 
 def _check_names(activation: str | Activation | Gate | None, packed: str, out_dtype: torch.dtype | None) -> None:
-    known, given = [*ACTIVATIONS, *GATES], activation
-    if isinstance(activation, (Activation, Gate)):
-        known = [*ACTIVATIONS, "gpt_oss"] if isinstance(activation, Gate) else [*ACTIVATIONS]
-        given = activation.kind
-        if isinstance(activation, Gate):
-            check_finite("linear", "the gate's alpha", activation.alpha)
-            if not activation.limit >= 0:
-                raise ValueError(f"linear: the gate's limit is {activation.limit}; the clamp needs at least 0")
-    if given is not None and given not in known:
-        raise ValueError(f"linear: activation is {given!r}; it must be one of {', '.join(known)}")
+    check_activation("linear", activation)
     if packed not in PACKINGS:
         raise ValueError(f"linear: packed is {packed!r}; it must be 'halves' or 'interleaved'")
     if out_dtype is not None and not out_dtype.is_floating_point:

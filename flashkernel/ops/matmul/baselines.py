@@ -9,16 +9,29 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.op import Case, Op
-from flashkernel.ops.matmul.torch import matmul
+from flashkernel.ops.matmul.torch import matmul, matmul_dact
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:
     """cuBLAS and torch's operators, as model code writes them."""
-    return matmul
+    return _of_tensors(case, matmul)
 
 
 def compiled(op: Op, case: Case) -> Callable[..., Any]:
-    return torch.compile(matmul, dynamic=False)
+    return _of_tensors(case, torch.compile(matmul, dynamic=False))
+
+
+def _of_tensors(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    if {"up", "out"} & set(case.present):
+        raise ValueError("written for one b and a new output")
+    return function
+
+
+def eager_dact(op: Op, case: Case) -> Callable[..., Any]:
+    """cuBLAS, and torch's operators for the activation and its gradient."""
+    if case.present or "in_place" in case.options:
+        raise ValueError("written for a new dz")
+    return matmul_dact
 
 
 def torch_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:

@@ -2,16 +2,20 @@
 
 The gradients are products of the same kernels: dA = dZ B^T, dB = A^T dZ, where dZ is the gradient of what goes into the
 activation and the transposes are views. A product that ends in an activation stores its input Z for the backward pass.
+The dZ of a gated product is packed as its B is, so that its gradients are products of packed tensors as well.
 """
 
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Epilogue
+from flashkernel.blocks.epilogue import Epilogue, Residual
+from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core.arguments import unit_stride
+from flashkernel.core.launch import mark_written
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-from flashkernel.ops.matmul.params import GroupedParams, MatmulParams
+from flashkernel.ops.matmul.params import GroupedParams, MatmulParams, MatmulTensors
+from flashkernel.ops.matmul.reference import default_dtype
 
 _GRADIENTS = "flashkernel.ops.matmul.triton:activation_gradient"  # elementwise: of all kernel modules
 
@@ -19,27 +23,47 @@ _GRADIENTS = "flashkernel.ops.matmul.triton:activation_gradient"  # elementwise:
 def matmul(
     kernels: str,
     a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
+    matrices: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...],
     residual: Tensor | None,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
-    chain: str,
-    scaling: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
+    out: Tensor | None,
+    settings: tuple[str, str, str, torch.dtype, bool],
     save: bool,
-) -> Tensor:
-    """C [M, N], or [batch, M, N] if an operand has a batch; differentiable in a, b, bias and residual.
+    return_preactivation: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """C [M, N], or [batch, M, N] if an operand has a batch; differentiable in a, b, the biases and the residual.
 
-    `save` stores the activation's input for the backward pass.
+    Args:
+        kernels: The kernel module.
+        a: [M, K] or [batch, M, K].
+        matrices: B, or gate and up of a gated product.
+        biases: As many as there are matrices, or none.
+        residual: [M, N] or [batch, M, N].
+        a_scale: Scales of 2 or 3 dims.
+        b_scale: The same.
+        out: Where C is written; then without gradients.
+        settings: Epilogue, packing, scaling, output dtype and tf32, as in `MatmulParams`.
+        save: Store the activation's input for the backward pass.
+        return_preactivation: Return it, too.
     """
-    alone = a.ndim == 2 and b.ndim == 2
-    c, _ = _matmul(
-        _batched(a), _batched(b), bias, _batched(residual), _batched(a_scale), _batched(b_scale),
-        chain, scaling, out_dtype, tf32, save, kernels,
+    alone = a.ndim == 2 and matrices[0].ndim == 2
+    tensors = (
+        _batched(a), _batched(matrices[0]), _batched(matrices[1]) if len(matrices) == 2 else None,
+        biases[0] if biases else None, biases[1] if len(biases) == 2 else None, _batched(residual),
+        _batched(a_scale), _batched(b_scale),
     )  # fmt: skip
-    return c[0] if alone else c
+    saves = "returned" if return_preactivation else "saved" if save else ""
+    if out is not None:
+        chain, packed, scaling, _, tf32 = settings
+        added = out is residual
+        given = (*tensors[:5], None, *tensors[6:]) if added else tensors
+        z = _matmul_into(*given, _batched(out), chain, packed, scaling, tf32, saves, added, kernels)
+        return (out, z[0] if alone else z) if return_preactivation else out
+    c, z = _matmul(*tensors, *settings, saves, kernels)
+    c, z = (c[0], z[0] if saves else z) if alone else (c, z)
+    return (c, z) if return_preactivation else c
 
 
 def _batched(x):
@@ -50,127 +74,308 @@ def _batches(a: Tensor, b: Tensor) -> int:
     return b.shape[0] if a.shape[0] == 1 else a.shape[0]
 
 
+def _columns(b: Tensor, up: Tensor | None, chain: str) -> tuple[int, int]:
+    """Columns of C and of the preactivation."""
+    if not Epilogue.parse(chain).gated:
+        return b.shape[2], b.shape[2]
+    return (b.shape[2], 2 * b.shape[2]) if up is not None else (b.shape[2] // 2, b.shape[2])
+
+
 def _forward(
     a: Tensor,
     b: Tensor,
+    up: Tensor | None,
     bias: Tensor | None,
+    up_bias: Tensor | None,
     residual: Tensor | None,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     chain: str,
+    packed: str,
     scaling: str,
     out_dtype: torch.dtype,
     tf32: bool,
-    save: bool,
+    saves: str,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    shape = (_batches(a, b), a.shape[1], b.shape[2])
-    preactivation = torch.empty(shape, dtype=a.dtype, device=a.device) if save else None
-    params = MatmulParams(out_dtype, chain, scaling, tf32)
-    merged = _merged_batch(a, b, residual, scaling)
+    params = MatmulParams(out_dtype, chain, scaling, tf32, packed)
+    tensors = MatmulTensors(up, bias, up_bias, residual, a_scale, b_scale)
+    return _multiply(a, b, params, tensors, saves, kernels)
+
+
+def _fake_forward(
+    a, b, up, bias, up_bias, residual, a_scale, b_scale, chain, packed, scaling, out_dtype, tf32, saves, kernels
+):
+    n, z_columns = _columns(b, up, chain)
+    shape = (_batches(a, b), a.shape[1])
+    z = a.new_empty((*shape, z_columns) if saves else 0, dtype=default_dtype(a.dtype))
+    return a.new_empty((*shape, n), dtype=out_dtype), z
+
+
+def _forward_into(
+    a: Tensor,
+    b: Tensor,
+    up: Tensor | None,
+    bias: Tensor | None,
+    up_bias: Tensor | None,
+    residual: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out: Tensor,
+    chain: str,
+    packed: str,
+    scaling: str,
+    tf32: bool,
+    saves: str,
+    added: bool,
+    kernels: str,
+) -> Tensor:
+    """Writes C to `out`, which is the residual where `added`. Returns the preactivation, or an empty tensor."""
+    params = MatmulParams(out.dtype, chain, scaling, tf32, packed)
+    target = out if out.stride(2) == 1 or out.shape[2] == 1 else None
+    tensors = MatmulTensors(up, bias, up_bias, out if added else residual, a_scale, b_scale, out=target)
+    c, z = _multiply(a, b, params, tensors, saves, kernels)
+    if target is None:
+        out.copy_(c)
+    mark_written(out)
+    return z
+
+
+def _fake_forward_into(
+    a, b, up, bias, up_bias, residual, a_scale, b_scale, out, chain, packed, scaling, tf32, saves, added, kernels
+):
+    size = (_batches(a, b), a.shape[1], _columns(b, up, chain)[1])
+    return a.new_empty(size if saves else 0, dtype=default_dtype(a.dtype))
+
+
+def _multiply(
+    a: Tensor, b: Tensor, params: MatmulParams, given: MatmulTensors, saves: str, kernels: str
+) -> tuple[Tensor, Tensor]:
+    """C [batch, M, N], and the preactivation or an empty tensor. A gated B may be packed."""
+    n, z_columns = _columns(b, given.up, params.chain)
+    shape = (_batches(a, b), a.shape[1], n)
+    z = a.new_empty((*shape[:2], z_columns) if saves else 0, dtype=default_dtype(a.dtype))
+    b, tensors = _unpacked(b, params, given._replace(preactivation=z if saves else None))
+    merged = _merged_batch(a, b, params.scaling, tensors.residual, tensors.out)
     if merged is not None:  # one product of batch * M rows
-        flat = None if preactivation is None else preactivation.view(1, -1, shape[2])
-        c = resolve(kernels).forward(merged[0], b, params, bias, merged[1], a_scale, b_scale, flat).view(shape)
-    else:
-        c = resolve(kernels).forward(a, b, params, bias, residual, a_scale, b_scale, preactivation)
-    return c, a.new_empty(0) if preactivation is None else preactivation
+        a, residual, out = merged
+        flat = z.view(1, -1, z_columns) if saves else None
+        tensors = tensors._replace(residual=residual, out=out, preactivation=flat)
+    c = resolve(kernels).forward(a, b, params, tensors)
+    return c if c.shape == shape else c.view(shape), z
 
 
-def _merged_batch(a: Tensor, b: Tensor, residual: Tensor | None, scaling: str) -> tuple[Tensor, Tensor | None] | None:
-    """A and the residual with the batch as more rows, if B is the same for all and the strides allow views."""
-    batches, m, k = a.shape
-    if batches == 1 or b.shape[0] != 1 or scaling or a.stride(0) != m * a.stride(1) or not a.numel():
+def _unpacked(b: Tensor, params: MatmulParams, given: MatmulTensors) -> tuple[Tensor, MatmulTensors]:
+    """Gate and up of a packed B, of its bias and of its scales, as views."""
+    if not params.epilogue.gated or given.up is not None:
+        return b, given
+    b, up = split_gate_up(b, params.packed)
+    bias, up_bias, b_scale, up_scale = given.bias, None, given.b_scale, given.b_scale
+    if bias is not None:
+        bias, up_bias = split_gate_up(bias, params.packed)
+    if b_scale is not None and b_scale.shape[-1] > 1:
+        b_scale, up_scale = split_gate_up(b_scale, params.packed)
+    return b, given._replace(up=up, bias=bias, up_bias=up_bias, b_scale=b_scale, up_scale=up_scale)
+
+
+def _merged_batch(
+    a: Tensor, b: Tensor, scaling: str, *outputs: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """A, the residual and `out` with the batch as more rows, if B is the same for all and the strides allow views."""
+    batches, m, _ = a.shape
+    if batches == 1 or b.shape[0] != 1 or scaling or not a.numel():
         return None
-    if residual is None:
-        return a.as_strided((1, batches * m, k), (0, a.stride(1), a.stride(2))), None
-    if residual.shape[0] == 1 or residual.stride(0) != m * residual.stride(1):
+    if any(x is not None and (x.shape[0] == 1 or x.stride(0) != m * x.stride(1)) for x in (a, *outputs)):
         return None
-    return (
-        a.as_strided((1, batches * m, k), (0, a.stride(1), a.stride(2))),
-        residual.as_strided((1, batches * m, residual.shape[2]), (0, residual.stride(1), residual.stride(2))),
-    )
-
-
-def _fake_forward(a, b, bias, residual, a_scale, b_scale, chain, scaling, out_dtype, tf32, save, kernels):
-    shape = (_batches(a, b), a.shape[1], b.shape[2])
-    return a.new_empty(shape, dtype=out_dtype), a.new_empty(shape if save else 0)
+    views = [
+        None if x is None else x.as_strided((1, batches * m, x.shape[2]), (0, x.stride(1), x.stride(2)))
+        for x in (a, *outputs)
+    ]
+    return views[0], views[1], views[2]  # type: ignore[return-value]
 
 
 def _backward(
     dc: Tensor,
+    dz: Tensor | None,
     a: Tensor,
     b: Tensor,
+    up: Tensor | None,
     preactivation: Tensor,
     bias_dtype: torch.dtype,
+    up_bias_dtype: torch.dtype,
     residual_dtype: torch.dtype,
     residual_batches: int,
     chain: str,
+    packed: str,
     tf32: bool,
     wanted: list[bool],
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a, b, the bias and the residual; those not wanted are empty."""
-    epilogue, product = Epilogue.parse(chain), resolve(kernels).forward
-    if not epilogue.linear:
-        dz = resolve(_GRADIENTS)(dc, preactivation, epilogue)
-    else:
-        dz = dc if epilogue.factor == 1.0 else dc * epilogue.factor
-        dz = dz.to(a.dtype)
-        dz = dz if dz.stride(2) == 1 or dz.stride(1) == 1 else dz.contiguous()
-    nothing = (None, None, None, None, None)
-    results = [a.new_empty(0) for _ in range(4)]  # an output of its own each
-    params = MatmulParams(a.dtype, "", "", tf32)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of a, b, up, their biases and the residual; those not wanted are empty.
+
+    `dz` is the gradient of a returned preactivation.
+    """
+    module, epilogue = resolve(kernels), Epilogue.parse(chain)
+    dz = _preactivation_gradient(dc, dz, a.dtype, preactivation, epilogue, packed)
+    parts = (dz,) if up is None else split_gate_up(dz, packed)
+    results = [a.new_empty(0) for _ in range(6)]  # an output of its own each
     if wanted[0]:
-        if a.shape[0] < dz.shape[0]:  # one A for all: dA is the sum over the batch
-            da = product(dz, b.transpose(1, 2), MatmulParams(torch.float32, "", "", tf32), *nothing)
-            results[0] = da.sum(0, keepdim=True).to(a.dtype)
-        else:
-            results[0] = product(dz, b.transpose(1, 2), params, *nothing)
-    if wanted[1]:
-        if b.shape[0] < dz.shape[0]:  # one B for all: the sum over M goes on over the batch
-            rows = dz.shape[0] * dz.shape[1]
-            results[1] = product(a.reshape(1, rows, -1).transpose(1, 2), dz.reshape(1, rows, -1), params, *nothing)
-        else:
-            results[1] = product(a.transpose(1, 2), dz, params, *nothing)
-    if wanted[2]:
-        results[2] = dz.sum((0, 1), dtype=torch.float32).to(bias_dtype)
-    if wanted[3]:
+        results[0] = _left_gradient(module, parts, (b,) if up is None else (b, up), a, tf32)
+    for index, part in enumerate(parts):
+        if wanted[1 + index]:
+            results[1 + index] = _right_gradient(module, a, part, b, tf32)
+        if wanted[3 + index]:
+            total = part.sum((0, 1), dtype=torch.float32)
+            results[3 + index] = total.to(up_bias_dtype if index else bias_dtype)
+    if wanted[5]:
         over = dc.sum(0, keepdim=True, dtype=torch.float32) if residual_batches < dc.shape[0] else dc
-        results[3] = over.to(residual_dtype, copy=True)
-    return results[0], results[1], results[2], results[3]
+        results[5] = over.to(residual_dtype, copy=True)
+    return results[0], results[1], results[2], results[3], results[4], results[5]
 
 
-def _fake_backward(dc, a, b, preactivation, bias_dtype, residual_dtype, residual_batches, chain, tf32, wanted, kernels):
-    return (
-        a.new_empty(a.shape if wanted[0] else 0),
-        a.new_empty(b.shape if wanted[1] else 0),
-        a.new_empty(dc.shape[2], dtype=bias_dtype) if wanted[2] else a.new_empty(0),
-        a.new_empty((residual_batches, *dc.shape[1:]), dtype=residual_dtype) if wanted[3] else a.new_empty(0),
+def _preactivation_gradient(
+    dc: Tensor, dz: Tensor | None, dtype: torch.dtype, preactivation: Tensor, epilogue: Epilogue, packed: str
+) -> Tensor:
+    """The gradient of what goes into the activation, in `dtype`; `dz` is added to it."""
+    if not epilogue.linear:
+        return resolve(_GRADIENTS)(dc, dz, preactivation, epilogue, packed)
+    found = dc if epilogue.factor == 1.0 else dc * epilogue.factor
+    found = (found if dz is None else found + dz).to(dtype)
+    return found if found.stride(2) == 1 or found.stride(1) == 1 else found.contiguous()
+
+
+def _left_gradient(module, parts: tuple[Tensor, ...], matrices: tuple[Tensor, ...], a: Tensor, tf32: bool) -> Tensor:
+    """dA = dZ B^T; of gate and up the sum of two products, added in float32."""
+    summed = a.shape[0] < parts[0].shape[0]  # one A for all: dA is the sum over the batch
+    last = torch.float32 if summed else a.dtype
+    if len(parts) == 1:
+        da = module.forward(
+            parts[0], matrices[0].transpose(1, 2), MatmulParams(last, "", "", tf32), MatmulTensors()
+        )  # fmt: skip
+    else:
+        first = MatmulParams(torch.float32, "", "", tf32)
+        da = module.forward(parts[0], matrices[0].transpose(1, 2), first, MatmulTensors())
+        second = MatmulParams(last, Residual().text, "", tf32)
+        da = module.forward(parts[1], matrices[1].transpose(1, 2), second, MatmulTensors(residual=da))
+    return da.sum(0, keepdim=True).to(a.dtype) if summed else da
+
+
+def _right_gradient(module, a: Tensor, dz: Tensor, b: Tensor, tf32: bool) -> Tensor:
+    """dB = A^T dZ."""
+    if b.shape[0] < dz.shape[0]:  # one B for all: the sum over M goes on over the batch
+        rows = dz.shape[0] * dz.shape[1]
+        a, dz = a.reshape(1, rows, -1), dz.reshape(1, rows, -1)
+    return module.forward(a.transpose(1, 2), dz, MatmulParams(a.dtype, "", "", tf32), MatmulTensors())
+
+
+def _fake_backward(
+    dc, dz, a, b, up, preactivation, bias_dtype, up_bias_dtype, residual_dtype, residual_batches, chain, packed, tf32,
+    wanted, kernels,
+):  # fmt: skip
+    shapes = [
+        (a.shape, a.dtype), (b.shape, a.dtype), (b.shape, a.dtype), (b.shape[2:], bias_dtype),
+        (b.shape[2:], up_bias_dtype), ((residual_batches, *dc.shape[1:]), residual_dtype),
+    ]  # fmt: skip
+    return tuple(
+        a.new_empty(shape, dtype=dtype) if want else a.new_empty(0) for (shape, dtype), want in zip(shapes, wanted)
     )
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, bias, residual, _, _, chain, _, _, tf32, _, kernels = inputs
+    a, b, up, bias, up_bias, residual, _, _, chain, packed, _, _, tf32, saves, kernels = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a, b, output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(a, b, up, output[1])
+    if saves != "returned":
+        ctx.mark_non_differentiable(output[1])
+    ctx.output = (output[0].shape, output[0].dtype)
     ctx.settings = (
-        a.dtype if bias is None else bias.dtype, a.dtype if residual is None else residual.dtype,
-        1 if residual is None else residual.shape[0], chain, tf32,
+        *[a.dtype if x is None else x.dtype for x in (bias, up_bias, residual)],
+        1 if residual is None else residual.shape[0], chain, packed, tf32,
     )  # fmt: skip
     ctx.kernels = kernels
 
 
-def _pull_back(ctx, dc, _):
+def _pull_back(ctx, dc, dz):
+    if dc is None and dz is None:
+        return (None,) * 15
+    wanted = list(ctx.needs_input_grad[:6])
+    a, b, up, preactivation = ctx.saved_tensors
     if dc is None:
-        return (None,) * 12
-    wanted = list(ctx.needs_input_grad[:4])
-    results = _matmul_backward(dc, *ctx.saved_tensors, *ctx.settings, wanted, ctx.kernels)
-    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 8
+        dc = a.new_zeros(ctx.output[0], dtype=ctx.output[1])
+    results = _matmul_backward(dc, dz, a, b, up, preactivation, *ctx.settings, wanted, ctx.kernels)
+    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 9
 
 
 _matmul_backward = KernelOp("matmul_backward", _backward, _fake_backward)
 _matmul = KernelOp("matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+_matmul_into = KernelOp("matmul_into", _forward_into, _fake_forward_into, mutates=("out",))
+
+
+def matmul_dact(
+    kernels: str,
+    a: Tensor,
+    b: Tensor,
+    preactivation: Tensor,
+    dz_out: Tensor | None,
+    chain: str,
+    packed: str,
+    tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dz, activated); dz is `dz_out` where that is given."""
+    alone = a.ndim == 2 and b.ndim == 2
+    operands = (_batched(a), _batched(b))
+    if dz_out is None:
+        dz, activated = _dact(*operands, _batched(preactivation), chain, packed, tf32, kernels)
+        return (dz[0], activated[0]) if alone else (dz, activated)
+    z = None if dz_out is preactivation else _batched(preactivation)
+    activated = _dact_into(*operands, z, _batched(dz_out), chain, packed, tf32, kernels)
+    return dz_out, activated[0] if alone else activated
+
+
+def _dact_forward(
+    a: Tensor, b: Tensor, preactivation: Tensor, chain: str, packed: str, tf32: bool, kernels: str
+) -> tuple[Tensor, Tensor]:
+    dz = preactivation.new_empty(preactivation.shape)
+    return dz, _dact_run(a, b, preactivation, dz, chain, packed, tf32, kernels)
+
+
+def _fake_dact(a, b, preactivation, chain, packed, tf32, kernels):
+    shape = (*preactivation.shape[:2], b.shape[2])
+    return preactivation.new_empty(preactivation.shape), preactivation.new_empty(shape)
+
+
+def _dact_forward_into(
+    a: Tensor, b: Tensor, preactivation: Tensor | None, dz: Tensor, chain: str, packed: str, tf32: bool, kernels: str
+) -> Tensor:
+    """Writes dz and returns the activated values. Without a preactivation it is what dz holds."""
+    activated = _dact_run(a, b, dz if preactivation is None else preactivation, dz, chain, packed, tf32, kernels)
+    mark_written(dz)
+    return activated
+
+
+def _fake_dact_into(a, b, preactivation, dz, chain, packed, tf32, kernels):
+    return dz.new_empty((*dz.shape[:2], b.shape[2]))
+
+
+def _dact_run(
+    a: Tensor, b: Tensor, z: Tensor, dz: Tensor, chain: str, packed: str, tf32: bool, kernels: str
+) -> Tensor:  # fmt: skip
+    batches, m, n = z.shape[0], a.shape[1], b.shape[2]
+    activated = z.new_empty((batches, m, n))
+    params = MatmulParams(z.dtype, chain, "", tf32, packed)
+    plain, target = unit_stride(z), dz if dz.stride(2) == 1 or dz.shape[2] == 1 else dz.new_empty(dz.shape)
+    merged = _merged_batch(a, b, "", plain, target)
+    if merged is None:
+        resolve(kernels).dact(a, b, plain, target, activated, params)
+    else:  # one product of batch * M rows
+        resolve(kernels).dact(merged[0], b, *merged[1:], activated.view(1, -1, n), params)
+    if target is not dz:
+        dz.copy_(target)
+    return activated
+
+
+_dact = KernelOp("matmul_dact", _dact_forward, _fake_dact)
+_dact_into = KernelOp("matmul_dact_into", _dact_forward_into, _fake_dact_into, mutates=("dz",))
 
 
 def grouped_matmul(

@@ -1,12 +1,55 @@
-"""The options of a matrix product, as every kernel module sees them."""
+"""The options of a matrix product: as the composite backends see them, and as the kernel modules do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from flashkernel.blocks.epilogue import Epilogue
+from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
+
+Pair = tuple[Tensor, Tensor]  # of gate and up
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    """`matmul` documents the fields."""
+
+    activation: str | Activation | Gate | None = None
+    packed: str = "halves"
+    scale: float = 1.0
+    out_dtype: torch.dtype | None = None
+    return_preactivation: bool = False
+
+
+class MatmulTensors(NamedTuple):
+    """The tensors of a product beside A and B, as kernel modules take them.
+
+    Attributes:
+        up: [batch or 1, K, N], the second matrix of a gated product, whose first is B. A view with any strides.
+        bias: [N] in any float dtype, any stride; given if the epilogue has one.
+        up_bias: The same for `up`, in the bias's dtype and stride.
+        residual: [batch or 1, M, N] in any float dtype, any strides; given if the epilogue has one.
+        a_scale: float32, any strides; `MatmulParams.scaling` says which shape.
+        b_scale: float32, any strides.
+        up_scale: The same for `up`.
+        preactivation: None, or a contiguous tensor [batch, M, N] to write the preactivation to (product, scales and
+            bias), rounded to its dtype. Of a gated product [batch, M, 2 N], packed as `MatmulParams.packed` says.
+        out: Where C is written, [batch, M, N] in `MatmulParams.out_dtype` with unit stride along N; None: a new tensor.
+            It may be the residual.
+    """
+
+    up: Tensor | None = None
+    bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    residual: Tensor | None = None
+    a_scale: Tensor | None = None
+    b_scale: Tensor | None = None
+    up_scale: Tensor | None = None
+    preactivation: Tensor | None = None
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -24,12 +67,14 @@ class MatmulParams:
             "block": a_scale is [batch or 1, M, K / 128] and b_scale [batch or 1, K / 128, N / 128], rounded up. They
             multiply the sum of each 128 elements of K, and these products are added in float32.
         tf32: float32 operands may be rounded to tf32 (torch.backends.cuda.matmul.allow_tf32); else "tf32x3" or exact.
+        packed: How a stored preactivation of a gated product holds gate and up: "halves" or "interleaved".
     """
 
     out_dtype: torch.dtype
     chain: str = ""
     scaling: str = ""
     tf32: bool = False
+    packed: str = "halves"
 
     @property
     def epilogue(self) -> Epilogue:

@@ -1,4 +1,4 @@
-"""What a kernel module of this package offers: `MatmulKernels` and `GroupedMatmulKernels`.
+"""What a kernel module of this package offers: `MatmulKernels`, `MatmulDactKernels` and `GroupedMatmulKernels`.
 
 There is no backward function: gradients are products of the same kernels (library.py), dA = dC B^T and dB = A^T dC,
 where the transposes are views.
@@ -10,29 +10,39 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashkernel.ops.matmul.params import GroupedParams, MatmulParams
+from flashkernel.ops.matmul.params import GroupedParams, MatmulParams, MatmulTensors
 
 
 class MatmulKernels(Protocol):
     """A module such as `triton` or `hopper`."""
 
-    def forward(
-        self, a: Tensor, b: Tensor, params: MatmulParams, bias: Tensor | None, residual: Tensor | None,
-        a_scale: Tensor | None, b_scale: Tensor | None, preactivation: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Returns C [batch, M, N], contiguous, in params.out_dtype: epilogue(A B).
+    def forward(self, a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) -> Tensor:
+        """Returns C [batch, M, N] in params.out_dtype: epilogue(A B). It is tensors.out, or else new and contiguous.
 
         Args:
             a: [batch or 1, M, K], a view with any strides.
             b: [batch or 1, K, N] in a's dtype, a view with any strides. A weight (N, K) comes as its transpose, with
-                stride 1 along K. batch is the larger of the two first sizes.
+                stride 1 along K. batch is the larger of the two first sizes. With a gate, the gate's matrix.
             params: Output dtype, epilogue, scaling.
-            bias: [N] in any float dtype, any stride; given if the epilogue has one.
-            residual: [batch or 1, M, N] in any float dtype, any strides; given if the epilogue has one.
-            a_scale: float32, any strides; `params.scaling` says which shape.
-            b_scale: float32, any strides.
-            preactivation: None, or an empty contiguous tensor [batch, M, N]. The kernel writes the value that goes into
-                the activation (product, scales and bias), rounded to its dtype, for the backward pass.
+            tensors: What the epilogue reads and writes; `MatmulTensors` documents each.
+        """
+
+
+class MatmulDactKernels(Protocol):
+    """A module such as `triton` or `hopper`."""
+
+    def dact(
+        self, a: Tensor, b: Tensor, z: Tensor, dz: Tensor, activated: Tensor, params: MatmulParams
+    ) -> None:  # fmt: skip
+        """Writes dz = (A B) * activation'(z) and activated = activation(z).
+
+        Args:
+            a: [batch or 1, M, K], a view with any strides.
+            b: [batch or 1, K, N] in a's dtype, a view with any strides.
+            z: [batch, M, N], or of a gate [batch, M, 2 N], packed as params.packed says. Unit stride along its columns.
+            dz: The same; it may be z itself.
+            activated: [batch, M, N], contiguous.
+            params: The chain is the activation or gate alone.
         """
 
 
@@ -68,4 +78,4 @@ class GroupedMatmulKernels(Protocol):
         """
 
 
-PROTOCOLS = {"matmul": MatmulKernels, "grouped_matmul": GroupedMatmulKernels}
+PROTOCOLS = {"matmul": MatmulKernels, "matmul_dact": MatmulDactKernels, "grouped_matmul": GroupedMatmulKernels}

@@ -2,39 +2,81 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.activation import FORMULAS
+from flashkernel.blocks.activation import FORMULAS, apply_gate
+from flashkernel.blocks.epilogue import Activation, Gate, activation_piece
 from flashkernel.blocks.fp8 import SCALE_BLOCK, expand_scales
+from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
+from flashkernel.ops.matmul.params import MatmulOptions, Pair
 
 WIDE = (torch.float32, torch.float64)
 
 
 def matmul(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | Pair,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Pair | None = None,
     residual: Tensor | None = None,
-    activation: str | None = None,
-    scale: float = 1.0,
-    out_dtype: torch.dtype | None = None,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
-) -> Tensor:
-    """scale * activation(A B + bias) + residual, where A and B are multiplied by their scales first."""
-    dtype = default_dtype(a.dtype) if out_dtype is None else out_dtype
-    if a_scale is not None and b_scale is not None:
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """scale * activation(A B + bias) + residual, where A and B are multiplied by their scales first.
+
+    With `return_preactivation` also A B + bias.
+    """
+    params = MatmulOptions(**options)
+    kept = default_dtype(a.dtype)
+    if a_scale is not None and b_scale is not None and isinstance(b, Tensor):
         a_scale, b_scale = as_matrices(a_scale, b_scale)
         a, b = dequantized(a, a_scale), dequantized(b, b_scale)
-    value = torch.matmul(a if a.dtype.itemsize > 1 else a.float(), b if b.dtype.itemsize > 1 else b.float())
-    if bias is not None:
-        value = value + bias
-    if activation is not None:
-        value = FORMULAS[activation](value)
-    value = value * scale
-    return (value if residual is None else value + residual).to(dtype)
+    biases = [None, None] if bias is None else [bias] if isinstance(bias, Tensor) else bias
+    matrices = [b] if isinstance(b, Tensor) else b
+    values = [
+        torch.matmul(_widened(a), _widened(matrix)) + (0 if vector is None else vector)
+        for matrix, vector in zip(matrices, biases)
+    ]
+    preactivation = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
+    value = activated(preactivation, params.activation, params.packed) * params.scale
+    c = (value if residual is None else value + residual).to(kept if params.out_dtype is None else params.out_dtype)
+    return (c, preactivation.to(kept)) if params.return_preactivation else c
+
+
+def matmul_dact(
+    a: Tensor,
+    b: Tensor,
+    preactivation: Tensor,
+    *,
+    activation: str | Activation | Gate,
+    packed: str = "halves",
+    dz_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(G * activation'(Z), activation(Z)) where G = A B is the gradient of activation(Z)."""
+    gradient = torch.matmul(a, b)
+    with torch.enable_grad():
+        z = preactivation.detach().to(gradient.dtype).requires_grad_()
+        value = activated(z, activation, packed)
+        (dz,) = torch.autograd.grad(value, z, gradient)
+    dz = dz.to(preactivation.dtype)
+    return dz if dz_out is None else dz_out.copy_(dz), value.detach().to(preactivation.dtype)
+
+
+def activated(preactivation: Tensor, activation: str | Activation | Gate | None, packed: str) -> Tensor:
+    """activation(Z); of a gate, Z holds gate and up."""
+    piece = activation_piece(activation)
+    if isinstance(piece, Gate):
+        gate, up = split_gate_up(preactivation, packed)
+        return apply_gate(FORMULAS, piece.kind, gate, up, piece.alpha, piece.limit)
+    return preactivation if piece is None else FORMULAS[piece.kind](preactivation)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x if x.dtype.itemsize > 1 else x.float()
 
 
 def default_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import ACTIVATIONS
+from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Gate, activation_width
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.core import backends
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, integers, normal
@@ -20,18 +20,38 @@ _ROOM = "flashkernel.ops.matmul"
 _HALF = (torch.bfloat16,)
 
 
+def gate_fact(activation: Any, how: str, scaling: str, n: int) -> str:
+    """The fact "gated" of a product with n columns: "" without a gate, else "halves", "interleaved" or "pair".
+
+    "split-blocks": columns of gate and up share scales.
+    """
+    if activation_width(activation) == 1:
+        return ""
+    return "split-blocks" if scaling == "block" and (how != "halves" or n % SCALE_BLOCK) else how
+
+
+def _gates(call: Call) -> str | None:
+    if call.facts["gated"]:
+        return "its kernels have no gated products yet"
+    if call.facts["gated"] == "split-blocks":
+        return f"gate and up share scales of b; pack halves of a multiple of {SCALE_BLOCK} columns"
+    return None
+
+
 def _triton(call: Call) -> str | None:
     if call.gradients and call.dtype not in FLOATS:
         return "products of 8-bit operands are forward only"
     if call.dtype == FP8 and call.device.kind == "cuda" and call.device.arch < 89:
         return f"FP8 products need sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
-    return None
+    return _gates(call)
 
 
 def _hopper(call: Call) -> str | None:
     if call.gradients and call.dtype not in FLOATS:
         return "products of 8-bit operands are forward only"
-    return None
+    if call.facts["gated"] and call.facts["scaling"] == "block":
+        return "gate and up with block scales would need four accumulators"
+    return _gates(call)
 
 
 def _cublas_is_faster(call: Call) -> str | None:
@@ -44,11 +64,21 @@ def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) ->
     return 0.5 + torch.rand(shape, generator=generator, device=generator.device)
 
 
+class _PerColumn(Input):
+    """A tensor with as many columns as b has: an axis "b_columns" says where these are not n."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return super().shape({**axes, "n": axes.get("b_columns", axes["n"])})
+
+
 _INPUTS = {
     "a": Input(("*a_batch", "m", "k")),
-    "b": Input(("*b_batch", "k", "n"), draw=normal(0.1)),
-    "bias": Input(("n",), optional=True),
+    "b": _PerColumn(("*b_batch", "k", "n"), draw=normal(0.1)),
+    "bias": _PerColumn(("n",), optional=True),
     "residual": Input(("*c_batch", "m", "n"), optional=True),
+    "up": Input(("*b_batch", "k", "n"), draw=normal(0.1), optional=True),
+    "up_bias": Input(("n",), optional=True),
+    "out": Input(("*c_batch", "m", "n"), grad=False, optional=True),
     "a_scale": Input(("*a_scales",), torch.float32, _positive, grad=False, optional=True),
     "b_scale": Input(("*b_scales",), torch.float32, _positive, grad=False, optional=True),
 }
@@ -72,7 +102,8 @@ def _tensor_core_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.
 
 
 def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
-    m, n, blocks_k, blocks_n = axes["m"], axes["n"], -(-axes["k"] // SCALE_BLOCK), -(-axes["n"] // SCALE_BLOCK)
+    m, n, blocks_k = axes["m"], axes.get("b_columns", axes["n"]), -(-axes["k"] // SCALE_BLOCK)
+    blocks_n = -(-n // SCALE_BLOCK)
     kinds: dict[str, dict[str, tuple[int, ...]]] = {
         "tensor": {"a_scales": (), "b_scales": ()},
         "row": {"a_scales": (m,), "b_scales": (n,)},
@@ -82,7 +113,13 @@ def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]
     return kinds[kind]
 
 
+def _packed(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Gate and up in one b."""
+    return {**_axes(m, n, k, a, b), "b_columns": 2 * n}
+
+
 _SMALL = _axes(33, 24, 40)
+_PAIR = ("bias", "up", "up_bias")
 _CASES = (
     Case("plain", _SMALL),
     Case("several-tiles", _axes(70, 90, 100)),
@@ -113,12 +150,46 @@ _CASES = (
     Case("no-columns", _axes(33, 0, 40)),
     Case("no-k", _axes(5, 24, 0), present=("bias",)),
     Case("no-batch", _axes(5, 24, 8, (0,), (1,))),
+    *(Case(f"{kind.replace('_', '-')}-{packed}", _packed(33, 24, 40), {"activation": kind, "packed": packed},
+           present=("bias",)) for kind, packed in zip(GATES, ("halves", "interleaved") * 3)),
+    Case("gate-pair", _SMALL, {"activation": "swiglu", "scale": 0.5}, present=(*_PAIR, "residual")),
+    Case("gate-tiles", _packed(70, 90, 100), {"activation": "swiglu", "packed": "interleaved"}),
+    Case("gate-odd", _packed(17, 13, 7), {"activation": "geglu"}, present=("bias",)),
+    Case("gate-weight", _packed(40, 48, 64), {"activation": "swiglu"}, layout_of={"b": "transposed"}),
+    Case("gate-weight-interleaved", _packed(40, 48, 64),
+         {"activation": Gate("gpt_oss", 1.5, 5.0), "packed": "interleaved"}, present=("bias",),
+         layout_of={"b": "transposed"}),
+    Case("gate-batch", _packed(20, 24, 16, (3,), (3,)), {"activation": "swiglu"}, present=("residual",)),
+    Case("gate-batch-of-a", _packed(20, 24, 16, (3,)), {"activation": "swiglu", "packed": "interleaved"}),
+    Case("gate-padded", _packed(33, 24, 40), {"activation": "geglu"}, present=("bias",), layout="padded"),
+    Case("gate-pair-padded", _SMALL, {"activation": "reglu"}, present=("up", "residual"), layout="padded"),
+    Case("gate-no-rows", _packed(0, 24, 40), {"activation": "swiglu"}, present=("bias",)),
+    Case("gate-no-k", _packed(5, 24, 0), {"activation": "swiglu"}, present=("bias",)),
+    Case("preactivation", _SMALL, {"activation": "gelu", "return_preactivation": True}, present=("bias",)),
+    Case("preactivation-linear", _SMALL, {"scale": 0.5, "return_preactivation": True}, present=("bias", "residual")),
+    *(Case(f"preactivation-{packed}", _packed(33, 24, 40),
+           {"activation": "swiglu", "packed": packed, "return_preactivation": True}, present=("bias",))
+      for packed in ("halves", "interleaved")),
+    Case("preactivation-pair", _axes(20, 24, 16, (2,), (2,)), {"activation": "geglu", "return_preactivation": True},
+         present=_PAIR),
+    Case("out", _SMALL, {"activation": "silu"}, present=("bias", "out"), gradients=False),
+    Case("out-padded", _axes(20, 24, 16, (2,), (2,)), {"return_preactivation": True}, present=("residual", "out"),
+         layout="padded", gradients=False),
+    Case("out-transposed", _SMALL, present=("out",), layout="transposed", gradients=False),
+    Case("out-added", _axes(70, 50, 40), {"accumulate": True}, present=("out",), gradients=False),
+    Case("out-added-float32", _axes(33, 24, 40, (2,), (2,)), {"accumulate": True, "scale": 0.5}, present=("out",),
+         gradients=False, dtype_of={"out": torch.float32}),
     _scaled("fp8-tensor", FP8, _axes(33, 48, 64), "tensor"),
     _scaled("fp8-row", FP8, _axes(33, 48, 80), "row", activation="silu"),
     _scaled("fp8-batch", FP8, _axes(17, 20, 32, (2,), (2,)), "batch", out_dtype=torch.float32),
     _scaled("fp8-block", FP8, _axes(20, 140, 300), "block"),
     _scaled("int8-tensor", torch.int8, _axes(33, 48, 64), "tensor"),
     _scaled("int8-row", torch.int8, _axes(17, 20, 50), "row", out_dtype=torch.float32),
+    _scaled("fp8-gate", FP8, _packed(33, 48, 80), "row", activation="swiglu", return_preactivation=True),
+    _scaled("fp8-gate-interleaved", FP8, _packed(33, 24, 64), "row", activation="swiglu", packed="interleaved"),
+    _scaled("fp8-gate-block", FP8, _packed(20, 128, 300), "block", activation="swiglu"),
+    _scaled("fp8-gate-block-interleaved", FP8, _packed(9, 80, 200), "block", activation="geglu", packed="interleaved"),
+    _scaled("int8-gate", torch.int8, _packed(17, 20, 50), "tensor", activation="swiglu"),
 )  # fmt: skip
 
 
@@ -129,14 +200,27 @@ def _random_case(rng: Rng, case: Case) -> Case:
     left, right = rng.one((((), ()), ((), ()), ((batch,), (batch,)), ((batch,), ()), ((1,), (batch,)), ((), (batch,))))
     axes |= {"a_batch": left, "b_batch": right, "c_batch": _axes(1, 1, 1, left, right)["c_batch"]}
     eight_bits = "a" in case.dtype_of
-    present = [name for name in present if not name.endswith("_scale")]
+    gated = activation_width(options.get("activation")) == 2
+    absent = ("a_scale", "b_scale", "up_bias", *(() if gated and not eight_bits else ("up",)))
+    present = [name for name in present if name not in absent]
+    if "up" in present and "bias" in present:
+        present.append("up_bias")
+    axes.pop("b_columns", None)
+    if gated and "up" not in present:
+        axes["b_columns"] = 2 * axes["n"]
+    if options.pop("accumulate", False) and "out" in present:
+        options["accumulate"] = True
+        present = [name for name in present if name != "residual"]
     dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in ("a", "b", *present)}
     if eight_bits:
         present += ["a_scale", "b_scale"]
         axes |= _scale_axes(axes, rng.one(("tensor", "row", "batch", "block")))
-    kinked = options.get("activation") == "relu" and case.dtypes[0] != torch.float32
+    kinked = options.get("activation") in ("relu", "reglu", "gpt_oss_glu") or isinstance(
+        options.get("activation"), Gate
+    )
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
-                   gradients=not eight_bits and not kinked,
+                   gradients=not eight_bits and not (kinked and case.dtypes[0] != torch.float32)
+                   and "out" not in present,
                    through=_tensor_core_dtype(case.dtype_of.get("a", torch.float32), options))  # fmt: skip
 
 
@@ -173,19 +257,25 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     """Every operand is read once and the output written once."""
     axes, each = case.axes, case.dtype_of.get("a", dtype).itemsize
     batch, m, n, k = count(axes["c_batch"]), axes["m"], axes["n"], axes["k"]
-    moved = (count(axes["a_batch"]) * m * k + count(axes["b_batch"]) * k * n) * each
+    products = n * activation_width(case.options.get("activation"))
+    moved = (count(axes["a_batch"]) * m * k + count(axes["b_batch"]) * k * products) * each
     moved += batch * m * n * dtype.itemsize * (2 if "residual" in case.present else 1)
-    flops = 2.0 * batch * m * n * k
+    flops = 2.0 * batch * m * products * k
     return {"fwd": Cost(flops, moved), "bwd": Cost(2 * flops, 2 * moved)}
+
+
+def _written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    return (given["out"],) if "out" in given else ()
 
 
 MATMUL = Op(
     name="matmul",
     backward=None,  # the gradients are products of the same kernels
     summary="matrix products, batched and scaled, with bias, activation and residual",
-    function=f"{_ROOM}.api:matmul",
-    reference=f"{_ROOM}.reference:matmul",
+    function=f"{_ROOM}.named:matmul",
+    reference=f"{_ROOM}.named:reference",
     inputs=_INPUTS,
+    written=_written,
     backends=(
         backends.hopper(
             f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
@@ -204,6 +294,100 @@ MATMUL = Op(
     random_case=_random_case,
     random_share=3,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
+)
+
+
+def _dact(m: int, n: int, k: int, activation: Any, *batches: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    """Axes and options of a product with an activation's gradient."""
+    z_columns = n * activation_width(activation)
+    return {
+        "axes": {**_axes(m, n, k, *batches), "z_columns": z_columns},
+        "options": {"activation": activation, **options},
+    }
+
+
+_DACT_CASES = (
+    *(Case(kind.replace("_", "-"), **_dact(33, 24, 40, kind)) for kind in ACTIVATIONS),
+    *(Case(f"{kind.replace('_', '-')}-{packed}", **_dact(33, 24, 40, kind, packed=packed))
+      for kind, packed in zip(GATES, ("interleaved", "halves") * 3)),
+    Case("tiles", **_dact(70, 90, 100, "swiglu")),
+    Case("tiles-interleaved", **_dact(70, 90, 100, "swiglu", packed="interleaved")),
+    Case("odd", **_dact(17, 13, 7, "geglu")),
+    Case("gate-object", **_dact(17, 20, 16, Gate("gpt_oss", 1.5, 5.0), packed="interleaved")),
+    Case("weight", **_dact(40, 48, 64, "swiglu"), layout_of={"b": "transposed"}),
+    Case("batch", **_dact(20, 24, 16, "gelu", (3,), (3,))),
+    Case("batch-of-a", **_dact(20, 24, 16, "swiglu", (3,))),
+    Case("batch-of-b", **_dact(20, 24, 16, "silu", (1,), (2,))),
+    Case("padded", **_dact(20, 24, 16, "swiglu", (2,), (1,)), layout="padded"),
+    Case("transposed", **_dact(33, 24, 40, "gelu_tanh"), layout="transposed"),
+    Case("out", **_dact(33, 24, 40, "gelu"), present=("dz_out",)),
+    Case("out-padded", **_dact(33, 24, 40, "swiglu", packed="interleaved"), present=("dz_out",), layout="padded"),
+    Case("in-place", **_dact(33, 24, 40, "silu", in_place=True)),
+    Case("in-place-gate", **_dact(20, 24, 16, "swiglu", (2,), in_place=True)),
+    Case("in-place-strided", **_dact(33, 24, 40, "geglu", packed="interleaved", in_place=True), layout="transposed"),
+    Case("float32-z", **_dact(33, 24, 40, "swiglu"), dtypes=(torch.float16, torch.bfloat16),
+         dtype_of={"preactivation": torch.float32}),
+    Case("no-rows", **_dact(0, 24, 40, "swiglu")),
+    Case("no-columns", **_dact(33, 0, 40, "silu")),
+    Case("no-k", **_dact(5, 24, 0, "swiglu")),
+)  # fmt: skip
+
+
+def _random_dact(rng: Rng, case: Case) -> Case:
+    case = _random_case(rng, replace(case, present=(), dtype_of={}))
+    axes = {**case.axes, "z_columns": case.axes["n"] * activation_width(case.options["activation"])}
+    in_place = rng.maybe(0.3)
+    options = {**case.options, "in_place": True} if in_place else dict(case.options)
+    return replace(case, axes=axes, options=options, present=("dz_out",) if not in_place and rng.maybe(0.3) else ())
+
+
+def _dact_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    """Z is read; dZ and the activation are written."""
+    axes = case.axes
+    batch, m, n, k = count(axes["c_batch"]), axes["m"], axes["n"], axes["k"]
+    moved = count(axes["a_batch"]) * m * k + count(axes["b_batch"]) * k * n + batch * m * (2 * axes["z_columns"] + n)
+    return {"fwd": Cost(2.0 * batch * m * n * k, moved * dtype.itemsize)}
+
+
+def _dact_benches() -> tuple[Case, ...]:
+    llama = MODELS["llama-3.1-8b"]
+    small = {"m": 512, "n": 512, "k": 1024}
+    return tuple(
+        Case(f"llama-8b-{kind.replace('_', '-')}-{rows}", **_dact(rows, llama.intermediate, llama.hidden, kind),
+             dtypes=_HALF, check_axes={**small, "z_columns": 512 * activation_width(kind)})
+        for kind in ("gelu_tanh", "swiglu") for rows in (4096, 16384)
+    )  # fmt: skip
+
+
+def _dact_written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    if given.get("in_place"):
+        return (given["preactivation"],)
+    return (given["dz_out"],) if "dz_out" in given else ()
+
+
+MATMUL_DACT = Op(
+    name="matmul_dact",
+    summary="a matrix product with an activation's gradient in its epilogue",
+    function=f"{_ROOM}.named:matmul_dact",
+    reference=f"{_ROOM}.named:reference_dact",
+    inputs={
+        "a": Input(("*a_batch", "m", "k")),
+        "b": Input(("*b_batch", "k", "n"), draw=normal(0.1)),
+        "preactivation": Input(("*c_batch", "m", "z_columns")),
+        "dz_out": Input(("*c_batch", "m", "z_columns"), optional=True),
+    },
+    backends=(
+        backends.torch_native(f"{_ROOM}.torch:matmul_dact"),
+        backends.reference(f"{_ROOM}.reference:matmul_dact"),
+    ),
+    differentiable=False,
+    written=_dact_written,
+    cases=_DACT_CASES,
+    benches=_dact_benches(),
+    cost=_dact_cost,
+    ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
+    random_case=_random_dact,
+    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_dact"),),
 )
 
 
@@ -338,4 +522,4 @@ GROUPED_MATMUL = Op(
         Baseline("loop", f"{_ROOM}.baselines:loop"),
     ),
 )
-OPS = (MATMUL, GROUPED_MATMUL)
+OPS = (MATMUL, MATMUL_DACT, GROUPED_MATMUL)

@@ -8,39 +8,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Bias, Epilogue, Operands, standard
+from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Gate, Operands, activation_piece, standard
 from flashkernel.blocks.fp8 import scaled_mm_takes
+from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
 from flashkernel.ops.matmul import reference
+from flashkernel.ops.matmul.params import MatmulOptions, Pair
 from flashkernel.ops.matmul.reference import default_dtype, dequantized, offsets_of_counts
 
 
 def matmul(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | Pair,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Pair | None = None,
     residual: Tensor | None = None,
-    activation: str | None = None,
-    scale: float = 1.0,
-    out_dtype: torch.dtype | None = None,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
-) -> Tensor:
-    dtype = default_dtype(a.dtype) if out_dtype is None else out_dtype
-    chain = Epilogue(standard(bias is not None, activation, scale, residual is not None))
-    rounds_late = all(isinstance(one, Bias) for one in chain.pieces)  # nothing that would show a rounded product
-    if a.dtype.itemsize > 1:
-        product = torch.matmul(a, b) if rounds_late or a.dtype.itemsize > 2 else _wide_product(a, b)
-    elif a_scale is None or b_scale is None:
-        product = torch.matmul(a.float(), b.float())
-    elif _scaled_mm_serves(a, b, a_scale, b_scale):
-        vectors = (a_scale.contiguous(), b_scale.contiguous())
-        product = torch._scaled_mm(a, b, *vectors, out_dtype=torch.bfloat16)
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    params = MatmulOptions(**options)
+    dtype = default_dtype(a.dtype) if params.out_dtype is None else params.out_dtype
+    chain = Epilogue(standard(bias is not None, params.activation, params.scale, residual is not None))
+    # Nothing that would show a rounded product.
+    rounds_late = all([isinstance(one, Bias) for one in chain.pieces])  # noqa: C419  dynamo wants a list
+    matrices = (b,) if isinstance(b, Tensor) else tuple(b)
+    products = tuple([_product(a, matrix, a_scale, b_scale, rounds_late) for matrix in matrices])
+    biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
+    if chain.gated and len(products) == 1:
+        products = split_gate_up(products[0], params.packed)
+        biases = split_gate_up(biases[0], params.packed) if biases else ()
+    operands = Operands(biases, residual)
+    values = chain.before_activation.values(products, operands)
+    c = chain.from_activation.run(values, operands).to(dtype)
+    if not params.return_preactivation:
+        return c
+    z = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
+    return c, z.to(default_dtype(a.dtype))
+
+
+def matmul_dact(
+    a: Tensor,
+    b: Tensor,
+    preactivation: Tensor,
+    *,
+    activation: str | Activation | Gate,
+    packed: str = "halves",
+    dz_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    piece = activation_piece(activation)
+    assert piece is not None
+    gradient = torch.matmul(a, b) if a.dtype.itemsize > 2 else _wide_product(a, b)
+    z = preactivation.to(gradient.dtype)
+    values = split_gate_up(z, packed) if isinstance(piece, Gate) else (z,)
+    value = piece.run(values, Operands())[0].to(preactivation.dtype)
+    gradients = [one.to(preactivation.dtype) for one in piece.pull_back(values, (gradient,))]
+    if len(gradients) == 1:
+        dz = gradients[0]
+    elif dz_out is None:
+        dz = join_gate_up(gradients[0], gradients[1], packed)
     else:
-        product = torch.matmul(dequantized(a, a_scale), dequantized(b, b_scale))
-    if not chain.pieces:
-        return product.to(dtype)
-    return chain.run((product,), Operands(() if bias is None else (bias,), residual)).to(dtype)
+        for target, one in zip(split_gate_up(dz_out, packed), gradients):
+            target.copy_(one)
+        return dz_out, value
+    return dz if dz_out is None else dz_out.copy_(dz), value
+
+
+def _product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, rounds_late: bool) -> Tensor:
+    """A B with its scales; in float32 unless `rounds_late`."""
+    if a.dtype.itemsize > 1:
+        return torch.matmul(a, b) if rounds_late or a.dtype.itemsize > 2 else _wide_product(a, b)
+    if a_scale is None or b_scale is None:
+        return torch.matmul(a.float(), b.float())
+    if _scaled_mm_serves(a, b, a_scale, b_scale):
+        return torch._scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=torch.bfloat16)
+    return torch.matmul(dequantized(a, a_scale), dequantized(b, b_scale))
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from flashkernel.ops.matmul.hopper.configs import (
 )
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
-from flashkernel.ops.matmul.params import MatmulParams
+from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.triton.split_k import add_partials, extra_strides
 
 # A chunk of C whose elements have an address each: more would not fit into the registers.
@@ -70,14 +70,12 @@ def _strides(x: Tensor | None, *dims: int) -> tuple[int, ...]:
     return tuple([0 if x is None or x.shape[dim] == 1 else x.stride(dim) for dim in dims])
 
 
-def forward(
-    a: Tensor, b: Tensor, params: MatmulParams, bias: Tensor | None, residual: Tensor | None, a_scale: Tensor | None,
-    b_scale: Tensor | None, preactivation: Tensor | None,
-) -> Tensor:  # fmt: skip
+def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) -> Tensor:
     """Returns C [batch, M, N] in params.out_dtype: epilogue(A B). a is [batch or 1, M, K], b [batch or 1, K, N].
 
     float32 operands are rounded to tf32.
     """
+    _, bias, _, residual, a_scale, b_scale, _, preactivation, out = tensors
     if a.dtype == torch.float32 and not params.tf32:
         raise ValueError("matmul: the Hopper kernel multiplies float32 operands in tf32 only; allow tf32")
     batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]
@@ -103,7 +101,7 @@ def forward(
         partials = padded_empty((config.num_splits * batch, m, n), torch.float32, a.device)
         _multiply(a, b, partials, epilogue.of_partials(), config)
         add_partials(partials, c, chains, bias, residual, preactivation)
-    return c
+    return c if out is None else out.copy_(c)
 
 
 def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, config: HopperMatmul) -> None:

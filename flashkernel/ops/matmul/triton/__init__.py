@@ -17,7 +17,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import MATMUL, MatmulConfig
-from flashkernel.ops.matmul.params import MatmulParams
+from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.triton.dense import activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
@@ -34,17 +34,9 @@ __all__ = ["activation_gradient", "forward", "grouped_forward", "grouped_weight_
 _ELEMENTWISE = (16, 128)  # tile of the activation's gradient
 
 
-def forward(
-    a: Tensor,
-    b: Tensor,
-    params: MatmulParams,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    preactivation: Tensor | None,
-) -> Tensor:
+def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) -> Tensor:
     """C [batch, M, N] = epilogue(A B); `MatmulKernels.forward` documents the arguments."""
+    _, bias, _, residual, a_scale, b_scale, _, preactivation, out = tensors
     (batches, m, k), n = a.shape, b.shape[2]
     if batches == 1:
         batches = b.shape[0]
@@ -76,10 +68,12 @@ def forward(
     )  # fmt: skip
     if workspace is not None:
         add_partials(workspace, c, (before, after), bias, residual, preactivation)
-    return c
+    return c if out is None else out.copy_(c)
 
 
-def activation_gradient(dy: Tensor, preactivation: Tensor, epilogue: Epilogue) -> Tensor:
+def activation_gradient(
+    dy: Tensor, added: Tensor | None, preactivation: Tensor, epilogue: Epilogue, packed: str
+) -> Tensor:
     """dz [batch, M, N] in z's dtype: the gradient of what goes into the epilogue's activation. z is contiguous."""
     batches, m, n = preactivation.shape
     dz = torch.empty((batches, m, n), dtype=preactivation.dtype, device=dy.device)
@@ -93,7 +87,7 @@ def activation_gradient(dy: Tensor, preactivation: Tensor, epilogue: Epilogue) -
         dy, preactivation, dz, batches * m, n, n,
         FACTOR=epilogue.factor, KIND=kind, BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
-    return dz
+    return dz if added is None else dz + added
 
 
 def _expanded(
