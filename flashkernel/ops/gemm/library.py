@@ -3,7 +3,7 @@
 An operator takes no epilogue, but its text. The weights are separate arguments, at most three, because autograd looks
 into no list. Quantized weights have no gradient: they are a list of tensors and the text of their layouts.
 
-The backward pass is dz, the gradient of what goes into the activation, in one launch together with the biases', and then
+The backward pass is dz, the gradient of what goes into the activation, in one launch together with the biases', then
 torch's products: dx = dz W and dW = dz^T x. With gradients, the norm in front is an operator of its own (api.py).
 """
 

@@ -101,6 +101,27 @@ def _backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     preactivation: Tensor | None,
+    activation: str,
+    packed: str,
+    wanted: list[bool],
+    backend: str,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gate (or both), up, down and their biases; those not wanted are empty."""
+    tensors = (dy, x, gate_up, up, down, gate_up_bias, up_bias, down_bias, preactivation)
+    return _gradients(*tensors, [None, None, None], activation, packed, False, wanted, backend, kernels)
+
+
+def _backward_in_place(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    preactivation: Tensor | None,
     main_gate_up: Tensor | None,
     main_up: Tensor | None,
     main_down: Tensor | None,
@@ -111,27 +132,50 @@ def _backward(
     backend: str,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate (or both), up, down and their biases; those not wanted or added elsewhere are empty."""
+    """As `_backward`; it adds to the main gradients, whose weights have none here, and may write to preactivation."""
+    tensors = (dy, x, gate_up, up, down, gate_up_bias, up_bias, down_bias, preactivation)
+    mains = [main_gate_up, main_up, main_down]
+    return _gradients(*tensors, mains, activation, packed, in_place, wanted, backend, kernels)
+
+
+def _gradients(
+    dy, x, gate_up, up, down, gate_up_bias, up_bias, down_bias, preactivation, main_grads,
+    activation, packed, in_place, wanted, backend, kernels,
+):  # fmt: skip
     results = resolve(kernels).backward(
         _rows(dy.to(x.dtype)), _rows(x), _given(gate_up, up), down, _given(gate_up_bias, up_bias), preactivation,
-        [main_gate_up, main_up, main_down], Epilogue.parse(activation).pieces[0], packed, in_place, wanted,
-        backend or None,
+        main_grads, Epilogue.parse(activation).pieces[0], packed, in_place, wanted, backend or None,
     )  # fmt: skip
     found = [x.new_empty(0) if result is None else result for result in results]
     if wanted[0]:
         found[0] = found[0].view(x.shape)
     for index, bias in enumerate((gate_up_bias, up_bias, down_bias), 4):
         if wanted[index]:
-            found[index] = found[index].to(bias.dtype)  # type: ignore[union-attr]
-    return tuple(found)  # type: ignore[return-value]
+            found[index] = found[index].to(bias.dtype)
+    return tuple(found)
 
 
 def _fake_backward(
+    dy, x, gate_up, up, down, gate_up_bias, up_bias, down_bias, preactivation,
+    activation, packed, wanted, backend, kernels,
+):  # fmt: skip
+    given = (x, gate_up, up, down, gate_up_bias, up_bias, down_bias)
+    return tuple(tensor.new_empty(tensor.shape) if want else x.new_empty(0) for tensor, want in zip(given, wanted))
+
+
+def _fake_backward_in_place(
     dy, x, gate_up, up, down, gate_up_bias, up_bias, down_bias, preactivation, main_gate_up, main_up, main_down,
     activation, packed, in_place, wanted, backend, kernels,
 ):  # fmt: skip
     given = (x, gate_up, up, down, gate_up_bias, up_bias, down_bias)
-    return tuple(tensor.new_empty(tensor.shape) if want else x.new_empty(0) for tensor, want in zip(given, wanted))
+    kept = _without(wanted, (main_gate_up, main_up, main_down))
+    return tuple(tensor.new_empty(tensor.shape) if want else x.new_empty(0) for tensor, want in zip(given, kept))
+
+
+def _without(wanted, main_grads):
+    """`wanted` without the weights whose gradients are added elsewhere."""
+    added = [False, *[main is not None for main in main_grads], False, False, False]
+    return [want and not elsewhere for want, elsewhere in zip(wanted, added)]
 
 
 def _setup_context(ctx, inputs, output):
@@ -147,22 +191,34 @@ def _setup_context(ctx, inputs, output):
     ctx.settings = (activation, packed, backend, kernels)
 
 
+def _may_overwrite(ctx, dy):
+    """Whether nobody reads the saved preactivation after this pass: in eager mode, unless the graph is kept."""
+    eager = getattr(ctx, "_forward_cls", None) is _mlp.function  # not an operator of torch.library, which returns it
+    return eager and not traced(dy) and not _keeps_graph()
+
+
 def _pull_back(ctx, dy, _):
     if dy is None:
         return (None,) * 17
     activation, packed, backend, kernels = ctx.settings
-    wanted, in_place = list(ctx.needs_input_grad[:7]), not traced(dy) and not _keeps_graph()
+    wanted, in_place = list(ctx.needs_input_grad[:7]), _may_overwrite(ctx, dy)
     results: list[Any] = [None] * 7
     if any(wanted):
         with without_autocast(dy):  # of a backward() that is called inside it
-            results = list(_mlp_backward(
-                dy, *ctx.saved_tensors, *ctx.main_grads, activation, packed, in_place, wanted, backend, kernels
-            ))  # fmt: skip
-    added = [False, *[main is not None for main in ctx.main_grads], False, False, False]
-    results = [result if want and not here else None for result, want, here in zip(results, wanted, added)]
+            if in_place or any([main is not None for main in ctx.main_grads]):
+                results = _mlp_backward_in_place(
+                    dy, *ctx.saved_tensors, *ctx.main_grads, activation, packed, in_place, wanted, backend, kernels
+                )
+            else:
+                results = _mlp_backward(dy, *ctx.saved_tensors, activation, packed, wanted, backend, kernels)
+    kept = _without(wanted, ctx.main_grads)
     residual = dy.to(ctx.residual_dtype) if ctx.needs_input_grad[7] else None
-    return *results, residual, *[None] * 9
+    return *[result if want else None for result, want in zip(results, kept)], residual, *[None] * 9
 
 
 _mlp_backward = KernelOp("mlp_backward", _backward, _fake_backward)
+_mlp_backward_in_place = KernelOp(
+    "mlp_backward_in_place", _backward_in_place, _fake_backward_in_place,
+    mutates=("preactivation", "main_gate_up", "main_up", "main_down"),
+)  # fmt: skip
 _mlp = KernelOp("mlp", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
