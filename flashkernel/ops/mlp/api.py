@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import GATES, Activation, Gate, activation_piece, check_activation
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight import Weight, check_main_grads
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
@@ -106,7 +106,10 @@ def mlp(
     quantized = len(plain) < len(weights)
     needed = (x, *plain, *biases, down_bias, residual, norm_weight)
     gradients = needs_gradients(*needed)
-    _check_buffers(main_grads, out, out_dtype or x.dtype, shape, weights, quantized, needs_gradients(out, *needed))
+    if main_grads is not None:
+        check_main_grads("mlp", main_grads, weights)
+    if out is not None:
+        _check_out(out, shape, x.device, needs_gradients(out, *needed))
     chosen = choose(
         spec.MLP, backend, x.device, x.dtype, gradients, rows=spec.row_class(x.shape[:-1].numel()),
         weight=spec.layouts(weights),
@@ -209,32 +212,10 @@ def _check_tensors(
     return shape
 
 
-def _check_buffers(
-    main_grads: Sequence[Tensor] | None,
-    out: Tensor | None,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    weights: list[Any],
-    quantized: bool,
-    gradients: bool,
-) -> None:
-    if out is not None:
-        if tuple(out.shape) != shape or out.device != weights[0].device:
-            raise ValueError(f"mlp: out is {tuple(out.shape)} on {out.device}; the output is {shape}")
-        if gradients:
-            raise ValueError("mlp: out takes no gradients; call it under torch.no_grad(), or leave out away")
-    if main_grads is None:
-        return
-    if quantized:
-        raise ValueError("mlp: quantized weights have no gradient; leave main_grads out")
-    if torch.compiler.is_compiling():
-        raise ValueError("mlp: main_grads works in eager mode; leave it out under torch.compile")
-    if len(main_grads) != len(weights):
-        raise ValueError(f"mlp: {len(main_grads)} main_grads were given for {len(weights)} weights; give each one")
-    for buffer, weight in zip(main_grads, weights):
-        fits = buffer.shape == weight.shape and buffer.device == weight.device and not buffer.requires_grad
-        if not fits or buffer.dtype not in (torch.float32, weight.dtype):
-            raise ValueError(
-                f"mlp: a main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; it must be float32 or "
-                f"{weight.dtype}, {tuple(weight.shape)} on {weight.device}, without a gradient of its own"
-            )
+def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device, gradients: bool) -> None:
+    if tuple(out.shape) != shape or out.device != device or not out.is_floating_point():
+        raise ValueError(
+            f"mlp: out is {out.dtype} {tuple(out.shape)} on {out.device}; the output is {shape} on {device}"
+        )
+    if gradients:
+        raise ValueError("mlp: out takes no gradients; call it under torch.no_grad(), or leave out away")

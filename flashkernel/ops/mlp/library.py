@@ -205,7 +205,7 @@ def _pull_back(ctx, dy, _):
     results: list[Any] = [None] * 7
     if any(wanted):
         with without_autocast(dy):  # of a backward() that is called inside it
-            if in_place or any([main is not None for main in ctx.main_grads]):
+            if in_place or any(main is not None for main in ctx.main_grads):
                 results = _mlp_backward_in_place(
                     dy, *ctx.saved_tensors, *ctx.main_grads, activation, packed, in_place, wanted, backend, kernels
                 )

@@ -97,10 +97,7 @@ def _weight_gradient(dz: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor 
     """dz^T x; added to `main_grad` where there is one, and then None."""
     if main_grad is None:
         return _matmul(dz.t(), x)
-    if main_grad.dtype == x.dtype:
-        main_grad.addmm_(dz.t(), x)
-    else:
-        _matmul(dz.t(), x, residual=main_grad, out=main_grad)
+    _matmul(dz.t(), x, residual=main_grad, out=main_grad)
     return None
 
 
