@@ -212,9 +212,26 @@ class Boxes(Shared):
         return Shared(found if len(self.shape) == 3 else found.view(self.shape[1], self.shape[2], self.shape[3], 64))
 
 
-def _reinterpret(memory: Shared, dtype: torch.dtype, shape: Any, layout: Any) -> Boxes:
+class Joined(Shared):
+    """Pairs of tiles [2 * stages, 1, rows, columns] that lie behind each other, read as one tile each."""
+
+    def __init__(self, data: Tensor, shape: list[int]) -> None:
+        super().__init__(data)
+        self.dim = next(dim for dim in (1, 2) if shape[1 + dim] == 2 * data.shape[1 + dim])
+        assert shape[4 - self.dim] == data.shape[4 - self.dim]
+        # Columns are stored in panels of 128 bytes: tiles of whole panels lie side by side.
+        assert self.dim == 1 or data.shape[3] * data.element_size() % 128 == 0
+
+    def index(self, place: Any) -> Shared:
+        return Shared(torch.cat([self.data[2 * int(place)], self.data[2 * int(place) + 1]], self.dim))
+
+
+def _reinterpret(memory: Shared, dtype: torch.dtype, shape: Any, layout: Any) -> Shared:
     assert dtype == memory.dtype
-    return Boxes(memory.data, [int(size) for size in shape])
+    sizes = [int(size) for size in shape]
+    if len(sizes) == memory.data.ndim and 2 * sizes[0] == memory.data.shape[0]:
+        return Joined(memory.data, sizes)
+    return Boxes(memory.data, sizes)
 
 
 class Pointer:

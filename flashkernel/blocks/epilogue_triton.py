@@ -52,3 +52,25 @@ def apply_epilogue(
             there = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
             value += tl.load(there, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def pull_back_activation(gradient, z, up, EPILOGUE: tl.constexpr):
+    """(activation(z), dz, dup) of a chain that is one activation or gate, where `gradient` is that of its value.
+
+    All are [R, C] in float32. Without a gate `up` is not looked at, and dup is dz.
+    """
+    KIND: tl.constexpr = _word(EPILOGUE, 0, 1)
+    if _word(EPILOGUE, 0, 0) == "gate":
+        limit: tl.constexpr = _number(EPILOGUE, 0, 3)
+        value, derivative = activate(clamp_gate(z, limit, KIND), KIND, _number(EPILOGUE, 0, 2))
+        factor = clamp_up(up, limit, KIND)
+        dz, dup = gradient * derivative * factor, gradient * value
+        if KIND == "gpt_oss":
+            dz = tl.where(z > limit, 0.0, dz)
+            dup = tl.where((up > limit) | (up < -limit), 0.0, dup)
+        return value * factor, dz, dup
+    else:
+        tl.static_assert(_word(EPILOGUE, 0, 0) == "activation", "an activation or a gate has a gradient")
+        value, derivative = activate(z, KIND, 0.0)
+        return value, gradient * derivative, gradient * derivative

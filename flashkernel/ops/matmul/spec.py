@@ -31,8 +31,6 @@ def gate_fact(activation: Any, how: str, scaling: str, n: int) -> str:
 
 
 def _gates(call: Call) -> str | None:
-    if call.facts["gated"]:
-        return "its kernels have no gated products yet"
     if call.facts["gated"] == "split-blocks":
         return f"gate and up share scales of b; pack halves of a multiple of {SCALE_BLOCK} columns"
     return None
@@ -377,6 +375,8 @@ MATMUL_DACT = Op(
         "dz_out": Input(("*c_batch", "m", "z_columns"), optional=True),
     },
     backends=(
+        backends.hopper(f"{_ROOM}.hopper", dtypes=(torch.bfloat16, torch.float16)),
+        backends.triton(f"{_ROOM}.triton", min_arch=80),
         backends.torch_native(f"{_ROOM}.torch:matmul_dact"),
         backends.reference(f"{_ROOM}.reference:matmul_dact"),
     ),

@@ -96,6 +96,8 @@ def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> st
         return (
             f"{config}: with block scales the consumers share a tile, each 64 x 128 of it, beside a second accumulator"
         )
+    if shape.get("gated") and (config.block_n < 128 or shape["block_scaled"]):
+        return f"{config}: gate and up take 64 columns each, and no block scales"
     if shape["integer"] and config.block_n > 128:
         return f"{config}: WGMMA of int8 operands has up to 128 columns in Triton"
     if not 2 <= config.num_stages <= MAX_STAGES:
@@ -166,7 +168,8 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     # N and K stay exact: how they divide among the SMs is what the choice depends on.
     rows = shape["m"] if shape["m"] % 64 == 0 and shape["m"] <= 1024 else power_of_2(shape["m"])
-    return (shape["batch"], rows, shape["n"], shape["k"], shape["bytes"], shape["block_scaled"], shape["integer"])
+    kinds = (shape["block_scaled"], shape["integer"], shape.get("gated", 0))
+    return (shape["batch"], rows, shape["n"], shape["k"], shape["bytes"], *kinds)
 
 
 HOPPER_MATMUL = Tunable("matmul_hopper", HopperMatmul, _heuristic, _space, _valid, _bucket)

@@ -14,6 +14,9 @@ PINGPONG: consumers alternate; each computes whole work tiles, so that the epilo
 the other. A consumer starts when the one before it has issued its last product (`order` barriers): a phase of an
 mbarrier is known by its parity alone, so that nobody may wait for a stage more than one round of the ring ahead.
 
+GATED: B and `up` are multiplied at once. A stage of B's ring has BLOCK_N / 2 columns of each, side by side, so that one
+WGMMA computes both and the halves of its accumulator are gate and up of BLOCK_N / 2 columns of C.
+
 BLOCK_SCALED (fp8): a scale belongs to 128 elements of K, which are one K block. A consumer multiplies the product of
 each block by its scales and adds it to the accumulator in float32, while the products of the other consumer run.
 
@@ -25,7 +28,7 @@ does not store them.
 
 from typing import Any, NamedTuple
 
-from flashkernel.blocks.epilogue_triton import apply_epilogue
+from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
 from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage, split_columns
 from flashkernel.core.gluon import (
     fence_async_shared,
@@ -36,6 +39,7 @@ from flashkernel.core.gluon import (
     named_barrier_arrive,
     named_barrier_sync,
     new_barriers,
+    reinterpret,
     specialize_warps,
     store_tile,
     synchronize,
@@ -43,6 +47,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashkernel.ops.matmul.triton.store import add_bias
 from flashkernel.ops.matmul.triton.tiles import tile_position
 
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
@@ -75,6 +80,10 @@ class MatmulTraits(NamedTuple):
     TMA_STORE: bool  # False: rows of C are not a multiple of 16 bytes
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
+    GATED: bool = False
+    PARTIALS: bool = False  # C is partial sums: of gate and up, two matrices for each entry
+    DACT: bool = False  # the product is the gradient of CHAIN_AFTER's activation: z is read, dz and C are written
+    PACKED: str = ""  # how z and dz hold gate and up
 
 
 class Schedule(NamedTuple):
@@ -99,26 +108,34 @@ class WorkTile(NamedTuple):
 
 
 class EpilogueArgs(NamedTuple):
-    """Addresses and strides (in elements) of what the epilogue reads and writes beside C."""
+    """Addresses and strides (in elements) of what the epilogue reads and writes. Matrices have (batch, row) strides."""
 
+    z: Any  # the preactivation
+    dz: Any
     bias: Any
-    bias_stride: Any
+    up_bias: Any
     residual: Any
-    residual_batch_stride: Any
-    residual_stride: Any
     a_scale: Any
+    b_scale: Any
+    up_scale: Any
+    c_strides: Any
+    z_strides: Any
+    dz_strides: Any
+    bias_stride: Any
+    residual_strides: Any
     a_scale_batch_stride: Any
     a_scale_stride: Any
     a_scale_block_stride: Any  # from one K block to the next (BLOCK_SCALED)
-    b_scale: Any
     b_scale_batch_stride: Any
     b_scale_stride: Any
     b_scale_block_stride: Any
-    preactivation: Any  # [batch, m, n], contiguous
 
 
 class Buffers(NamedTuple):
-    """Tiles in shared memory: A by stage and consumer, B by stage, chunks of C by consumer."""
+    """Tiles in shared memory: A by stage and consumer, B by stage, chunks of C by consumer.
+
+    With GATED the producer's B has the stages' two halves, and the consumers' B whole stages.
+    """
 
     a: Any
     b: Any
@@ -128,6 +145,7 @@ class Buffers(NamedTuple):
 class ProducerArgs(NamedTuple):
     a: Any  # TMA descriptors
     b: Any
+    up: Any
     buffers: Any
     full: Any  # mbarriers: TMA has loaded a stage
     schedule: Any
@@ -168,25 +186,28 @@ def _produce(args, TRAITS: gl.constexpr):
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
+    B_TILES: gl.constexpr = 2 if TRAITS.GATED else 1
     a, b, buffers = args.a, args.b, args.buffers
     num_loaded = gl.to_tensor(0)
     for index in range(gl.program_id(0), _num_work_tiles(args.schedule), gl.num_programs(0)):
         tile = work_tile_at(index, args.schedule, TRAITS.GROUP_M)
         a_batch = tile.batch if TRAITS.A_BATCHED else 0
         b_batch = tile.batch if TRAITS.B_BATCHED else 0
-        column = tile.column * TRAITS.BLOCK_N
+        column = tile.column * (TRAITS.BLOCK_N // B_TILES)
         for block in range(tile.k_begin, tile.k_end):
             stage = num_loaded % NUM_STAGES
             if num_loaded >= NUM_STAGES:
                 named_barrier_sync(stage, A_TILES)
             full = args.full.index(stage)
-            mbarrier.expect(full, A_TILES * a.block_type.nbytes + b.block_type.nbytes)
+            mbarrier.expect(full, A_TILES * a.block_type.nbytes + B_TILES * b.block_type.nbytes)
             for w in gl.static_range(A_TILES):
                 row = (tile.row * A_TILES + w) * ROWS
                 a_place = [a_batch, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [a_batch, block * BLOCK_K, row]
                 load_tile(a, a_place, full, buffers.a.index(stage * A_TILES + w))
             b_place = [b_batch, column, block * BLOCK_K] if TRAITS.B_K_MAJOR else [b_batch, block * BLOCK_K, column]
-            load_tile(b, b_place, full, buffers.b.index(stage))
+            load_tile(b, b_place, full, buffers.b.index(stage * B_TILES))
+            if TRAITS.GATED:
+                load_tile(args.up, b_place, full, buffers.b.index(stage * B_TILES + 1))
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
         if num_loaded + later >= NUM_STAGES:
@@ -284,9 +305,8 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     """Stores epilogue(acc) chunk by chunk."""
     ROWS: gl.constexpr = TRAITS.ROWS
     CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    COUNT: gl.constexpr = TRAITS.BLOCK_N // CHUNK_N
-    CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
-    CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
+    TILE_N: gl.constexpr = TRAITS.BLOCK_N // 2 if TRAITS.GATED else TRAITS.BLOCK_N  # columns of C
+    COUNT: gl.constexpr = TILE_N // CHUNK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
     ep, m, n = args.epilogue, args.m, args.n
     if TRAITS.PINGPONG:
@@ -295,48 +315,95 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
         first_row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     in_rows = row < m
-    residual = ep.residual
-    if TRAITS.RESIDUAL_BATCHED:
-        residual = ep.residual + tile.batch.to(gl.int64) * ep.residual_batch_stride
     if TRAITS.SCALED:
         a_scale = gl.load(
             ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
         )
-        b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride
-    chunks = _column_chunks(acc, COUNT)
+        b_scales = tile.batch * ep.b_scale_batch_stride  # and up's
+    if TRAITS.GATED:
+        gate, up = split_columns(acc)
+        chunks, up_chunks = _column_chunks(gate, COUNT), _column_chunks(up, COUNT)
+    else:
+        chunks = _column_chunks(acc, COUNT)
+        up_chunks = chunks
+    entry = tile.entry * 2 if TRAITS.PARTIALS and TRAITS.GATED else tile.entry
     for chunk in gl.static_range(COUNT):
-        first_column = tile.column * TRAITS.BLOCK_N + chunk * CHUNK_N
+        first_column = tile.column * TILE_N + chunk * CHUNK_N
         column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
         in_columns = column < n
         value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
+        up_value = value
+        if TRAITS.GATED:
+            up_value = gl.convert_layout(up_chunks[chunk], LAYOUT).to(gl.float32)
         if TRAITS.SCALED:
-            b_scale = gl.load(b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
+            b_scale = gl.load(ep.b_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
             value = value * a_scale[:, None] * b_scale[None, :]
-        value = apply_epilogue(
-            value, value, row, column, column, in_rows, in_columns, ep.bias, ep.bias, ep.bias_stride,
-            residual, ep.residual_stride, CHAIN_BEFORE,
-        )  # fmt: skip
-        if TRAITS.PREACTIVATION:
-            _store_plainly(ep.preactivation, value, tile.entry, row, column, m, n)
-        value = apply_epilogue(
-            value, value, row, column, column, in_rows, in_columns, ep.bias, ep.bias, ep.bias_stride,
-            residual, ep.residual_stride, CHAIN_AFTER,
-        )  # fmt: skip
-        if TRAITS.TMA_STORE:
-            buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + chunk % TRAITS.STORE_STAGES)
-            tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
-            buffer.reshape([ROWS, CHUNK_N]).store(value.to(args.c.dtype))
-            fence_async_shared()
-            store_tile(args.c, [tile.entry, first_row, first_column], buffer)
-        else:
-            _store_plainly(args.c, value, tile.entry, row, column, m, n)
+            if TRAITS.GATED:
+                up_scale = gl.load(ep.up_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
+                up_value = up_value * a_scale[:, None] * up_scale[None, :]
+        if not TRAITS.PARTIALS:
+            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, n, TRAITS)
+        _store_chunk(value, args, chunk, entry, first_row, first_column, row, column, w, TRAITS)
+        if TRAITS.PARTIALS and TRAITS.GATED:
+            _store_chunk(up_value, args, chunk + COUNT, entry + 1, first_row, first_column, row, column, w, TRAITS)
 
 
 @gluon.jit
-def _store_plainly(target, value, entry, row, column, m, n):
-    """Stores [rows, columns] of a contiguous [entries, m, n], converted to its dtype."""
-    first = (entry.to(gl.int64) * m + row.to(gl.int64)) * n  # of each row
-    gl.store(target + first[:, None] + column[None, :], value, mask=(row < m)[:, None] & (column < n)[None, :])
+def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, n, TRAITS: gl.constexpr):
+    """Returns the epilogue of a chunk of the product, or with DACT the activation of z; stores z or dz."""
+    CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
+    CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
+    PACKED: gl.constexpr = TRAITS.PACKED
+    batch = tile.batch.to(gl.int64)
+    STEP: gl.constexpr = 2 if PACKED == "interleaved" else 1  # from one gate to the next
+    to_up = 1 if PACKED == "interleaved" else n
+    place = row.to(gl.int64)[:, None]
+    z_column = column[None, :] * STEP
+    inside = in_rows[:, None] & in_columns[None, :]
+    if TRAITS.DACT:
+        z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
+        dz = ep.dz + (batch * ep.dz_strides[0] + place * ep.dz_strides[1] + z_column)
+        z_value = gl.load(z, mask=inside, other=0.0).to(gl.float32)
+        z_up = z_value
+        if PACKED != "":
+            z_up = gl.load(z + to_up, mask=inside, other=0.0).to(gl.float32)
+        value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, CHAIN_AFTER)
+        gl.store(dz, gradient, mask=inside)
+        if PACKED != "":
+            gl.store(dz + to_up, up_gradient, mask=inside)
+        return value
+    else:
+        value, up = add_bias(value, up, column, in_columns, ep.bias, ep.up_bias, ep.bias_stride, CHAIN_BEFORE, PACKED)
+        if TRAITS.PREACTIVATION:
+            z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
+            gl.store(z, value, mask=inside)
+            if PACKED != "":
+                gl.store(z + to_up, up, mask=inside)
+        residual = ep.residual
+        if TRAITS.RESIDUAL_BATCHED:
+            residual = ep.residual + batch * ep.residual_strides[0]
+        return apply_epilogue(
+            value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
+            residual, ep.residual_strides[1], CHAIN_AFTER,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_chunk(
+    value, args, index: gl.constexpr, entry, first_row, first_column, row, column, w: gl.constexpr,
+    TRAITS: gl.constexpr,
+):  # fmt: skip
+    """Stores a chunk of C's matrix `entry`; `index` counts the chunks of a work tile."""
+    if TRAITS.TMA_STORE:
+        buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + index % TRAITS.STORE_STAGES)
+        tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
+        buffer.reshape([TRAITS.ROWS, TRAITS.CHUNK_N]).store(value.to(args.c.dtype))
+        fence_async_shared()
+        store_tile(args.c, [entry, first_row, first_column], buffer)
+    else:
+        start = entry.to(gl.int64) * args.epilogue.c_strides[0] + row.to(gl.int64) * args.epilogue.c_strides[1]
+        inside = (row < args.m)[:, None] & (column < args.n)[None, :]
+        gl.store(args.c + start[:, None] + column[None, :], value, mask=inside)
 
 
 @gluon.jit
@@ -379,32 +446,39 @@ def _num_blocks(index, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, c, bias, residual, a_scale, b_scale, preactivation, bias_stride, residual_batch_stride, residual_stride,
-    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
-    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
+    a, b, up, c, z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride,
+    a_scale_block_stride, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
+    m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """C [num_splits * batch, m, n]. a, b and c are TMA descriptors; c is an address if not TMA_STORE."""
+    """C [num_splits * batch, m, n]. a, b, up and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
+    B_TILES: gl.constexpr = 2 if TRAITS.GATED else 1
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     a_buffers = gl.allocate_shared_memory(a.dtype, [NUM_STAGES * A_TILES] + a.block_shape, a.layout)
-    b_buffers = gl.allocate_shared_memory(b.dtype, [NUM_STAGES] + b.block_shape, b.layout)
+    b_buffers = gl.allocate_shared_memory(b.dtype, [NUM_STAGES * B_TILES] + b.block_shape, b.layout)
+    b_stages = b_buffers
+    if TRAITS.GATED:
+        K_MAJOR: gl.constexpr = [NUM_STAGES, 1, TRAITS.BLOCK_N, TRAITS.BLOCK_K]
+        N_MAJOR: gl.constexpr = [NUM_STAGES, 1, TRAITS.BLOCK_K, TRAITS.BLOCK_N]
+        b_stages = reinterpret(b_buffers, b.dtype, K_MAJOR if TRAITS.B_K_MAJOR else N_MAJOR, b.layout)
     c_buffers = a_buffers
     if TRAITS.TMA_STORE:
         c_buffers = gl.allocate_shared_memory(
             c.dtype, [TRAITS.NUM_CONSUMERS * TRAITS.STORE_STAGES] + c.block_shape, c.layout
         )
-    buffers = Buffers(a_buffers, b_buffers, c_buffers)
     full = new_barriers(NUM_STAGES, 1)
     order = new_barriers(TRAITS.NUM_CONSUMERS, 1)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits)
     epilogue = EpilogueArgs(
-        bias, bias_stride, residual, residual_batch_stride, residual_stride, a_scale, a_scale_batch_stride,
-        a_scale_stride, a_scale_block_stride, b_scale, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
-        preactivation,
+        z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale, c_strides, z_strides, dz_strides, bias_stride,
+        residual_strides, a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride,
+        b_scale_stride, b_scale_block_stride,
     )  # fmt: skip
+    consumed, produced = Buffers(a_buffers, b_stages, c_buffers), Buffers(a_buffers, b_buffers, c_buffers)
     specialize_warps(
-        _consume, (ConsumerArgs(c, buffers, full, order, schedule, epilogue, m, n), TRAITS), TRAITS.NUM_CONSUMERS,
-        TRAITS.CONSUMER_REGISTERS, _produce, (ProducerArgs(a, b, buffers, full, schedule), TRAITS),
+        _consume, (ConsumerArgs(c, consumed, full, order, schedule, epilogue, m, n), TRAITS), TRAITS.NUM_CONSUMERS,
+        TRAITS.CONSUMER_REGISTERS, _produce, (ProducerArgs(a, b, up, produced, full, schedule), TRAITS),
         TRAITS.PRODUCER_REGISTERS,
     )  # fmt: skip

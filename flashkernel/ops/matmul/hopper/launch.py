@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashkernel.core import device, tune
-from flashkernel.core.arguments import unit_stride
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.hopper.configs import (
     CONSUMER_REGISTERS,
@@ -22,52 +21,45 @@ from flashkernel.ops.matmul.hopper.configs import (
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.split_k import add_partials, extra_strides
+from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
+from flashkernel.ops.matmul.triton.split_k import add_partials
 
 # A chunk of C whose elements have an address each: more would not fit into the registers.
 _UNALIGNED_COLUMNS = 16  # if only the epilogue's tensors are unaligned
 _UNALIGNED_ELEMENTS = 1024  # if C is, too
+_GRADIENT_COLUMNS = 32  # of an activation's gradient: z, dz and their pairs are in registers at once
 
 
 @dataclass(frozen=True)
-class _EpilogueTensors:
-    """What the epilogue reads and writes beside C, as kernel arguments."""
+class _Scaling:
+    """The scales of 8-bit operands, as kernel arguments."""
 
-    chains: tuple[str, str]  # up to the activation, and from there on
-    bias: Tensor | None
-    residual: Tensor | None  # [batch or 1, M, N] with unit stride along N
-    a_scale: Tensor | None  # [batch or 1, M or 1, 1], block scaling: [batch or 1, M, K blocks]
-    b_scale: Tensor | None  # [batch or 1, 1, N or 1], block scaling: [batch or 1, K blocks, N / 128]
-    preactivation: Tensor | None
-    scaling: str  # that of MatmulParams
-
-    def of_partials(self) -> _EpilogueTensors:
-        """What applies to a part of the sum: the scales. The rest applies to the finished sum."""
-        return replace(self, chains=("", ""), bias=None, residual=None, preactivation=None)
-
-    @property
-    def aligned(self) -> bool:
-        """True if Triton knows rows to be aligned, so that neighbours are read and written together."""
-        read = self.residual is None or self.residual.stride(1) % 16 == 0
-        return read and (self.preactivation is None or self.preactivation.stride(1) % 16 == 0)
+    kind: str = ""  # `MatmulParams.scaling`
+    a_scale: Tensor | None = None  # [batch or 1, M or 1, 1], block scaling: [batch or 1, M, K blocks]
+    b_scale: Tensor | None = None  # [batch or 1, 1, N or 1], block scaling: [batch or 1, K blocks, N / 128]
+    up_scale: Tensor | None = None  # as b_scale
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.bias, self.residual, self.a_scale, self.b_scale, self.preactivation
+        return self.a_scale, self.b_scale, self.up_scale
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """bias; residual: batch and row; a_scale: batch, row and K block; b_scale: batch, column and K block."""
-        return (
-            *extra_strides(self.bias, self.residual),
-            *_strides(self.a_scale, 0, 1, 2),
-            *_strides(self.b_scale, 0, 2, 1),
-        )
+        """a_scale: batch, row and K block; b_scale: batch, column and K block. 0 for one that is broadcast."""
+        return _strides(self.a_scale, 0, 1, 2) + _strides(self.b_scale, 0, 2, 1)
 
 
 def _strides(x: Tensor | None, *dims: int) -> tuple[int, ...]:
-    """Returns the strides of `dims`; 0 for one that is broadcast."""
     return tuple([0 if x is None or x.shape[dim] == 1 else x.stride(dim) for dim in dims])
+
+
+def _known_aligned(epilogue: EpilogueTensors) -> bool:
+    """True if Triton knows rows to be aligned, so that neighbours are read and written together."""
+    if epilogue.packed == "interleaved" and epilogue.z is not None:
+        return False  # neighbours in a thread are two elements apart
+    halves = epilogue.packed != "halves" or epilogue.z is None or epilogue.c.shape[2] % 16 == 0
+    matrices = (epilogue.z, epilogue.dz, epilogue.residual)
+    return halves and all(x is None or x.stride(1) % 16 == 0 for x in matrices)
 
 
 def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) -> Tensor:
@@ -75,45 +67,60 @@ def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) 
 
     float32 operands are rounded to tf32.
     """
-    _, bias, _, residual, a_scale, b_scale, _, preactivation, out = tensors
     if a.dtype == torch.float32 and not params.tf32:
         raise ValueError("matmul: the Hopper kernel multiplies float32 operands in tf32 only; allow tf32")
-    batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]
-    m, k, n = a.shape[1], a.shape[2], b.shape[2]
-    c = torch.empty((batch, m, n), dtype=params.out_dtype, device=a.device)
-    if c.numel() == 0:
-        return c
-    residual = None if residual is None else unit_stride(residual)
-    chains = params.epilogue.around_activation
-    epilogue = _EpilogueTensors(chains, bias, residual, a_scale, b_scale, preactivation, params.scaling)
+    size = (b.shape[0] if a.shape[0] == 1 else a.shape[0], a.shape[1], b.shape[2])
+    c = torch.empty(size, dtype=params.out_dtype, device=a.device) if tensors.out is None else tensors.out
+    if c.numel():
+        scaling = _Scaling(params.scaling, tensors.a_scale, tensors.b_scale, tensors.up_scale)
+        _run(a, b, tensors.up, scaling, EpilogueTensors.of(c, params, tensors))
+    return c
+
+
+def dact(a: Tensor, b: Tensor, z: Tensor, dz: Tensor, activated: Tensor, params: MatmulParams) -> None:
+    """Writes dz and activated; `MatmulDactKernels.dact` documents the arguments."""
+    if activated.numel():
+        _run(a, b, None, _Scaling(), EpilogueTensors.of_gradient(activated, z, dz, params))
+
+
+def _run(a: Tensor, b: Tensor, up: Tensor | None, scaling: _Scaling, epilogue: EpilogueTensors) -> None:
+    """One launch for a product; with split-K two."""
+    (batch, m, n), k = epilogue.c.shape, a.shape[2]
+    matrices = 1 if up is None else 2
     if k == 0:
-        nothing = torch.empty((0, m, n), dtype=torch.float32, device=a.device)
-        add_partials(nothing, c, chains, bias, residual, preactivation)
-        return c
+        add_partials(torch.empty((0, m, n), dtype=torch.float32, device=a.device), epilogue)
+        return
     shape = {
-        "batch": batch, "m": m, "n": n, "k": k, "bytes": a.element_size(),
-        "block_scaled": int(params.scaling == "block"), "integer": int(a.dtype == torch.int8),
+        "batch": batch, "m": m, "n": n * matrices, "k": k, "bytes": a.element_size(),
+        "block_scaled": int(scaling.kind == "block"), "integer": int(a.dtype == torch.int8),
+        "gated": int(up is not None),
     }  # fmt: skip
     config: HopperMatmul = tune.pick(HOPPER_MATMUL, device.properties(a.device), shape)
     if config.num_splits == 1:
-        _multiply(a, b, c, epilogue, config)
+        _multiply(a, b, up, scaling, epilogue, config)
     else:
-        partials = padded_empty((config.num_splits * batch, m, n), torch.float32, a.device)
-        _multiply(a, b, partials, epilogue.of_partials(), config)
-        add_partials(partials, c, chains, bias, residual, preactivation)
-    return c if out is None else out.copy_(c)
+        partials = padded_empty((config.num_splits * batch * matrices, m, n), torch.float32, a.device)
+        _multiply(a, b, up, scaling, EpilogueTensors(partials, ("", ""), gated=up is not None), config, partial=True)
+        add_partials(partials, epilogue)
 
 
-def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, config: HopperMatmul) -> None:
-    """C [num_splits * batch, M, N] of the products, or of one partial product per split."""
-    block_k = 128 // a.element_size()
+def _multiply(
+    a: Tensor, b: Tensor, up: Tensor | None, scaling: _Scaling, epilogue: EpilogueTensors, config: HopperMatmul,
+    partial: bool = False,
+) -> None:  # fmt: skip
+    """C [batch, M, N], or with `partial` one matrix for each split and batch entry, and for gate and up."""
+    c, block_k = epilogue.c, 128 // a.element_size()
+    matrices = 1 if up is None else 2
+    tile_n = config.block_n // matrices  # columns of C
     a_operand, a_k_major = load_operand(a, 1, a.element_size() != 2)
-    b_operand, b_k_major = load_operand(b, 2, b.element_size() != 2)
+    b_operand, b_k_major, up_operand = _right_operands(b, up)
     tma_store = tma_compatible(c)
-    chunk_n = chunk_columns(config.rows, c.element_size())
+    chunk_n = min(tile_n, chunk_columns(config.rows, c.element_size()))
+    if epilogue.dz is not None:
+        chunk_n = min(chunk_n, _GRADIENT_COLUMNS)
     if not tma_store:
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
-    elif not epilogue.aligned:
+    elif not _known_aligned(epilogue):
         chunk_n = min(chunk_n, _UNALIGNED_COLUMNS)
     m, k, n = a.shape[1], a.shape[2], b.shape[2]
     residual = epilogue.residual
@@ -126,7 +133,7 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
         PINGPONG=config.pingpong,
         GROUP_M=config.group_m,
         CHUNK_N=chunk_n,
-        STORE_STAGES=min(STORE_STAGES, config.block_n // chunk_n),
+        STORE_STAGES=min(STORE_STAGES, tile_n // chunk_n),
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
         A_BATCHED=a.shape[0] > 1,
@@ -134,21 +141,40 @@ def _multiply(a: Tensor, b: Tensor, c: Tensor, epilogue: _EpilogueTensors, confi
         RESIDUAL_BATCHED=residual is not None and residual.shape[0] > 1,
         CHAIN_BEFORE=epilogue.chains[0],
         CHAIN_AFTER=epilogue.chains[1],
-        SCALED=epilogue.scaling == "row",
-        BLOCK_SCALED=epilogue.scaling == "block",
+        SCALED=scaling.kind == "row",
+        BLOCK_SCALED=scaling.kind == "block",
         INTEGER=a.dtype == torch.int8,
-        PREACTIVATION=epilogue.preactivation is not None,
+        PREACTIVATION=epilogue.z is not None,
         TMA_STORE=tma_store,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        GATED=up is not None,
+        PARTIALS=partial,
+        DACT=epilogue.dz is not None,
+        PACKED=epilogue.packed,
     )
-    m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, config.block_n)
-    num_programs = min(device.properties(a.device).sms, m_tiles * n_tiles * c.shape[0])
+    m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, tile_n)
+    entries = c.shape[0] // (matrices if partial else 1)
+    num_programs = min(device.properties(a.device).sms, m_tiles * n_tiles * entries)
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
+    b_box = (tile_n, block_k) if b_k_major else (block_k, tile_n)
     launch(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
-        tile_descriptor(b_operand, (config.block_n, block_k) if b_k_major else (block_k, config.block_n)),
-        target, *epilogue.tensors, *epilogue.strides, m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k),
-        c.shape[0] // config.num_splits, config.num_splits, TRAITS=traits, num_warps=4,
+        tile_descriptor(b_operand, b_box), None if up_operand is None else tile_descriptor(up_operand, b_box),
+        target, *epilogue.pointers[1:], *scaling.tensors, *epilogue.strides, *scaling.strides,
+        m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits,
+        TRAITS=traits, num_warps=4,
     )  # fmt: skip
+
+
+def _right_operands(b: Tensor, up: Tensor | None) -> tuple[Tensor, bool, Tensor | None]:
+    """(B, True if K is its inner index, up), in an order that TMA can load; gate and up come in the same order."""
+    b_operand, k_major = load_operand(b, 2, b.element_size() != 2)
+    if up is None:
+        return b_operand, k_major, None
+    up_operand, up_k_major = load_operand(up, 2, b.element_size() != 2)
+    if up_k_major != k_major:
+        b_operand, k_major = load_operand(b, 2, True)
+        up_operand, _ = load_operand(up, 2, True)
+    return b_operand, k_major, up_operand

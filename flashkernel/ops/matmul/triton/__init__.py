@@ -7,17 +7,15 @@ kernel adds them in order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Activation, Epilogue
+from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.core import device, tune
-from flashkernel.core.arguments import unit_stride
 from flashkernel.core.launch import launch
-from flashkernel.ops.matmul.configs import MATMUL, MatmulConfig
+from flashkernel.ops.matmul.configs import MATMUL
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
+from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
 from flashkernel.ops.matmul.triton.dense import activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
@@ -28,93 +26,111 @@ from flashkernel.ops.matmul.triton.descriptors import (
     transposed,
 )
 from flashkernel.ops.matmul.triton.grouped import grouped_forward, grouped_weight_gradient
-from flashkernel.ops.matmul.triton.split_k import add_partials, extra_strides
+from flashkernel.ops.matmul.triton.split_k import add_partials
 
-__all__ = ["activation_gradient", "forward", "grouped_forward", "grouped_weight_gradient"]
+__all__ = ["activation_gradient", "dact", "forward", "grouped_forward", "grouped_weight_gradient"]
+_Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of A, B and up
 _ELEMENTWISE = (16, 128)  # tile of the activation's gradient
 
 
 def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) -> Tensor:
     """C [batch, M, N] = epilogue(A B); `MatmulKernels.forward` documents the arguments."""
-    _, bias, _, residual, a_scale, b_scale, _, preactivation, out = tensors
-    (batches, m, k), n = a.shape, b.shape[2]
-    if batches == 1:
-        batches = b.shape[0]
-    c = torch.empty((batches, m, n), dtype=params.out_dtype, device=a.device)
-    if c.numel() == 0:
-        return c
-    props = device.properties(a.device)
+    batches = b.shape[0] if a.shape[0] == 1 else a.shape[0]
+    size = (batches, a.shape[1], b.shape[2])
+    c = torch.empty(size, dtype=params.out_dtype, device=a.device) if tensors.out is None else tensors.out
+    if c.numel():
+        scales = _expanded(tensors, *size, params.scaling)
+        _run(a, b, tensors.up, scales, params, EpilogueTensors.of(c, params, tensors))
+    return c
+
+
+def dact(a: Tensor, b: Tensor, z: Tensor, dz: Tensor, activated: Tensor, params: MatmulParams) -> None:
+    """Writes dz and activated; `MatmulDactKernels.dact` documents the arguments."""
+    if activated.numel():
+        _run(a, b, None, (None, None, None), params, EpilogueTensors.of_gradient(activated, z, dz, params))
+
+
+def _run(
+    a: Tensor, b: Tensor, up: Tensor | None, scales: _Scales, params: MatmulParams, epilogue: EpilogueTensors
+) -> None:
+    """One launch for a product; with split-K two."""
+    c, (m, k), n = epilogue.c, a.shape[1:], b.shape[2]
+    batches, props = c.shape[0], device.properties(a.device)
+    pair = up is not None
+    up_like_b = up is None or (_matrix(up).stride() == _matrix(b).stride() and aligned(_matrix(up)))
     shape = {
-        "m": m, "n": n, "k": k, "batch": batches, "bytes": a.element_size(), "blocks": params.scaling == "block",
-        "aligned": aligned(_matrix(a)) and aligned(_matrix(b)),
+        "m": m, "n": n * (2 if pair else 1), "k": k, "batch": batches, "bytes": a.element_size(),
+        "blocks": params.scaling == "block", "aligned": aligned(_matrix(a)) and aligned(_matrix(b)) and up_like_b,
     }  # fmt: skip
     config = tune.pick(MATMUL, props, shape)
+    block_n = config.block_n // 2 if pair else config.block_n  # gate and up share the accumulators' registers
     splits = max(1, min(config.splits, tune.ceil_div(k, config.block_k)))
-    workspace = torch.empty((splits * batches, m, n), dtype=torch.float32, device=a.device) if splits > 1 else None
-    residual = None if residual is None else unit_stride(residual)
-    a_scale, b_scale = _expanded(a_scale, b_scale, batches, m, n, params.scaling)
-    before, after = params.epilogue.around_activation
-    sources, layouts = _sources(a, b, c, config, workspace is None)
-    tiles = tune.ceil_div(m, config.block_m) * tune.ceil_div(n, config.block_n) * splits * batches
+    parts = splits * batches * (2 if pair else 1)
+    workspace = torch.empty((parts, m, n), dtype=torch.float32, device=a.device) if splits > 1 else None
+    tma = (
+        describable(_matrix(a)) and describable(_matrix(b)) and (up is None or (up_like_b and describable(_matrix(up))))
+    )
+    c_tma = workspace is None and tma and describable(c) and n > 1 and not transposed(c)
+    tiles = tune.ceil_div(m, config.block_m) * tune.ceil_div(n, block_n) * splits * batches
+    a_scale, b_scale, _ = scales
+    nothing = (0, 0, 0)
     launch(
         matmul_kernel, (min(tiles, props.sms) if config.persistent else tiles,),
-        *sources, a_scale, b_scale, bias, residual, preactivation, workspace,
-        batch_strides(a), batch_strides(b), a_scale.stride() if a_scale is not None else (0, 0, 0),
-        b_scale.stride() if b_scale is not None else (0, 0, 0), *extra_strides(bias, residual), batches, m, n, k,
-        BEFORE=before, AFTER=after, SCALING=params.scaling, PRECISION=precision(a, params.tf32), **layouts,
+        a, describe(_matrix(a), config.block_m, config.block_k) if tma else a,
+        b, describe(_matrix(b), config.block_k, block_n) if tma else b,
+        up, describe(_matrix(up), config.block_k, block_n) if tma and up is not None else up, *scales, workspace,
+        c, describe(c, config.block_m, block_n) if c_tma else c, *epilogue.pointers[1:],
+        batch_strides(a), batch_strides(b), nothing if up is None else batch_strides(up),
+        a_scale.stride() if a_scale is not None else nothing, b_scale.stride() if b_scale is not None else nothing,
+        *epilogue.strides, batches, m, n, k, **epilogue.constants,
+        SCALING=params.scaling, PRECISION=precision(a, params.tf32), TMA=tma, C_TMA=c_tma,
+        A_BATCHED=a.shape[0] > 1, B_BATCHED=b.shape[0] > 1,
+        A_TRANSPOSED=tma and transposed(a), B_TRANSPOSED=tma and transposed(b),
         EVEN_K=k % config.block_k == 0, SPLITS=splits, PERSISTENT=config.persistent, GROUP_M=config.group_m,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
+        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     if workspace is not None:
-        add_partials(workspace, c, (before, after), bias, residual, preactivation)
-    return c if out is None else out.copy_(c)
+        add_partials(workspace, epilogue)
 
 
 def activation_gradient(
     dy: Tensor, added: Tensor | None, preactivation: Tensor, epilogue: Epilogue, packed: str
 ) -> Tensor:
-    """dz [batch, M, N] in z's dtype: the gradient of what goes into the epilogue's activation. z is contiguous."""
-    batches, m, n = preactivation.shape
-    dz = torch.empty((batches, m, n), dtype=preactivation.dtype, device=dy.device)
+    """dz in z's dtype: the gradient of what goes into the epilogue's activation.
+
+    Args:
+        dy: [batch, M, N], the gradient of the epilogue's result.
+        added: None, or what is added to dz, of its shape.
+        preactivation: z [batch, M, N], or of a gate [batch, M, 2 N]; contiguous.
+        epilogue: It has an activation or a gate.
+        packed: How z and dz hold gate and up.
+    """
+    batches, m, n = dy.shape
+    dz = torch.empty(preactivation.shape, dtype=preactivation.dtype, device=dy.device)
     if dz.numel() == 0:
         return dz
-    dy = dy.contiguous()
-    kind = next(piece.kind for piece in epilogue.pieces if isinstance(piece, Activation))
+    dy, piece = dy.contiguous(), epilogue.activation
+    assert piece is not None
     rows, columns = _ELEMENTWISE
     launch(
         activation_gradient_kernel, (tune.ceil_div(batches * m, rows), tune.ceil_div(n, columns)),
-        dy, preactivation, dz, batches * m, n, n,
-        FACTOR=epilogue.factor, KIND=kind, BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
+        dy, None if added is None else added.contiguous(), preactivation, dz, batches * m, n, n, dz.shape[2],
+        FACTOR=epilogue.factor, CHAIN=piece.text, PACKED=packed if epilogue.gated else "",
+        BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
-    return dz if added is None else dz + added
+    return dz
 
 
-def _expanded(
-    a_scale: Tensor | None, b_scale: Tensor | None, batches: int, m: int, n: int, scaling: str
-) -> tuple[Tensor | None, Tensor | None]:
-    """Scales with stride 0 along what they have one of."""
+def _expanded(tensors: MatmulTensors, batches: int, m: int, n: int, scaling: str) -> _Scales:
+    """Scales of A, B and up, with stride 0 along what they have one of."""
+    a_scale, b_scale, up_scale = tensors.a_scale, tensors.b_scale, tensors.up_scale
     if a_scale is None or b_scale is None:
-        return None, None
-    if scaling == "row":
-        return a_scale.expand(batches, m, 1), b_scale.expand(batches, 1, n)
-    return a_scale.expand(batches, -1, -1), b_scale.expand(batches, -1, -1)
-
-
-def _sources(a: Tensor, b: Tensor, c: Tensor, config: MatmulConfig, stores: bool) -> tuple[tuple[Any, ...], Any]:
-    """(a, b and c, each with its descriptor or itself), and what the kernel is compiled for."""
-    tma = describable(_matrix(a)) and describable(_matrix(b))
-    c_tma = stores and tma and describable(c) and c.shape[2] > 1
-    described = (
-        describe(_matrix(a), config.block_m, config.block_k) if tma else a,
-        describe(_matrix(b), config.block_k, config.block_n) if tma else b,
-        describe(c, config.block_m, config.block_n) if c_tma else c,
-    )
-    layouts = {
-        "TMA": tma, "A_BATCHED": a.shape[0] > 1, "B_BATCHED": b.shape[0] > 1,
-        "A_TRANSPOSED": tma and transposed(a), "B_TRANSPOSED": tma and transposed(b), "C_TMA": c_tma,
-    }  # fmt: skip
-    return (a, described[0], b, described[1], c, described[2]), layouts
+        return None, None, None
+    rows, columns = (m, n) if scaling == "row" else (-1, -1)
+    a_scale = a_scale.expand(batches, rows, -1)
+    b_scale, up_scale = (None if x is None else x.expand(batches, -1, columns) for x in (b_scale, up_scale))
+    return a_scale, b_scale, up_scale
 
 
 def _matrix(x: Tensor) -> Tensor:

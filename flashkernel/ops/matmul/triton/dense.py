@@ -3,68 +3,39 @@
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.activation_triton import activate
-from flashkernel.blocks.epilogue_triton import apply_epilogue
+from flashkernel.blocks.epilogue_triton import pull_back_activation
+from flashkernel.ops.matmul.triton.store import load_preactivation, store_preactivation, store_result
 from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
 
 @triton.jit
-def store_result(
-    value, c, c_descriptor, preactivation, bias, bias_stride, residual, residual_batch_stride, residual_stride,
-    batch, first_m, first_n, M, N, BEFORE: tl.constexpr, AFTER: tl.constexpr, C_TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Applies the epilogue to value [BLOCK_M, BLOCK_N] in float32 and stores it at (batch, first_m, first_n) of C.
-
-    BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it.
-    """
-    row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    in_rows, in_columns = row < M, column < N
-    residual_matrix = residual
-    if residual is not None:
-        residual_matrix = residual + batch.to(tl.int64) * residual_batch_stride
-    offset = (batch.to(tl.int64) * M + row.to(tl.int64))[:, None] * N + column[None, :]
-    value = apply_epilogue(
-        value, value, row, column, column, in_rows, in_columns,
-        bias, bias, bias_stride, residual_matrix, residual_stride, BEFORE,
-    )  # fmt: skip
-    inside = in_rows[:, None] & in_columns[None, :]
-    if preactivation is not None:
-        tl.store(preactivation + offset, value.to(preactivation.dtype.element_ty), mask=inside)
-    value = apply_epilogue(
-        value, value, row, column, column, in_rows, in_columns,
-        bias, bias, bias_stride, residual_matrix, residual_stride, AFTER,
-    )  # fmt: skip
-    if C_TMA:
-        c_descriptor.store(
-            [batch, first_m, first_n], value.to(c.dtype.element_ty).reshape([1, BLOCK_M, BLOCK_N])
-        )  # fmt: skip
-    else:
-        tl.store(c + offset, value.to(c.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _tile_product(
-    a, a_descriptor, b, b_descriptor, a_scale, b_scale, a_strides, b_strides, a_scale_strides, b_scale_strides,
+    a, a_descriptor, b, b_descriptor, up, up_descriptor, a_scale, b_scale, up_scale,
+    a_strides, b_strides, up_strides, a_scale_strides, b_scale_strides,
     batch, first_m, first_n, first_step, last_step, M, N, K,
     SCALING: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, A_BATCHED: tl.constexpr,
     B_BATCHED: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sum over K steps [first_step, last_step) of one tile [BLOCK_M, BLOCK_N], scaled, in float32."""
+    """The sums over K steps [first_step, last_step) of one tile [BLOCK_M, BLOCK_N] of A B and of A up, in float32.
+
+    They are scaled. Without an `up` the second is the first.
+    """
     INTEGER: tl.constexpr = a.dtype.element_ty == tl.int8
     SUMS: tl.constexpr = tl.int32 if INTEGER else tl.float32
     a_matrix = a + batch.to(tl.int64) * a_strides[0]
     b_matrix = b + batch.to(tl.int64) * b_strides[0]
+    up_matrix = up
+    if up is not None:
+        up_matrix = up + batch.to(tl.int64) * up_strides[0]
     row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if SCALING != "":
         a_scales = a_scale + batch.to(tl.int64) * a_scale_strides[0] + row.to(tl.int64) * a_scale_strides[1]
-        if SCALING == "block":
-            b_scales = b_scale + batch.to(tl.int64) * b_scale_strides[0] + (column // 128) * b_scale_strides[2]
-        else:
-            b_scales = b_scale + batch.to(tl.int64) * b_scale_strides[0] + column * b_scale_strides[2]
+        scale_column = column // 128 if SCALING == "block" else column
+        b_scales = batch.to(tl.int64) * b_scale_strides[0] + scale_column * b_scale_strides[2]  # and of up
     BLOCKS: tl.constexpr = SCALING == "block"
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if BLOCKS else SUMS)
+    up_value = value
     for step in tl.range(first_step, last_step, num_stages=NUM_STAGES):
         k = step * BLOCK_K
         a_tile = load_tile(
@@ -78,24 +49,52 @@ def _tile_product(
         if BLOCKS:  # the sum of one block of K, promoted to float32 with its scales
             block = k // 128
             left = tl.load(a_scales + block * a_scale_strides[2], mask=row < M, other=0.0)
-            right = tl.load(b_scales + block * b_scale_strides[1], mask=column < N, other=0.0)
+            right = tl.load(b_scale + b_scales + block * b_scale_strides[1], mask=column < N, other=0.0)
             product = tl.dot(a_tile, b_tile, out_dtype=SUMS).to(tl.float32)
             value += product * left[:, None] * right[None, :]
         else:
             value = tl.dot(a_tile, b_tile, value, input_precision=PRECISION, out_dtype=SUMS)
+        if up is not None:
+            up_tile = load_tile(
+                up_matrix, up_descriptor, batch, k, first_n, K, N, up_strides[1], up_strides[2],
+                BLOCK_K, BLOCK_N, not EVEN_K, True, TMA, B_BATCHED, B_TRANSPOSED,
+            )  # fmt: skip
+            if BLOCKS:
+                right = tl.load(up_scale + b_scales + block * b_scale_strides[1], mask=column < N, other=0.0)
+                product = tl.dot(a_tile, up_tile, out_dtype=SUMS).to(tl.float32)
+                up_value += product * left[:, None] * right[None, :]
+            else:
+                up_value = tl.dot(a_tile, up_tile, up_value, input_precision=PRECISION, out_dtype=SUMS)
     if SCALING == "row":
         left = tl.load(a_scales, mask=row < M, other=0.0)
-        right = tl.load(b_scales, mask=column < N, other=0.0)
+        right = tl.load(b_scale + b_scales, mask=column < N, other=0.0)
         value = value.to(tl.float32) * left[:, None] * right[None, :]
-    return value.to(tl.float32)
+        if up is not None:
+            right = tl.load(up_scale + b_scales, mask=column < N, other=0.0)
+            up_value = up_value.to(tl.float32) * left[:, None] * right[None, :]
+    value = value.to(tl.float32)
+    if up is None:
+        up_value = value
+    return value, up_value.to(tl.float32)
+
+
+@triton.jit
+def _store_partial(workspace, value, part, first_m, first_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Stores a partial sum to matrix `part` of the workspace, for split_k.py."""
+    row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    start = part.to(tl.int64) * M + row.to(tl.int64)
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    tl.store(workspace + start[:, None] * N + column[None, :], value, mask=inside)
 
 
 @triton.jit
 def matmul_kernel(
-    a, a_descriptor, b, b_descriptor, c, c_descriptor, a_scale, b_scale, bias, residual, preactivation, workspace,
-    a_strides, b_strides, a_scale_strides, b_scale_strides, bias_stride, residual_batch_stride, residual_stride,
-    batches, M, N, K,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, SCALING: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    a, a_descriptor, b, b_descriptor, up, up_descriptor, a_scale, b_scale, up_scale, workspace,
+    c, c_descriptor, z, dz, bias, up_bias, residual,
+    a_strides, b_strides, up_strides, a_scale_strides, b_scale_strides,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, batches, M, N, K,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, SCALING: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     A_BATCHED: tl.constexpr, B_BATCHED: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
     C_TMA: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PERSISTENT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -111,35 +110,43 @@ def matmul_kernel(
         batch = work // (SPLITS * tiles_m * tiles_n)
         tile_m, tile_n = tile_position(tile, tiles_m, tiles_n, GROUP_M)
         first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-        value = _tile_product(
-            a, a_descriptor, b, b_descriptor, a_scale, b_scale, a_strides, b_strides, a_scale_strides, b_scale_strides,
+        value, up_value = _tile_product(
+            a, a_descriptor, b, b_descriptor, up, up_descriptor, a_scale, b_scale, up_scale,
+            a_strides, b_strides, up_strides, a_scale_strides, b_scale_strides,
             batch, first_m, first_n, split * steps // SPLITS, (split + 1) * steps // SPLITS, M, N, K,
             SCALING, PRECISION, TMA, A_BATCHED, B_BATCHED, A_TRANSPOSED, B_TRANSPOSED, EVEN_K,
             BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
         )  # fmt: skip
-        if SPLITS > 1:  # partial sums [SPLITS * batches, M, N], for split_k.py
-            row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-            part = (split * batches + batch).to(tl.int64) * M + row.to(tl.int64)
-            inside = (row < M)[:, None] & (column < N)[None, :]
-            tl.store(workspace + part[:, None] * N + column[None, :], value, mask=inside)
+        if SPLITS > 1:  # partial sums [SPLITS * batches, M, N]; of gate and up [SPLITS * batches, 2, M, N]
+            part = split * batches + batch
+            if up is not None:
+                part *= 2
+                _store_partial(workspace, up_value, part + 1, first_m, first_n, M, N, BLOCK_M, BLOCK_N)
+            _store_partial(workspace, value, part, first_m, first_n, M, N, BLOCK_M, BLOCK_N)
         else:
             store_result(
-                value, c, c_descriptor, preactivation, bias, bias_stride, residual, residual_batch_stride,
-                residual_stride, batch, first_m, first_n, M, N, BEFORE, AFTER, C_TMA, BLOCK_M, BLOCK_N,
+                value, up_value, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
+                c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+                BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
 @triton.jit
 def activation_gradient_kernel(
-    dy, preactivation, dz, rows, columns, dy_stride, FACTOR: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy, added, z, dz, rows, columns, dy_stride, z_stride,
+    FACTOR: tl.constexpr, CHAIN: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dz = FACTOR * dy * activation'(z); z and dz are contiguous [rows, columns]."""
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    offset = row[:, None] * columns + column[None, :]
-    z = tl.load(preactivation + offset, mask=inside, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    _, derivative = activate(z, KIND, 0.0)
-    tl.store(dz + offset, (gradient * derivative * FACTOR).to(dz.dtype.element_ty), mask=inside)
+    """dz = FACTOR * dy * activation'(z) + added; z, dz and added have the same strides."""
+    row, first = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N
+    column = first + tl.arange(0, BLOCK_N)
+    in_rows = row < rows
+    inside = in_rows[:, None] & (column < columns)[None, :]
+    value, up = load_preactivation(z, z_stride, row, first, in_rows, columns, PACKED, BLOCK_N)
+    start = dy + row.to(tl.int64)[:, None] * dy_stride
+    gradient = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32) * FACTOR
+    _, gradient, up_gradient = pull_back_activation(gradient, value, up, CHAIN)
+    if added is not None:
+        more, more_up = load_preactivation(added, z_stride, row, first, in_rows, columns, PACKED, BLOCK_N)
+        gradient += more
+        up_gradient += more_up
+    store_preactivation(dz, z_stride, gradient, up_gradient, row, first, in_rows, columns, PACKED, BLOCK_N)

@@ -1,0 +1,102 @@
+"""Device functions that end a product: they apply the epilogue to a tile in registers and store it."""
+
+import triton
+import triton.language as tl
+
+from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
+
+
+@triton.jit
+def load_preactivation(z, stride, row, first, in_rows, N, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(z, up) of the columns from `first` on, [rows, BLOCK_N] in float32; up is z where PACKED is ""."""
+    column = first + tl.arange(0, BLOCK_N)
+    start = row.to(tl.int64)[:, None] * stride
+    if PACKED == "interleaved":
+        both = 2 * first + tl.arange(0, 2 * BLOCK_N)
+        inside = in_rows[:, None] & (both < 2 * N)[None, :]
+        pairs = tl.load(z + start + both[None, :], mask=inside, other=0.0).to(tl.float32)
+        value, up = tl.split(tl.reshape(pairs, [pairs.shape[0], BLOCK_N, 2]))
+    else:
+        inside = in_rows[:, None] & (column < N)[None, :]
+        value = tl.load(z + start + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        up = value
+        if PACKED == "halves":
+            up = tl.load(z + start + (N + column)[None, :], mask=inside, other=0.0).to(tl.float32)
+    return value, up
+
+
+@triton.jit
+def store_preactivation(z, stride, value, up, row, first, in_rows, N, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Stores (value, up) of the columns from `first` on; the counterpart of `load_preactivation`."""
+    column = first + tl.arange(0, BLOCK_N)
+    start = row.to(tl.int64)[:, None] * stride
+    value, up = value.to(z.dtype.element_ty), up.to(z.dtype.element_ty)
+    if PACKED == "interleaved":
+        both = 2 * first + tl.arange(0, 2 * BLOCK_N)
+        inside = in_rows[:, None] & (both < 2 * N)[None, :]
+        tl.store(z + start + both[None, :], tl.interleave(value, up), mask=inside)
+    else:
+        inside = in_rows[:, None] & (column < N)[None, :]
+        tl.store(z + start + column[None, :], value, mask=inside)
+        if PACKED == "halves":
+            tl.store(z + start + (N + column)[None, :], up, mask=inside)
+
+
+@triton.jit
+def store_result(
+    value, up, batch, first_m, first_n, M, N,
+    c, c_descriptor, z, dz, bias, up_bias, residual, c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, C_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Applies the epilogue to value [BLOCK_M, BLOCK_N] in float32 and stores it at (batch, first_m, first_n) of C.
+
+    BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it. What BEFORE
+    gives is stored to z, if there is one. PACKED says how z holds gate and up; without a gate it is "". With dz the
+    product is the gradient of the activation in AFTER: z is read, the activation stored to C and its gradient to dz.
+    Strides are those of the batch and of the rows.
+    """
+    row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    in_rows, in_columns = row < M, column < N
+    matrix = batch.to(tl.int64)
+    residual_matrix = residual
+    if residual is not None:
+        residual_matrix = residual + matrix * residual_strides[0]
+    if dz is not None:
+        z_value, z_up = load_preactivation(
+            z + matrix * z_strides[0], z_strides[1], row, first_n, in_rows, N, PACKED, BLOCK_N
+        )
+        value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, AFTER)
+        store_preactivation(
+            dz + matrix * dz_strides[0], dz_strides[1], gradient, up_gradient, row, first_n, in_rows, N, PACKED,
+            BLOCK_N,
+        )  # fmt: skip
+    else:
+        value, up = add_bias(value, up, column, in_columns, bias, up_bias, bias_stride, BEFORE, PACKED)
+        if z is not None:
+            store_preactivation(
+                z + matrix * z_strides[0], z_strides[1], value, up, row, first_n, in_rows, N, PACKED, BLOCK_N
+            )
+        value = apply_epilogue(
+            value, up, row, column, column, in_rows, in_columns,
+            bias, up_bias, bias_stride, residual_matrix, residual_strides[1], AFTER,
+        )  # fmt: skip
+    if C_TMA:
+        c_descriptor.store(
+            [batch, first_m, first_n], value.to(c.dtype.element_ty).reshape([1, BLOCK_M, BLOCK_N])
+        )  # fmt: skip
+    else:
+        offset = row.to(tl.int64)[:, None] * c_strides[1] + column[None, :]
+        inside = in_rows[:, None] & in_columns[None, :]
+        tl.store(c + matrix * c_strides[0] + offset, value.to(c.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_bias(value, up, column, in_columns, bias, up_bias, bias_stride, BEFORE: tl.constexpr, PACKED: tl.constexpr):
+    """(value, up) with their biases where BEFORE, the chain ahead of the activation, has one."""
+    if BEFORE != "":
+        tl.static_assert(BEFORE == "bias", "ahead of the activation there is a bias, or nothing")
+        value += tl.load(bias + column * bias_stride, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if PACKED != "":
+            up += tl.load(up_bias + column * bias_stride, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    return value, up
