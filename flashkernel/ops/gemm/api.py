@@ -14,6 +14,7 @@ from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import dense, library, spec
 from flashkernel.ops.gemm.configs import MOST_ROWS
+from flashkernel.ops.norm import rms_norm
 
 
 @replayed
@@ -120,6 +121,8 @@ def linear(
         transposed=first.shape[1] > 1 and first.stride(1) != 1, fused=activation is not None, **formats,
     )  # fmt: skip
     by_matmul = chosen.name == "hopper" or (chosen.name == "triton" and rows > MOST_ROWS)
+    if norm_weight is not None and chosen.name == "torch" and backend is None and x.is_cuda:
+        x, norm_weight = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset), None  # type: ignore[assignment]
     if chosen.composite or by_matmul:
         if main_grads is not None and chosen.name == "reference":
             raise ValueError("linear: the reference adds no gradients to main_grads; use backend='torch'")
