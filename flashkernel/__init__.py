@@ -8,6 +8,7 @@ Every operator is a function of this module. All of them take `backend=`, and `e
     decoding                 decode_attention, paged_attention, append_kv
     linear layers            linear, Weight
     MLPs                     mlp
+    modules                  FusedLinear, FusedMLP
     matrix products          matmul, matmul_dact, grouped_matmul
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
@@ -28,6 +29,7 @@ Example:
 
 from flashkernel.blocks.expression import score_function, where
 from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
+from flashkernel.nn import FusedLinear, FusedMLP
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
 from flashkernel.ops.append_kv import append_kv
 from flashkernel.ops.attention import (
@@ -63,6 +65,8 @@ __all__ = [
     "BackendError",
     "Explanation",
     "Frequencies",
+    "FusedLinear",
+    "FusedMLP",
     "Mask",
     "Table",
     "Weight",
