@@ -197,6 +197,7 @@ LOWER = {
     "linear": ("x", "weight"),
     "linear_cross_entropy": ("x", "weight", "bias"),
     "matmul": ("a", "b"),
+    "matmul_dact": ("a", "b"),
     "grouped_matmul": ("x", "weights"),
 }
 

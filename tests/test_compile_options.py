@@ -110,6 +110,14 @@ def test_frequencies(rule: str, backend: str) -> None:
     _compiled_once(lambda q, k: fk.rope(q, k, frequencies=RULES[rule](), backend=backend), Q, K)
 
 
+def _added(total: torch.Tensor) -> torch.Tensor:
+    return fk.matmul(X, MATRIX.T, residual=total, out=total, backend="triton")
+
+
+def _gradient_in_place(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return fk.matmul_dact(X, MATRIX.T, z, activation="swiglu", dz_out=z, backend="triton")
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: fk.attention_varlen(Q[0], K[0], V[0], LENGTHS, causal=True, window=4, backend="triton"),
     "rotary": lambda: fk.rotary_attention(Q, K, V, torch.ones(16, 8), torch.zeros(16, 8), causal=True),
@@ -127,6 +135,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear_split": lambda: fk.linear(X, MATRIX, activation=Activation("gelu"), splits=(3, 5), backend="triton"),
     "linear_fp8": lambda: fk.linear(X, fk.Weight.quantize(MATRIX, "fp8", "row"), backend="triton"),
     "matmul": lambda: fk.matmul(X, MATRIX.T, bias=ROW[:8], activation="gelu", scale=2.0, backend="triton"),
+    "matmul_gated": lambda: fk.matmul(
+        X, MATRIX.T, activation=Gate("gpt_oss", 1.5, 3.0), packed="interleaved", return_preactivation=True,
+        backend="triton",
+    ),
+    "matmul_added": lambda: _added(X @ MATRIX.T),
+    "matmul_dact": lambda: fk.matmul_dact(X, MATRIX.T, X[:, :16], activation="swiglu", backend="triton"),
+    "matmul_dact_in_place": lambda: _gradient_in_place(X[:, :16].clone()),
     "grouped_matmul": lambda: fk.grouped_matmul(
         X, MATRIX.T.expand(2, 32, 8), LENGTHS.clamp(max=4), scatter=torch.arange(3, -1, -1), backend="triton"
     ),

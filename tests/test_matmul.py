@@ -166,7 +166,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"b": B.half()}, "convert one of them"),
     ({"bias": torch.randn(4)}, r"float \(5,\)"),
     ({"residual": torch.randn(5, 4)}, "residual is"),
-    ({"activation": "swiglu"}, "must be one of"),
+    ({"activation": "swish"}, "must be one of"),
+    ({"activation": "swiglu"}, "even number of columns, not 5"),
+    ({"b": (B, B)}, "b is a list of 2 matrices"),
+    ({"b": (B, B[:, :4]), "activation": "swiglu"}, "must have one shape"),
+    ({"b": (B, B), "activation": "swiglu", "bias": torch.randn(5)}, "1 biases for 2 matrices"),
+    ({"b": (B, B), "activation": "swiglu", "packed": "quarters"}, "'halves' or 'interleaved'"),
+    ({"out": torch.empty(4, 6)}, r"out is .* the result is torch.float32 \(4, 5\)"),
+    ({"out": torch.empty(4, 5), "a": torch.randn(4, 6, requires_grad=True)}, "out takes no gradients"),
     ({"scale": float("nan")}, "finite"),
     ({"out_dtype": torch.int32}, "float dtype"),
     ({"a_scale": ONE}, "both a_scale and b_scale"),
@@ -181,6 +188,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_inputs(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"matmul: .*{message}"):
         fk.matmul(**{"a": A, "b": B, **given})
+
+
+WRONG_GRADIENTS: list[tuple[dict[str, Any], str]] = [
+    ({"preactivation": torch.randn(4, 5)}, r"\(4, 10\)"),
+    ({"activation": None}, "use matmul"),
+    ({"activation": "swish"}, "must be one of"),
+    ({"a": torch.randn(4, 6, requires_grad=True)}, "no gradient"),
+    ({"dz_out": torch.randn(4, 10).half()}, "dz_out is"),
+    ({"a": EIGHT, "b": EIGHT.T}, "16 bits or more"),
+]
+
+
+@pytest.mark.parametrize("given, message", WRONG_GRADIENTS, ids=[message for _, message in WRONG_GRADIENTS])
+def test_wrong_gradients(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"matmul_dact: .*{message}"):
+        fk.matmul_dact(**{"a": A, "b": B, "preactivation": torch.randn(4, 10), "activation": "swiglu", **given})
 
 
 X, WEIGHTS, OFFSETS = torch.randn(8, 6), torch.randn(3, 6, 5), torch.tensor([0, 3, 3, 8])

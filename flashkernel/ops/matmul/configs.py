@@ -70,11 +70,15 @@ def fitted(config: MatmulConfig, device: Device, shape: Mapping[str, int]) -> Ma
     """A 16-bit tile for a shape's operands, with the stages that shared memory has room for.
 
     With block scales a tile has two accumulators, one for the sum of a block and one for all; operands whose rows are
-    not 16 bytes apart are loaded element by element through registers. Both take smaller tiles and 8 warps.
+    not 16 bytes apart are loaded element by element through registers; the gradient of an activation ("dact") has
+    several tiles at once. All take smaller tiles and 8 warps.
     """
     size = shape["bytes"]
-    if (shape["blocks"] or not shape["aligned"]) and config.block_m * config.block_n >= 128 * 128:
+    crowded = shape["blocks"] or not shape["aligned"] or shape.get("dact", False)
+    if crowded and config.block_m * config.block_n >= 128 * 128:
         config = replace(config, block_m=128, block_n=128, num_warps=8)
+    if (shape.get("gated", False) or shape.get("dact", False)) and not shape["aligned"]:
+        config = replace(config, block_m=min(config.block_m, 64))
     if size == 4:  # products by tf32, whose accumulators and operands need more registers
         wide = config.block_m * config.block_n > 128 * 128
         config = replace(config, block_k=32, block_n=128 if wide else config.block_n,
@@ -149,7 +153,8 @@ def _valid(config: MatmulConfig, device: Device, shape: Mapping[str, int]) -> st
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(shape[name] for name in ("m", "n", "k", "batch", "bytes", "blocks", "aligned"))
+    names = ("m", "n", "k", "batch", "bytes", "blocks", "aligned", "gated", "dact")
+    return tuple(shape.get(name, False) for name in names)
 
 
 MATMUL = Tunable("matmul", MatmulConfig, _heuristic, _space, _valid, _bucket)

@@ -326,7 +326,8 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     else:
         chunks = _column_chunks(acc, COUNT)
         up_chunks = chunks
-    entry = tile.entry * 2 if TRAITS.PARTIALS and TRAITS.GATED else tile.entry
+    STORES: gl.constexpr = 2 if TRAITS.PARTIALS and TRAITS.GATED else 1  # of a chunk
+    entry = tile.entry * STORES
     for chunk in gl.static_range(COUNT):
         first_column = tile.column * TILE_N + chunk * CHUNK_N
         column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
@@ -343,9 +344,11 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 up_value = up_value * a_scale[:, None] * up_scale[None, :]
         if not TRAITS.PARTIALS:
             value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, n, TRAITS)
-        _store_chunk(value, args, chunk, entry, first_row, first_column, row, column, w, TRAITS)
-        if TRAITS.PARTIALS and TRAITS.GATED:
-            _store_chunk(up_value, args, chunk + COUNT, entry + 1, first_row, first_column, row, column, w, TRAITS)
+        _store_chunk(value, args, chunk * STORES, entry, first_row, first_column, row, column, w, TRAITS)
+        if STORES == 2:
+            _store_chunk(
+                up_value, args, chunk * STORES + 1, entry + 1, first_row, first_column, row, column, w, TRAITS
+            )  # fmt: skip
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ from flashkernel.ops.matmul.triton.split_k import add_partials
 # A chunk of C whose elements have an address each: more would not fit into the registers.
 _UNALIGNED_COLUMNS = 16  # if only the epilogue's tensors are unaligned
 _UNALIGNED_ELEMENTS = 1024  # if C is, too
-_GRADIENT_COLUMNS = 32  # of an activation's gradient: z, dz and their pairs are in registers at once
+_GRADIENT_ELEMENTS = 2048  # of an activation's gradient: z, dz and their pairs are in registers at once
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _multiply(
     tma_store = tma_compatible(c)
     chunk_n = min(tile_n, chunk_columns(config.rows, c.element_size()))
     if epilogue.dz is not None:
-        chunk_n = min(chunk_n, _GRADIENT_COLUMNS)
+        chunk_n = min(chunk_n, _GRADIENT_ELEMENTS // config.rows)
     if not tma_store:
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
     elif not _known_aligned(epilogue):

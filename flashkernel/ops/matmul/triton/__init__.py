@@ -30,6 +30,7 @@ from flashkernel.ops.matmul.triton.split_k import add_partials
 
 __all__ = ["activation_gradient", "dact", "forward", "grouped_forward", "grouped_weight_gradient"]
 _Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of A, B and up
+_PART_COLUMNS = {True: 32, False: 16}  # of a tile with a preactivation beside C, whose rows are aligned or not
 _ELEMENTWISE = (16, 128)  # tile of the activation's gradient
 
 
@@ -61,9 +62,11 @@ def _run(
     shape = {
         "m": m, "n": n * (2 if pair else 1), "k": k, "batch": batches, "bytes": a.element_size(),
         "blocks": params.scaling == "block", "aligned": aligned(_matrix(a)) and aligned(_matrix(b)) and up_like_b,
+        "gated": pair, "dact": epilogue.dz is not None,
     }  # fmt: skip
     config = tune.pick(MATMUL, props, shape)
     block_n = config.block_n // 2 if pair else config.block_n  # gate and up share the accumulators' registers
+    part_n = block_n if epilogue.z is None else min(block_n, _PART_COLUMNS[epilogue.z.stride(1) % 16 == 0])
     splits = max(1, min(config.splits, tune.ceil_div(k, config.block_k)))
     parts = splits * batches * (2 if pair else 1)
     workspace = torch.empty((parts, m, n), dtype=torch.float32, device=a.device) if splits > 1 else None
@@ -79,7 +82,7 @@ def _run(
         a, describe(_matrix(a), config.block_m, config.block_k) if tma else a,
         b, describe(_matrix(b), config.block_k, block_n) if tma else b,
         up, describe(_matrix(up), config.block_k, block_n) if tma and up is not None else up, *scales, workspace,
-        c, describe(c, config.block_m, block_n) if c_tma else c, *epilogue.pointers[1:],
+        c, describe(c, config.block_m, part_n) if c_tma else c, *epilogue.pointers[1:],
         batch_strides(a), batch_strides(b), nothing if up is None else batch_strides(up),
         a_scale.stride() if a_scale is not None else nothing, b_scale.stride() if b_scale is not None else nothing,
         *epilogue.strides, batches, m, n, k, **epilogue.constants,
@@ -87,7 +90,8 @@ def _run(
         A_BATCHED=a.shape[0] > 1, B_BATCHED=b.shape[0] > 1,
         A_TRANSPOSED=tma and transposed(a), B_TRANSPOSED=tma and transposed(b),
         EVEN_K=k % config.block_k == 0, SPLITS=splits, PERSISTENT=config.persistent, GROUP_M=config.group_m,
-        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
+        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, PART_N=part_n,
+        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     if workspace is not None:

@@ -94,10 +94,10 @@ def matmul_kernel(
     a_strides, b_strides, up_strides, a_scale_strides, b_scale_strides,
     c_strides, z_strides, dz_strides, bias_stride, residual_strides, batches, M, N, K,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, SCALING: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    A_BATCHED: tl.constexpr, B_BATCHED: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
-    C_TMA: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, PERSISTENT: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TMA: tl.constexpr, A_BATCHED: tl.constexpr, B_BATCHED: tl.constexpr, A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr, C_TMA: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+    PERSISTENT: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n, steps = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     program, last = tl.program_id(0), tl.program_id(0) + 1
@@ -127,7 +127,7 @@ def matmul_kernel(
             store_result(
                 value, up_value, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
                 c_strides, z_strides, dz_strides, bias_stride, residual_strides,
-                BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, BLOCK_N,
+                BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, BLOCK_N, PART_N,
             )  # fmt: skip
 
 

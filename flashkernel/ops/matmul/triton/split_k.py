@@ -43,7 +43,7 @@ def add_partial_sums(
     store_result(
         value, up, batch, first_m, first_n, M, N, c, c, z, dz, bias, up_bias, residual,
         c_strides, z_strides, dz_strides, bias_stride, residual_strides,
-        BEFORE, AFTER, PACKED, False, BLOCK_M, BLOCK_N,
+        BEFORE, AFTER, PACKED, False, BLOCK_M, BLOCK_N, BLOCK_N,
     )  # fmt: skip
 
 

@@ -47,48 +47,68 @@ def store_result(
     value, up, batch, first_m, first_n, M, N,
     c, c_descriptor, z, dz, bias, up_bias, residual, c_strides, z_strides, dz_strides, bias_stride, residual_strides,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, C_TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
 ):  # fmt: skip
     """Applies the epilogue to value [BLOCK_M, BLOCK_N] in float32 and stores it at (batch, first_m, first_n) of C.
 
     BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it. What BEFORE
     gives is stored to z, if there is one. PACKED says how z holds gate and up; without a gate it is "". With dz the
     product is the gradient of the activation in AFTER: z is read, the activation stored to C and its gradient to dz.
-    Strides are those of the batch and of the rows.
+    Strides are those of the batch and of the rows. PART_N columns are worked on at a time, to save registers.
     """
-    row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    in_rows, in_columns = row < M, column < N
-    matrix = batch.to(tl.int64)
-    residual_matrix = residual
-    if residual is not None:
-        residual_matrix = residual + matrix * residual_strides[0]
-    if dz is not None:
-        z_value, z_up = load_preactivation(
-            z + matrix * z_strides[0], z_strides[1], row, first_n, in_rows, N, PACKED, BLOCK_N
-        )
-        value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, AFTER)
-        store_preactivation(
-            dz + matrix * dz_strides[0], dz_strides[1], gradient, up_gradient, row, first_n, in_rows, N, PACKED,
-            BLOCK_N,
+    if BLOCK_N > PART_N:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = _column_halves(value, BLOCK_M, HALF)
+        up_left, up_right = _column_halves(up, BLOCK_M, HALF)
+        store_result(
+            left, up_left, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
+            c_strides, z_strides, dz_strides, bias_stride, residual_strides, BEFORE, AFTER, PACKED, C_TMA,
+            BLOCK_M, HALF, PART_N,
+        )  # fmt: skip
+        store_result(
+            right, up_right, batch, first_m, first_n + HALF, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
+            c_strides, z_strides, dz_strides, bias_stride, residual_strides, BEFORE, AFTER, PACKED, C_TMA,
+            BLOCK_M, HALF, PART_N,
         )  # fmt: skip
     else:
-        value, up = add_bias(value, up, column, in_columns, bias, up_bias, bias_stride, BEFORE, PACKED)
+        row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        in_rows, in_columns = row < M, column < N
+        matrix = batch.to(tl.int64)
+        residual_matrix = residual
+        if residual is not None:
+            residual_matrix = residual + matrix * residual_strides[0]
+        z_matrix = z
         if z is not None:
+            z_matrix = z + matrix * z_strides[0]
+        if dz is not None:
+            z_value, z_up = load_preactivation(z_matrix, z_strides[1], row, first_n, in_rows, N, PACKED, BLOCK_N)
+            value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, AFTER)
+            dz_matrix = dz + matrix * dz_strides[0]
             store_preactivation(
-                z + matrix * z_strides[0], z_strides[1], value, up, row, first_n, in_rows, N, PACKED, BLOCK_N
+                dz_matrix, dz_strides[1], gradient, up_gradient, row, first_n, in_rows, N, PACKED, BLOCK_N
             )
-        value = apply_epilogue(
-            value, up, row, column, column, in_rows, in_columns,
-            bias, up_bias, bias_stride, residual_matrix, residual_strides[1], AFTER,
-        )  # fmt: skip
-    if C_TMA:
-        c_descriptor.store(
-            [batch, first_m, first_n], value.to(c.dtype.element_ty).reshape([1, BLOCK_M, BLOCK_N])
-        )  # fmt: skip
-    else:
-        offset = row.to(tl.int64)[:, None] * c_strides[1] + column[None, :]
-        inside = in_rows[:, None] & in_columns[None, :]
-        tl.store(c + matrix * c_strides[0] + offset, value.to(c.dtype.element_ty), mask=inside)
+        else:
+            value, up = add_bias(value, up, column, in_columns, bias, up_bias, bias_stride, BEFORE, PACKED)
+            if z is not None:
+                store_preactivation(z_matrix, z_strides[1], value, up, row, first_n, in_rows, N, PACKED, BLOCK_N)
+            value = apply_epilogue(
+                value, up, row, column, column, in_rows, in_columns,
+                bias, up_bias, bias_stride, residual_matrix, residual_strides[1], AFTER,
+            )  # fmt: skip
+        if C_TMA:
+            c_descriptor.store(
+                [batch, first_m, first_n], value.to(c.dtype.element_ty).reshape([1, BLOCK_M, BLOCK_N])
+            )  # fmt: skip
+        else:
+            offset = row.to(tl.int64)[:, None] * c_strides[1] + column[None, :]
+            inside = in_rows[:, None] & in_columns[None, :]
+            tl.store(c + matrix * c_strides[0] + offset, value.to(c.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _column_halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """The left and the right half of x's columns."""
+    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
 
 
 @triton.jit
