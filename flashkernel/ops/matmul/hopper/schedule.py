@@ -5,8 +5,10 @@ A program takes tiles program, program + num_programs, ... of all tiles, and wit
 Stream-K: where tiles do not divide evenly among the programs, the last `num_streamed` tiles are laid end to end along
 K, as one row of num_streamed * k_blocks K blocks, and every program takes an equal share of that row. A share may begin
 and end within a tile. The program whose share holds a tile's last K block finishes the tile: it waits for the partial
-sums of the programs before it, adds them in their order, and applies the epilogue. No program waits for one with a
-higher index, so that this ends even if not all programs run at the same time.
+sums of the programs before it, adds them in their order, and applies the epilogue. A program works on its share from
+the end to the beginning: what others wait for comes first, what it may have to wait for last. In the other order each
+program would wait for all those before it. No program waits for one with a higher index, so that this ends even if not
+all programs run at the same time.
 """
 
 from typing import Any, NamedTuple
@@ -74,8 +76,10 @@ def work_tile(number, schedule, GROUP_M: gl.constexpr, STREAM_K: gl.constexpr):
     if STREAM_K:
         whole = _num_tiles(schedule) - schedule.num_streamed
         first, end = _stream_share(schedule)
-        streamed = gl.maximum(first // schedule.k_blocks + number - whole // num_programs, 0)
         is_streamed = number >= whole // num_programs
+        # From the tile of the share's last K block down to that of its first.
+        last = (end - 1) // schedule.k_blocks
+        streamed = gl.minimum(gl.maximum(last - (number - whole // num_programs), 0), gl.maximum(last, 0))
         index = gl.where(is_streamed, whole + streamed, index)
         origin = streamed * schedule.k_blocks  # the tile's first K block
         k_begin = gl.where(is_streamed, gl.maximum(first - origin, 0), 0)
