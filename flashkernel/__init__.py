@@ -7,6 +7,8 @@ Every operator is a function of this module. All of them take `backend=`, and `e
                              tensor_mask; Mask, Table; score_function, where
     decoding                 decode_attention, paged_attention, append_kv
     linear layers            linear, Weight
+    MLPs                     mlp
+    modules                  FusedLinear, FusedMLP
     matrix products          matmul, matmul_dact, grouped_matmul
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
@@ -27,6 +29,7 @@ Example:
 
 from flashkernel.blocks.expression import score_function, where
 from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
+from flashkernel.nn import FusedLinear, FusedMLP
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
 from flashkernel.ops.append_kv import append_kv
 from flashkernel.ops.attention import (
@@ -51,6 +54,7 @@ from flashkernel.ops.decode import decode_attention, paged_attention
 from flashkernel.ops.gemm import Weight, linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.matmul import grouped_matmul, matmul, matmul_dact
+from flashkernel.ops.mlp import mlp
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
@@ -61,6 +65,8 @@ __all__ = [
     "BackendError",
     "Explanation",
     "Frequencies",
+    "FusedLinear",
+    "FusedMLP",
     "Mask",
     "Table",
     "Weight",
@@ -89,6 +95,7 @@ __all__ = [
     "matmul_dact",
     "max",
     "mean",
+    "mlp",
     "paged_attention",
     "prefix",
     "quantize_fp8",

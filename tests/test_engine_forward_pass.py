@@ -87,5 +87,5 @@ def test_backends_of_a_gpu_that_is_not_here() -> None:
     llm = LLM(model, kv_cache_tokens=64)
     with pretend(KNOWN["h200"]):
         found = forward_pass.backends(model, llm.engine.runner.storage.layers, prefill=True)
-    assert set(found) == {"linear", "append_kv", "paged_attention", "rms_norm", "swiglu"}
+    assert set(found) == {"linear", "mlp", "append_kv", "paged_attention", "rms_norm"}
     assert found["paged_attention"] != "reference"

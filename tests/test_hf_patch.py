@@ -273,3 +273,33 @@ def test_accelerates_hooks_stay_in_front(first: str) -> None:
     assert not isinstance(ours.model.norm._old_forward, partial)
     hooks.remove_hook_from_module(ours.model.norm)
     assert torch.equal(ours(**inputs).loss, theirs(**inputs).loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])
+def test_whole_mlps_where_their_layers_are_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, an MLP of plain layers is one call of `mlp`, with its gradients; a wrapped layer is called."""
+    calls: list[torch.Size] = []
+
+    def spy(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(x.shape)
+        return whole(x, *args, **kwargs)
+
+    whole = forwards.mlp
+    monkeypatch.setattr(forwards, "mlp", spy)
+    theirs, ours = pair(name)
+    inputs = test_hf.batch("whole")
+    gradients_match(theirs, ours, inputs)
+    assert not calls, "float32 products are torch's"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (one.train()(**inputs).loss for one in (ours, theirs))
+    assert len(calls) == 2
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    found.backward()
+    layers = ours.transformer.h if name == "gpt2" else ours.model.layers
+    down = "c_proj" if name == "gpt2" else "down_proj"
+    assert all(getattr(layer.mlp, down).weight.grad.dtype == torch.float32 for layer in layers)
+    getattr(layers[0].mlp, down).register_forward_hook(lambda *_: None)
+    calls.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours(**inputs)
+    assert len(calls) == 1

@@ -453,6 +453,25 @@ def rounded_activations(x: Tensor, weight: Weight) -> Tensor:
     return rounded + (x - x.detach())  # the difference is 0, and has x's gradient
 
 
+def check_main_grads(function: str, main_grads: Sequence[Tensor], weights: Sequence[Tensor | Weight]) -> None:
+    """ValueError unless there is a buffer for the gradient of each weight, in float32 or the weight's dtype."""
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{function}: main_grads works in eager mode; leave it out under torch.compile")
+    if len(main_grads) != len(weights):
+        raise ValueError(
+            f"{function}: {len(main_grads)} main_grads were given for {len(weights)} weights; give each weight one"
+        )
+    for buffer, weight in zip(main_grads, weights):
+        if isinstance(weight, Weight):
+            raise ValueError(f"{function}: {weight!r} is quantized and has no gradient; leave main_grads out")
+        fits = buffer.shape == weight.shape and buffer.device == weight.device and not buffer.requires_grad
+        if not fits or buffer.dtype not in (torch.float32, weight.dtype):
+            raise ValueError(
+                f"{function}: a main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; it must be "
+                f"float32 or {weight.dtype}, {tuple(weight.shape)} on {weight.device}, and require no gradient"
+            )
+
+
 register_format(Plain())
 register_format(Fp8())
 

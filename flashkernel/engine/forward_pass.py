@@ -36,7 +36,7 @@ _GLUS: dict[str, Callable[..., Tensor]] = {"swiglu": fk.swiglu}
 _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": fk.gelu, "gelu_tanh": partial(fk.gelu, approximate="tanh"), "relu": fk.relu,
 }  # fmt: skip
-FUSED_ROWS = 64  # up to so many rows one launch of `linear` computes norm and activation too
+FUSED_ROWS = 64  # up to so many rows one launch of `linear` computes the norm too
 
 
 class ForwardPass:
@@ -101,19 +101,17 @@ class ForwardPass:
         if layer.router is not None:
             h = _rms_norm(x, layer.mlp_norm, eps=config.eps)
             return x + moe(h, layer, config)
-        weights = (layer.mlp_norm, layer.mlp_norm_bias, layer.gate_up_proj, layer.gate_up_proj_bias)
-        glu = _GLUS.get(config.activation)
-        if glu is not None and x.shape[0] > FUSED_ROWS:
-            h = glu(self.norm_linear(x, *weights), packed=config.packed)
-        else:
-            h = self.norm_linear(x, *weights, activation=config.activation, packed=config.packed)
-        return self.linear_residual(h, layer.down_proj, layer.down_proj_bias, x)
+        h, norm = x, {"norm_weight": layer.mlp_norm, "norm_eps": config.eps}
+        if config.norm == "layer":
+            h, norm = _layer_norm(x, layer.mlp_norm, layer.mlp_norm_bias, eps=config.eps), {}
+        return fk.mlp(
+            h, layer.gate_up_proj, layer.down_proj, layer.gate_up_proj_bias, layer.down_proj_bias, x,
+            activation=config.activation, packed=config.packed, out=_in_place(x, layer.down_proj_bias), **norm,
+        )  # fmt: skip
 
     def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """residual + linear(x), in the residual's memory if that saves a pass over it."""
-        if bias is None and x.shape[0] > FUSED_ROWS and x.is_cuda:
-            return _linear(x, weight, None, residual, out=residual)
-        return _linear(x, weight, bias, residual)
+        return _linear(x, weight, bias, residual, out=_in_place(residual, bias))
 
     def norm_linear(
         self,
@@ -128,9 +126,12 @@ class ForwardPass:
         eps = self.config.eps
         if self.config.norm == "layer":
             return _linear(_layer_norm(x, norm, norm_bias, eps=eps), weight, bias, **options)
-        if x.shape[0] > FUSED_ROWS:
-            return _linear(_rms_norm(x, norm, eps=eps), weight, bias, **options)
         return _linear(x, weight, bias, norm_weight=norm, norm_eps=eps, **options)
+
+
+def _in_place(residual: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The residual, where adding a product to it saves a pass over it."""
+    return residual if bias is None and residual.shape[0] > FUSED_ROWS and residual.is_cuda else None
 
 
 class TorchForwardPass(ForwardPass):
@@ -168,6 +169,13 @@ class TorchForwardPass(ForwardPass):
                 slots = (torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)).flatten()
                 locations.append(slots[start % page_size :][: length - start])
         return locations
+
+    def mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if layer.router is not None:
+            return super().mlp(x, layer)
+        options = {"activation": self.config.activation, "packed": self.config.packed}
+        weights = (layer.mlp_norm, layer.mlp_norm_bias, layer.gate_up_proj, layer.gate_up_proj_bias)
+        return self.linear_residual(self.norm_linear(x, *weights, **options), layer.down_proj, layer.down_proj_bias, x)
 
     def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         if isinstance(weight, Weight):
@@ -242,9 +250,10 @@ def backends(model: Transformer, pages: list[LayerPages], rows: int = 1, prefill
         )
     else:
         choices.append(fk.explain(_decode_attention, heads[:, None], k, v, numbers, table, **scales))
-    fused = x.device.type != "cpu" and rows <= FUSED_ROWS  # `linear` computes norm and activation too
+    if layer.router is None:
+        options = {"activation": config.activation, "packed": config.packed}
+        choices.append(fk.explain(fk.mlp, x, layer.gate_up_proj, layer.down_proj, **options))
+    fused = x.device.type != "cpu" and rows <= FUSED_ROWS  # `linear` and `mlp` compute the norm too
     if not fused or config.norm == "layer":
         choices.append(fk.explain(fk.rms_norm if config.norm == "rms" else fk.layer_norm, x))
-    if not fused and config.activation in _GLUS:
-        choices.append(fk.explain(_GLUS[config.activation], x[:, : x.shape[1] // 2 * 2]))
     return {choice.op: choice.chosen or "" for choice in choices}

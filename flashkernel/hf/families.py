@@ -97,13 +97,6 @@ HEADS: dict[str, Head] = {
 # Modules that only contain modules of these tables.
 CONTAINERS = {"gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock"}
 
-# Activation modules: the operator, alone and as a gated activation.
-_ACTIVATIONS = {
-    "SiLUActivation": ("silu", "swiglu"), "SiLU": ("silu", "swiglu"), "ReLU": ("relu", "reglu"),
-    "GELUTanh": ("gelu_tanh", "geglu"), "NewGELUActivation": ("gelu_tanh", "geglu"),
-    "FastGELUActivation": ("gelu_tanh", "geglu"), "GELUActivation": ("gelu", "geglu_exact"),
-}  # fmt: skip
-
 
 def key_of(module: nn.Module) -> str:
     """The module's key in these tables; its whole path if it is from neither Transformers nor torch."""
@@ -114,12 +107,3 @@ def key_of(module: nn.Module) -> str:
     if path[:2] == ["torch", "nn"]:
         return f"torch.{kind.__name__}"
     return f"{kind.__module__}.{kind.__name__}"
-
-
-def activation_of(module: object, gated: bool) -> str | None:
-    """The operator that computes an activation module, alone or gated; None if there is none."""
-    kind = type(module)
-    if not kind.__module__.startswith(("transformers.activations", "torch.nn")):
-        return None
-    found = _ACTIVATIONS.get(kind.__name__)
-    return None if found is None else found[1 if gated else 0]

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 import transformers.modeling_outputs
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import can_return_tuple
 
+from flashkernel.core.arguments import autocast_dtype
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, sees_all
 from flashkernel.hf.families import Attention, Head, Norm
 from flashkernel.hf.quantized import QuantizedLinear
@@ -25,6 +27,7 @@ from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, si
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
+from flashkernel.ops.mlp import mlp
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.rope import rope
 
@@ -168,7 +171,19 @@ def gated_mlp(module: Any, glu: str, x: Tensor) -> Tensor:
         return _projections(hidden, module.down_proj)[0]  # type: ignore[arg-type]
     if _host_bound(x):
         return type(module).forward(module, x)
+    if _can_fuse_mlp(x, [*weights, module.down_proj], nn.Linear):
+        gate, up, down = *weights, module.down_proj
+        biases = None if gate.bias is None else (gate.bias, up.bias)
+        return mlp(x, (gate.weight, up.weight), down.weight, biases, down.bias, activation=glu)
     return module.down_proj(_GLUS[glu](module.gate_proj(x), module.up_proj(x)))
+
+
+def plain_mlp(module: Any, name: str, x: Tensor) -> Tensor:
+    """GPT-2's MLP, whose weights are stored (in, out): dropout(c_proj(act(c_fc(x))))"""
+    c_fc, c_proj = module.c_fc, module.c_proj
+    if _keeps_own_code(x) or _host_bound(x) or not _can_fuse_mlp(x, [c_fc, c_proj], Conv1D):
+        return type(module).forward(module, x)
+    return module.dropout(mlp(x, c_fc.weight.t(), c_proj.weight.t(), c_fc.bias, c_proj.bias, activation=name))
 
 
 def activation(module: Any, name: str, x: Tensor) -> Tensor:
@@ -300,6 +315,18 @@ def _can_fuse(x: Tensor, layers: list[Any]) -> bool:
     )
 
 
+def _can_fuse_mlp(x: Tensor, layers: list[Any], kind: type) -> bool:
+    """Whether `mlp` computes these layers: plain ones, in half precision (float32 products are cuBLAS's)."""
+    if not all([_is_plain(layer, kind) for layer in layers]) or (  # noqa: C419  dynamo
+        len({layer.bias is None for layer in layers[:-1]}) > 1
+    ):
+        return False
+    lower = autocast_dtype(x)
+    if lower is not None:
+        return lower != torch.float32
+    return x.dtype != torch.float32 and all([layer.weight.dtype == x.dtype for layer in layers])  # noqa: C419
+
+
 def _projections(x: Tensor, *layers: Any) -> list[Tensor]:
     """The output of each linear layer, in one launch if possible."""
     if _can_fuse(x, list(layers)):
@@ -319,8 +346,12 @@ def _is_fusable(layer: Any, dtype: torch.dtype) -> bool:
 
 def _is_plain_linear(layer: Any) -> bool:
     """Whether this is a linear layer without adapter, quantization, sharding or hook."""
+    return _is_plain(layer, nn.Linear)
+
+
+def _is_plain(layer: Any, kind: type) -> bool:
     return (
-        type(layer) is nn.Linear
+        type(layer) is kind
         and type(layer.weight) in (nn.Parameter, Tensor)
         and "forward" not in layer.__dict__
         and not layer._forward_hooks

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from flashkernel.blocks.activation_modules import activation_of
 from flashkernel.hf import families, forwards, layer
 from flashkernel.hf.attention import NAME, register
 from flashkernel.hf.report import PARTS, Entry, Report
@@ -25,8 +26,8 @@ LOSSES = ("fused", "logits", None)
 UNKNOWN = "not in the tables; it keeps its own"
 _STATE = "_fkernel_patch"  # where a patched model keeps the attention that each of its configs had
 _OURS = (
-    forwards.norm, forwards.attention, forwards.gpt2_attention, forwards.gated_mlp, forwards.activation,
-    forwards.causal_model, layer.decoder_layer,
+    forwards.norm, forwards.attention, forwards.gpt2_attention, forwards.gated_mlp, forwards.plain_mlp,
+    forwards.activation, forwards.causal_model, layer.decoder_layer,
 )  # fmt: skip
 _PART_BY_SUFFIX = (
     ("Attention", "attention"),
@@ -191,17 +192,18 @@ def _patch_module(module: nn.Module) -> list[Entry]:
     if key in families.ATTENTIONS:
         return [_set_forward("rope", module, "rope, of q and k in one", forwards.attention, families.ATTENTIONS[key])]
     if key in families.GATED_MLPS:
-        glu = families.activation_of(module.act_fn, gated=True)
+        glu = activation_of(module.act_fn, gated=True)
         if glu is None:
             return [_skipped("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")]
-        return [_set_forward("mlp", module, glu, forwards.gated_mlp, glu)]
+        return [_set_forward("mlp", module, f"{glu}, in its products where they are plain", forwards.gated_mlp, glu)]
     if key in families.PLAIN_MLPS:
         inner = getattr(module, families.PLAIN_MLPS[key])
-        name = families.activation_of(inner, gated=False)
+        name = activation_of(inner, gated=False)
         if name is None:
             return [_skipped("mlp", module, f"no kernel for {type(inner).__name__}")]
-        entry = _set_forward("mlp", inner, name, forwards.activation, name)
-        return [replace(entry, module=type(module).__name__)]
+        entry = _set_forward("mlp", module, f"{name}, in its products where they are plain", forwards.plain_mlp, name)
+        alone = _set_forward("mlp", inner, name, forwards.activation, name)
+        return [entry if entry.kernel else replace(alone, module=type(module).__name__)]
     if key in families.LAYERS:
         return [_set_forward("layer", module, "one function, in steps and short prompts", layer.decoder_layer)]
     if key in families.EXPERTS:
@@ -223,7 +225,7 @@ def _patch_norm(module: nn.Module, kind: families.Norm) -> Entry:
 
 def _patch_experts(module: Any, glu: str | None) -> Entry:
     implementation = getattr(module.config, "_experts_implementation", None)
-    glu = glu or families.activation_of(module.act_fn, gated=True)
+    glu = glu or activation_of(module.act_fn, gated=True)
     if glu is None:
         return _skipped("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")
     if implementation == "eager" and hasattr(module, "act_fn"):

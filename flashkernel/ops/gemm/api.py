@@ -8,11 +8,13 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import GATES, Activation, Gate, check_activation, standard
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight import Weight, check_main_grads
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
-from flashkernel.ops.gemm import library, spec
+from flashkernel.ops.gemm import dense, library, spec
+from flashkernel.ops.gemm.configs import MOST_ROWS
+from flashkernel.ops.norm import rms_norm
 
 
 @replayed
@@ -30,10 +32,14 @@ def linear(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    main_grads: Sequence[Tensor] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Returns scale * activation(norm(x) @ weight^T + bias) + residual, in one launch where x has few rows.
+    """Returns scale * activation(norm(x) @ weight^T + bias) + residual, in one launch.
+
+    Up to 64 rows have kernels of their own. More rows are products of `matmul`, the norm a launch before; products
+    without an activation are cuBLAS's.
 
     Sums are in float32 and every tensor is differentiable, except those of a quantized `Weight`. Under autocast x and
     the weights are cast as for torch.nn.functional.linear; the output then has the wider dtype of that and the
@@ -55,6 +61,9 @@ def linear(
         norm_eps: of the RMSNorm.
         norm_offset: added to norm_weight; Gemma's norms take 1.
         out_dtype: the output's dtype; x's unless given.
+        main_grads: buffers that the backward pass adds the gradients of the weights to, as Megatron's `main_grad`: one
+            for each weight, of its shape, in float32 or its dtype. The weights then get no gradient of their own. The
+            products are torch's, in eager mode.
         out: where the output is written and returned, instead of a new tensor; it may be the residual itself, which
             saves a pass over it. Only for a single output, and without gradients.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
@@ -96,22 +105,37 @@ def linear(
     sizes = _check_weights(x, weights, biases, gated)
     several = len(weights) > 1 and not gated
     _check_extras(x, sizes, residual, norm_weight, splits, several)
+    plain = [one for one in weights if isinstance(one, Tensor)]
     if out is not None:
         _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None,
-                   x, residual, norm_weight, *biases, *[one for one in weights if isinstance(one, Tensor)])  # fmt: skip
+                   x, residual, norm_weight, *biases, *plain)  # fmt: skip
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
-    formats: dict[str, Any] = {"weight": spec.layouts(weights)} if quantized else {}
+    formats: dict[str, Any] = {"weight": spec.layouts(weights), "weights": len(weights)} if quantized else {}
+    if main_grads is not None:
+        check_main_grads("linear", main_grads, weights)
+        formats["main_grads"] = True
+    gradients = needs_gradients(x, norm_weight, residual, *biases, *plain)
+    rows = x.shape[:-1].numel()
     chosen = choose(
-        spec.LINEAR, backend, x.device, x.dtype, rows=spec.row_class(x.shape[:-1].numel()),
-        transposed=first.shape[1] > 1 and first.stride(1) != 1, **formats,
+        spec.LINEAR, backend, x.device, x.dtype, gradients, rows=spec.row_class(rows),
+        transposed=first.shape[1] > 1 and first.stride(1) != 1, fused=activation is not None, **formats,
     )  # fmt: skip
-    if chosen.composite:
-        y = chosen.run(
+    by_matmul = chosen.name == "hopper" or (chosen.name == "triton" and rows > MOST_ROWS)
+    if norm_weight is not None and chosen.name == "torch" and backend is None and x.is_cuda:
+        x, norm_weight = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset), None  # type: ignore[assignment]
+    if chosen.composite or by_matmul:
+        if main_grads is not None and chosen.name == "reference":
+            raise ValueError("linear: the reference adds no gradients to main_grads; use backend='torch'")
+        run, more = (dense.linear, {"backend": backend}) if by_matmul else (chosen.run, {"main_grads": main_grads})
+        y = run(
             x, weights[0] if single else weights, bias, residual, norm_weight,
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
-            norm_offset=norm_offset, out_dtype=out_dtype, out=out,
+            norm_offset=norm_offset, out_dtype=out_dtype, out=out, **more,
         )  # fmt: skip
         return y if out is None or y is out else out.copy_(y)
+    if norm_weight is not None and gradients:
+        x = dense.normalised(x, norm_weight, norm_eps, norm_offset)
+        norm_weight = None
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     y = library.linear(
         chosen.target, x, weights, biases, residual, norm_weight,

@@ -1,8 +1,10 @@
 """The linear layer's kernels as a torch operator, with their gradients.
 
 An operator takes no epilogue, but its text. The weights are separate arguments, at most three, because autograd looks
-into no list. Quantized weights have no gradient: they are a list of tensors and the text of their layouts. The backward
-pass is made of torch's products: serving has none, and training has rows in plenty.
+into no list. Quantized weights have no gradient: they are a list of tensors and the text of their layouts.
+
+The backward pass is dz, the gradient of what goes into the activation, in one launch together with the biases', then
+torch's products: dx = dz W and dW = dz^T x. With gradients, the norm in front is an operator of its own (api.py).
 """
 
 from typing import Any
@@ -10,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Epilogue, Operands
-from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
+from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
+from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.core.arguments import unit_stride, without_autocast
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
+from flashkernel.ops.gemm.configs import MOST_ROWS
 
 MOST_WEIGHTS = 3
+_ACTIVATION_GRADIENT = "flashkernel.blocks.activation_gradient_triton:activation_gradient"  # of all kernel modules
 _AND = " and "  # between the layouts of quantized weights
 
 
@@ -111,89 +115,85 @@ def _backward(
     bias: Tensor | None,
     bias2: Tensor | None,
     bias3: Tensor | None,
-    norm_weight: Tensor | None,
     residual_dtype: torch.dtype,
     chain: str,
     packed: str,
-    eps: float,
-    offset: float,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, the weights, the biases, the residual and the norm's weight; those not wanted are empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, the weights, the biases and the residual; those not wanted are empty."""
     weights, vectors = _given(weight, weight2, weight3), _given(bias, bias2, bias3)
-    flat, width = _rows(x), x.shape[-1]
-    normal, spread = (flat, flat) if norm_weight is None else _normalised(flat, norm_weight, eps, offset)
-    chain_of = Epilogue.parse(chain)
-    gradients, at_bias, at_residual = _through_chain(chain_of, normal, weights, vectors, packed, _rows(dy))
-    results: list[Tensor | None] = [None] * len(wanted)
-    lowered = [gradient.to(x.dtype) for gradient in gradients]
-    if wanted[0] or wanted[8]:
-        dx = lowered[0] @ weights[0]
-        for gradient, matrix in zip(lowered[1:], weights[1:]):
-            dx = torch.addmm(dx, gradient, matrix)
-        if norm_weight is not None:
-            dx, dnorm = _pull_back_norm(dx, flat, norm_weight, spread, offset)
-            results[8] = dnorm if wanted[8] else None
-        results[0] = dx.to(x.dtype).view(*x.shape[:-1], width) if wanted[0] else None
-    for index, (matrix, gradient) in enumerate(zip(weights, lowered)):
+    flat, results = _rows(x), [x.new_empty(0) for _ in wanted]
+    dz, sums = _preactivation_gradient(
+        Epilogue.parse(chain), flat, weights, vectors, packed, _rows(dy), any(wanted[4:7])
+    )  # fmt: skip
+    parts = list(dz.split([matrix.shape[0] for matrix in weights], -1)) if len(weights) > 1 else [dz]
+    if wanted[0]:
+        dx = torch.mm(parts[0], weights[0])
+        for part, matrix in zip(parts[1:], weights[1:]):
+            dx = torch.addmm(dx, part, matrix)
+        results[0] = dx.view(x.shape)
+    for index, part in enumerate(parts):
         if wanted[1 + index]:
-            results[1 + index] = (gradient.t() @ normal).to(matrix.dtype)
-    for index, (vector, gradient) in enumerate(zip(vectors, at_bias)):
+            results[1 + index] = torch.mm(part.t(), flat)
         if wanted[4 + index]:
-            results[4 + index] = gradient.sum(0, dtype=torch.float32).to(vector.dtype)
+            results[4 + index] = sums[index] if sums else part.sum(0, dtype=torch.float32).to(vectors[index].dtype)
     if wanted[7]:
-        results[7] = at_residual.to(residual_dtype, copy=True).view(dy.shape)
-    return tuple([x.new_empty(0) if result is None else result for result in results])  # type: ignore[return-value]
+        results[7] = dy.to(residual_dtype, copy=True)
+    return tuple(results)  # type: ignore[return-value]
 
 
-def _through_chain(
-    chain: Epilogue, normal: Tensor, weights: list[Tensor], biases: list[Tensor], packed: str, dy: Tensor
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Gradients of the products of each weight, of the values at their biases, and of the residual; in float32 where
-    there is an activation."""
-    if chain.linear:  # nothing depends on the products
-        scaled = dy if chain.factor == 1.0 else dy.float() * chain.factor
-        parts = list(scaled.split([matrix.shape[0] for matrix in weights], -1)) if len(weights) > 1 else [scaled]
-        return parts, parts, dy
-    products = [normal @ matrix.t() for matrix in weights]
-    nothing = dy.new_zeros(1, 1)  # stands for a residual, whose value no gradient depends on
-    if not chain.gated:
-        found = []
-        for index, (product, part) in enumerate(zip(products, dy.split([matrix.shape[0] for matrix in weights], -1))):
-            found.append(chain.pull_back((product,), Operands(tuple(biases[index : index + 1]), nothing), part))
-        return [one[0][0] for one in found], [one[1][0] for one in found], found[0][2]
-    alone = len(weights) == 1
-    pair = tuple(split_gate_up(products[0], packed, -1)) if alone else tuple(products)
-    vectors = tuple(split_gate_up(biases[0], packed, 0)) if alone and biases else tuple(biases)
-    gradients, at_bias, at_residual = chain.pull_back(pair, Operands(vectors, nothing), dy)
-    if not alone:
-        return list(gradients), list(at_bias), at_residual
-    together = join_gate_up(gradients[0], gradients[1], packed)
-    return [together], [join_gate_up(at_bias[0], at_bias[-1], packed)] if biases else [], at_residual
+def _preactivation_gradient(
+    epilogue: Epilogue,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    packed: str,
+    dy: Tensor,
+    summed: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """(dz [rows, outputs of all weights] in x's dtype, the biases' gradients), where z = x W^T + b is computed again.
+
+    The second is empty where `summed` does not ask for it, and where there are too many rows or several weights that
+    are not gate and up: the caller then sums dz.
+    """
+    activation = next((piece for piece in epilogue.pieces if isinstance(piece, (Activation, Gate))), None)
+    gated, alone = isinstance(activation, Gate), len(weights) == 1
+    summed = summed and (alone or gated) and x.shape[0] <= MOST_ROWS
+    stored = activation is not None or epilogue.factor != 1.0
+    dz = dy.to(x.dtype)
+    z: tuple[Tensor, ...] = ()
+    if stored:
+        dz = x.new_empty((x.shape[0], sum([matrix.shape[0] for matrix in weights])))
+    if activation is not None:
+        products, first = torch.empty_like(dz), 0
+        for matrix in weights:
+            torch.mm(x, matrix.t(), out=products.narrow(1, first, matrix.shape[0]))
+            first += matrix.shape[0]
+        z = _pair(products, gated, packed if alone else "halves", -1)
+    sums = [torch.empty(bias.shape, dtype=bias.dtype, device=x.device) for bias in biases] if summed else []
+    if stored or sums:
+        resolve(_ACTIVATION_GRADIENT)(
+            dy, z, activation, epilogue.factor, _pair(dz, gated, packed if alone else "halves", -1) if stored else (),
+            _vectors(biases, gated, packed), _vectors(sums, gated, packed),
+        )  # fmt: skip
+    return dz, sums
 
 
-def _normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of x in x's dtype, 1 / rms [rows, 1])."""
-    wide = x.float()
-    spread = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * spread * (norm_weight.float() + offset)).to(x.dtype), spread
+def _pair(tensor: Tensor, gated: bool, packed: str, dim: int) -> tuple[Tensor, ...]:
+    return split_gate_up(tensor, packed, dim) if gated else (tensor,)
 
 
-def _pull_back_norm(
-    dnormal: Tensor, x: Tensor, norm_weight: Tensor, spread: Tensor, offset: float
-) -> tuple[Tensor, Tensor]:
-    """(dx in float32, gradient of the norm's weight)."""
-    even = x.float() * spread
-    dnormal = dnormal.float()
-    along = dnormal * (norm_weight.float() + offset)
-    dx = spread * (along - even * (along * even).mean(-1, keepdim=True))
-    return dx, (dnormal * even).sum(0).to(norm_weight.dtype)
+def _vectors(biases: list[Tensor], gated: bool, packed: str) -> tuple[Tensor, ...]:
+    """Biases as the columns of z have them: one vector, or one for gate and one for up."""
+    if not biases:
+        return ()
+    if gated:
+        return tuple([bias.contiguous() for bias in biases]) if len(biases) > 1 else _pair(biases[0], True, packed, 0)
+    return (biases[0] if len(biases) == 1 else torch.cat([bias.float() for bias in biases]),)
 
 
-def _fake_backward(
-    dy, x, weight, weight2, weight3, bias, bias2, bias3, norm_weight, residual_dtype, chain, packed, eps, offset, wanted
-):
-    given = (x, weight, weight2, weight3, bias, bias2, bias3, None, norm_weight)
+def _fake_backward(dy, x, weight, weight2, weight3, bias, bias2, bias3, residual_dtype, chain, packed, wanted):
+    given = (x, weight, weight2, weight3, bias, bias2, bias3, None)
     results = [
         x.new_empty(0) if tensor is None or not want else tensor.new_empty(tensor.shape)
         for tensor, want in zip(given, wanted)
@@ -204,19 +204,19 @@ def _fake_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    x, *weights_and_biases, residual, norm_weight, chain, packed, eps, offset, _, _ = inputs
+    x, *weights_and_biases, residual, _, chain, packed, _, _, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *weights_and_biases, norm_weight)
-    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed, eps, offset)
+    ctx.save_for_backward(x, *weights_and_biases)
+    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed)
 
 
 def _pull_back(ctx, dy):
     if dy is None:
         return (None,) * 15
-    wanted = list(ctx.needs_input_grad[:9])
+    wanted = list(ctx.needs_input_grad[:8])
     with without_autocast(dy):  # of a backward() that is called inside it: products here have the dtypes they want
         results = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted)
-    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 6
+    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 7
 
 
 _linear_backward = KernelOp("linear_backward", _backward, _fake_backward)
@@ -266,26 +266,26 @@ def _fake_forward_quantized(
 
 
 def _setup_context_quantized(ctx, inputs, output):
-    x, stored, *biases, residual, norm_weight, layouts, chain, packed, eps, offset, _, _ = inputs
+    x, stored, *biases, residual, _, layouts, chain, packed, _, _, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *biases, norm_weight, *stored)
-    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed, eps, offset)
+    ctx.save_for_backward(x, *biases, *stored)
+    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed)
     ctx.layouts = layouts
 
 
 def _pull_back_quantized(ctx, dy):
-    x, bias, bias2, bias3, norm_weight, *stored = ctx.saved_tensors
+    x, bias, bias2, bias3, *stored = ctx.saved_tensors
     none = [None] * len(stored)
     if dy is None:
         return None, none, *[None] * 12
     needs = list(ctx.needs_input_grad)
-    wanted = [needs[0], False, False, False, *needs[2:7]]
+    wanted = [needs[0], False, False, False, *needs[2:6]]
     with without_autocast(dy):
         weights: list[Any] = [weight.dequantize(x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
         weights += [None] * (MOST_WEIGHTS - len(weights))
-        results = _linear_backward(dy, x, *weights, bias, bias2, bias3, norm_weight, *ctx.settings, wanted)
+        results = _linear_backward(dy, x, *weights, bias, bias2, bias3, *ctx.settings, wanted)
     dx, _, _, _, *others = [result if want else None for result, want in zip(results, wanted)]
-    return dx, none, *others, *[None] * 7
+    return dx, none, *others, *[None] * 8
 
 
 _linear_quantized = KernelOp(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Activation, Gate
+from flashkernel.blocks.epilogue import Activation, Gate, activation_width
 
 
 @dataclass(frozen=True)
@@ -22,4 +22,10 @@ class LinearParams:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     out_dtype: torch.dtype | None = None
+    main_grads: Sequence[Tensor] | None = None
     out: Tensor | None = None  # a backend may write there; the public function copies if it does not
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation takes gate and up."""
+        return activation_width(self.activation) == 2

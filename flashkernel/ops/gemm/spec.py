@@ -30,6 +30,8 @@ def row_class(rows: int) -> str:
 
 
 _CUBLAS = f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
+_DEQUANTIZED = f"beyond {MOST_ROWS} rows a weight that is not multiplied in 8 bits is dequantized, for cuBLAS"
+_FP8_GROUPS = (GRANULARITIES["tensor"], GRANULARITIES["row"], GRANULARITIES["block"])
 
 
 def layouts(weights: list[Any]) -> str:
@@ -42,10 +44,15 @@ def layouts(weights: list[Any]) -> str:
     return _AND.join(found)
 
 
+_MAIN_GRADS = "its backward pass adds no gradients to main_grads"
+
+
 def _reads(backend: str) -> Callable[[Call], str | None]:
     """Why the kernels of a backend cannot read the call's weights."""
 
     def answer(call: Call) -> str | None:
+        if "main_grads" in call.facts:
+            return _MAIN_GRADS
         given = call.facts.get("weight")
         if given is None:
             return None
@@ -69,14 +76,46 @@ def _rows(call: Call) -> str | None:
     reason = _reads_triton(call)
     if reason is not None:
         return reason
-    if call.facts["rows"] == _MANY:
-        return _CUBLAS
+    if call.facts["rows"] == _MANY and "weight" in call.facts:
+        return _DEQUANTIZED
     if call.device.kind == "cuda" and call.device.arch < 80:
-        if call.facts["rows"] == _SOME:
+        if call.facts["rows"] != _FEW:
             return f"more than {VECTOR_ROWS} rows need tensor cores, which Triton has from sm_80 on"
         if call.facts["transposed"]:
             return "weights stored (in, out) need tensor cores, which Triton has from sm_80 on"
     return None
+
+
+def _multiplies_in_fp8(call: Call) -> bool:
+    """Whether the weights ask for x in 8 bits."""
+    layouts = call.facts.get("weight", "plain").split(_AND)
+    return all(Layout.parse(text).activation_dtype == FP8 for text in layouts)
+
+
+def _hopper(call: Call) -> str | None:
+    """It serves many rows, and products of 8-bit operands."""
+    if "main_grads" in call.facts:
+        return _MAIN_GRADS
+    if "weight" not in call.facts:
+        return None if call.facts["rows"] == _MANY else f"up to {MOST_ROWS} rows have kernels of their own"
+    if not _multiplies_in_fp8(call):
+        return _DEQUANTIZED
+    if call.gradients:
+        return "products of 8-bit operands are forward only"
+    if call.facts["weights"] > 1:
+        return "gate and up in fp8 must be one packed weight, and other weights a call each"
+    group = Layout.parse(call.facts["weight"]).group_shape
+    if group not in _FP8_GROUPS:
+        return f"its kernels scale rows, and blocks of 128x128, not groups of {group[0]}x{group[1]}"
+    return None
+
+
+def _cublas_is_faster(call: Call) -> str | None:
+    if call.facts["rows"] != _MANY or "weight" in call.facts:
+        return None
+    if not call.facts["fused"]:
+        return _CUBLAS
+    return "cuBLAS serves float32 products better" if call.dtype == torch.float32 else None
 
 
 def _others_are_faster(call: Call) -> str | None:
@@ -311,12 +350,13 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 LINEAR = Op(
     name="linear",
     backward=None,  # the gradient is made of torch's products
-    summary="linear layer of few rows with norm, bias, activation, gate and residual",
+    summary="linear layer with norm, bias, activation, gate and residual",
     function=f"{_ROOM}.named:linear",
     reference=f"{_ROOM}.named:reference",
     inputs=_INPUTS,
     backends=(
-        backends.triton(f"{_ROOM}.triton", _rows),
+        replace(backends.hopper(f"{_ROOM}.dense:linear", _hopper, deprioritised=_cublas_is_faster), composite=True),
+        replace(backends.triton(f"{_ROOM}.triton", _rows), deprioritised=_cublas_is_faster),
         backends.cuda(
             f"{_ROOM}.cuda",
             _reads_cuda,

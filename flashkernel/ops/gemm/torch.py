@@ -14,6 +14,7 @@ from flashkernel.blocks.fp8 import FP8, quantize_fp8_groups, scaled_mm_takes
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import GRANULARITIES, Weight, rounded_activations
 from flashkernel.ops.gemm.params import LinearParams
+from flashkernel.ops.matmul import matmul
 
 
 def linear(
@@ -34,6 +35,7 @@ def linear(
         params.activation is None
         and params.scale == 1.0
         and isinstance(weight, Tensor)
+        and params.main_grads is None
         and (bias is None or _fits(bias, x))
     ):
         # Most layers: on a CPU, assembling a chain takes longer than running it.
@@ -47,9 +49,11 @@ def linear(
     weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     fused = len(biases) > 0 and all([vector.dtype == x.dtype for vector in biases])  # noqa: C419  dynamo wants a list
+    mains = [None] * len(weights) if params.main_grads is None else list(params.main_grads)
     products = [
-        matrix_product(x, matrix, biases[index] if fused else None) for index, matrix in enumerate(weights)
-    ]  # fmt: skip
+        matrix_product(x, matrix, biases[index] if fused else None, mains[index])
+        for index, matrix in enumerate(weights)
+    ]
     chain = Epilogue(standard(len(biases) > 0 and not fused, params.activation, params.scale, residual is not None))
     if chain.gated:
         alone = len(products) == 1
@@ -65,14 +69,41 @@ def linear(
     return outputs[0] if single else tuple(outputs)
 
 
-def matrix_product(x: Tensor, matrix: Tensor | Weight, bias: Tensor | None) -> Tensor:
-    """x matrix^T + bias. A quantized weight is dequantized first, unless it asks for x in fp8 and cuBLAS takes both."""
+def matrix_product(x: Tensor, matrix: Tensor | Weight, bias: Tensor | None, main_grad: Tensor | None = None) -> Tensor:
+    """x matrix^T + bias. A quantized weight is dequantized first, unless it asks for x in fp8 and cuBLAS takes both.
+
+    The matrix's gradient is added to `main_grad` where there is one.
+    """
     if isinstance(matrix, Tensor):
-        return F.linear(x, matrix, bias)
+        if main_grad is None:
+            return F.linear(x, matrix, bias)
+        found: Tensor = _AccumulatedProduct.apply(x, matrix, main_grad)
+        return found if bias is None else found + bias
     if not _scaled_mm_serves(x, matrix):
         return F.linear(rounded_activations(x, matrix), matrix.dequantize(x.dtype), bias)
     y = _ScaledProduct.apply(x, matrix.data, matrix.scales)
     return y if bias is None else y + bias
+
+
+class _AccumulatedProduct(torch.autograd.Function):
+    """x weight^T, whose weight gradient is added to a buffer; the weight gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = main_grad  # not saved: other calls add to it before this one's backward pass
+        return F.linear(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dy = dy.to(x.dtype)
+        dx = torch.matmul(dy, weight) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            flat, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            matmul(flat.t(), given, residual=ctx.main_grad, out=ctx.main_grad)
+        return dx, None, None
 
 
 def _adds_in_place(x: Tensor, residual: Tensor) -> bool:

@@ -1,0 +1,88 @@
+"""The linear layer of many rows: products of `matmul`, which has everything but the norm in its epilogue.
+
+Weights in fp8 that ask for x in fp8 are products of 8-bit operands, whose scales are part of the epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flashkernel.blocks.fp8 import quantize_fp8_groups
+from flashkernel.blocks.weight import Weight
+from flashkernel.core.arguments import unit_stride
+from flashkernel.core.op import resolve
+from flashkernel.ops.gemm.params import LinearParams
+from flashkernel.ops.matmul import matmul
+from flashkernel.ops.norm import rms_norm
+
+_matmul: Any = matmul  # returns one tensor or two, depending on its arguments
+_QUANTIZE = "flashkernel.blocks.quantize_triton:quantize_activations"
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Weight | Sequence[Tensor | Weight],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """As flashkernel.linear; `backend` is that of the products, and None lets `matmul` choose."""
+    params = LinearParams(**options)
+    if norm_weight is not None:
+        x = normalised(x, norm_weight, params.norm_eps, params.norm_offset)
+    single = isinstance(weight, (Tensor, Weight))
+    weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
+    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
+    if params.gated or single:
+        y = _product(x, weights, biases, residual, params, backend)
+        return y if params.splits is None else y.split(list(params.splits), -1)
+    return tuple([_product(x, [one], biases[at : at + 1], None, params, backend) for at, one in enumerate(weights)])
+
+
+def normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
+    """RMSNorm of x by an operator of its own, which has its own backward pass."""
+    backend = "torch" if x.device.type == "cpu" else "triton"
+    return rms_norm(x, norm_weight, eps=eps, offset=offset, backend=backend)  # type: ignore[return-value]
+
+
+def _product(
+    x: Tensor,
+    weights: list[Any],
+    biases: list[Tensor],
+    residual: Tensor | None,
+    params: LinearParams,
+    backend: str | None,
+) -> Tensor:
+    """One output: of one weight, or of gate and up."""
+    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = None if params.out is None or not params.out.is_contiguous() else params.out.view(flat.shape[0], -1)
+    if residual is not None:
+        residual = out if residual is params.out and out is not None else residual.reshape(flat.shape[0], -1)
+    options: dict[str, Any] = {
+        "bias": None if not biases else biases[0] if len(biases) == 1 else biases, "residual": residual,
+        "activation": params.activation, "packed": params.packed, "scale": params.scale, "out": out,
+        "out_dtype": x.dtype if params.out_dtype is None else params.out_dtype, "backend": backend,
+    }  # fmt: skip
+    if isinstance(weights[0], Weight):
+        y = _quantized_product(flat, weights[0], options)
+    else:
+        matrices = [weight.t() for weight in weights]
+        y = _matmul(flat, matrices[0] if len(matrices) == 1 else matrices, **options)
+    return params.out if out is not None else y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[return-value]
+
+
+def _quantized_product(x: Tensor, weight: Weight, options: dict[str, Any]) -> Tensor:
+    """A product of x, quantized here with a scale for each row or each row's 128 columns, and a weight in fp8."""
+    assert weight.scales is not None
+    columns = weight.group_shape[1]
+    if x.device.type == "cpu":
+        data, x_scales = quantize_fp8_groups(x, (1, columns))
+    else:
+        data, x_scales = resolve(_QUANTIZE)(unit_stride(x), columns)
+    return _matmul(data, weight.data.t(), a_scale=x_scales, b_scale=weight.scales.t(), **options)

@@ -1,0 +1,110 @@
+"""An MLP's forward and backward pass as products of `matmul`, whose epilogues compute what lies between them.
+
+    forward     h, Z = activation(x W_up^T + b_up), its argument       one launch, Z stored for the backward pass
+                y = h W_down^T + b_down + residual                     one launch
+    backward    dZ, h = (dy W_down) * activation'(Z), activation(Z)    one launch, dZ in the memory of Z
+                dW_down = dy^T h;  dx = dZ W_up;  dW_up = dZ^T x       a launch each
+
+`matmul` chooses a backend for each of them: its own kernels where there is an epilogue, cuBLAS where there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import Activation, Gate
+from flashkernel.ops.matmul import matmul, matmul_dact
+
+_matmul: Any = matmul  # returns one tensor or two, depending on its arguments
+
+
+def forward(
+    x: Tensor,
+    gate_up: list[Tensor],
+    down: Tensor,
+    gate_up_bias: list[Tensor],
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation | Gate,
+    packed: str,
+    dtype: torch.dtype,
+    save: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, what went into the activation or None); `backend` is that of the product with the activation."""
+    options = {"activation": activation, "packed": packed, "return_preactivation": save, "backend": backend}
+    found = _matmul(x, _transposed(gate_up), bias=_alone(gate_up_bias), **options)
+    hidden, preactivation = found if save else (found, None)
+    return _matmul(hidden, down.t(), bias=down_bias, residual=residual, out_dtype=dtype), preactivation
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: list[Tensor],
+    down: Tensor,
+    gate_up_bias: list[Tensor],
+    preactivation: Tensor | None,
+    main_grads: list[Tensor | None],
+    activation: Activation | Gate,
+    packed: str,
+    in_place: bool,
+    wanted: list[bool],
+    backend: str | None,
+) -> list[Tensor | None]:
+    """Gradients of x, the weights of gate and up, down, and their biases; None for those not wanted or added."""
+    results: list[Tensor | None] = [None] * 7
+    recomputed = preactivation is None
+    z = _preactivation(x, gate_up, gate_up_bias) if preactivation is None else preactivation
+    dz, hidden = matmul_dact(
+        dy, down, z, activation=activation, packed=packed, dz_out=z if in_place or recomputed else None,
+        backend=backend,
+    )  # fmt: skip
+    if wanted[3]:
+        results[3] = _weight_gradient(dy, hidden, main_grads[2])
+    del hidden
+    parts = list(dz.split([weight.shape[0] for weight in gate_up], 1)) if len(gate_up) > 1 else [dz]
+    if wanted[0]:
+        dx = _matmul(parts[0], gate_up[0])
+        for part, weight in zip(parts[1:], gate_up[1:]):
+            dx = torch.addmm(dx, part, weight)
+        results[0] = dx
+    for index, part in enumerate(parts):
+        if wanted[1 + index]:
+            results[1 + index] = _weight_gradient(part, x, main_grads[index])
+        if wanted[4 + index]:
+            results[4 + index] = part.sum(0, dtype=torch.float32)
+    if wanted[6]:
+        results[6] = dy.sum(0, dtype=torch.float32)
+    return results
+
+
+def _preactivation(x: Tensor, gate_up: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """x W^T + b of all weights, side by side."""
+    if len(gate_up) == 1:
+        return _matmul(x, gate_up[0].t(), bias=_alone(biases))
+    sizes = [weight.shape[0] for weight in gate_up]
+    z = torch.empty((x.shape[0], sum(sizes)), dtype=x.dtype, device=x.device)
+    for index, part in enumerate(z.split(sizes, 1)):
+        _matmul(x, gate_up[index].t(), bias=biases[index] if biases else None, out=part)
+    return z
+
+
+def _weight_gradient(dz: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """dz^T x; added to `main_grad` where there is one, and then None."""
+    if main_grad is None:
+        return _matmul(dz.t(), x)
+    _matmul(dz.t(), x, residual=main_grad, out=main_grad)
+    return None
+
+
+def _transposed(weights: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    return weights[0].t() if len(weights) == 1 else tuple([weight.t() for weight in weights])
+
+
+def _alone(biases: list[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
+    """None, a tensor, or a pair."""
+    return biases[0] if len(biases) == 1 else tuple(biases) or None
