@@ -276,10 +276,10 @@ def _assert_lean(launches: list[Launch]) -> None:
 def _tiles() -> list[HopperMatmul]:
     """The tiles of the search space, with the most stages each."""
     shape = {"batch": 1, "m": 4096, "n": 8192, "k": 4096, "bytes": 2, "block_scaled": 0, "integer": 0, "gated": 1}
-    best: dict[tuple[int, int, bool], HopperMatmul] = {}
+    best: dict[tuple[int, int, bool, bool], HopperMatmul] = {}
     for config in HOPPER_MATMUL.space(H200, shape):
         if HOPPER_MATMUL.valid(config, H200, shape) is None:
-            key = (config.rows, config.block_n, config.pingpong)
+            key = (config.rows, config.block_n, config.pingpong, config.stream_k)
             best[key] = max(best.get(key, config), config, key=lambda config: config.num_stages)
     return list(best.values())
 

@@ -125,7 +125,8 @@ def _multiply(
     second_n = second_columns(config.block_n, scaling.kind == "block")
     chunk_n = min(second_n or tile_n, chunk_columns(config.rows, c.element_size()))
     if epilogue.dz is not None:
-        chunk_n = min(chunk_n, _GRADIENT_ELEMENTS // config.rows)
+        elements = _GRADIENT_ELEMENTS // 2 if config.stream_k else _GRADIENT_ELEMENTS
+        chunk_n = min(chunk_n, max(16, elements // config.rows))
     if not tma_store:
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
     elif not _known_aligned(epilogue):
