@@ -88,6 +88,7 @@ class MatmulTraits(NamedTuple):
     PARTIALS: bool = False  # C is partial sums: of gate and up, two matrices for each entry
     DACT: bool = False  # the product is the gradient of CHAIN_AFTER's activation: z is read, dz and C are written
     PACKED: str = ""  # how z and dz hold gate and up
+    Z_TMA: bool = False  # z, or with DACT dz, is stored by TMA as C is, in C's dtype
     QUANTIZE: str = ""  # how C becomes fp8: "scale" divides by out_scale, "block" by a chunk's scales, or "saturate"
 
 
@@ -362,8 +363,8 @@ def _num_blocks(number, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, b_second, c, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale,
-    up_scale, partials, partial_flags,
+    a, b, b_second, c, z_target, up_target, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
+    a_scale, b_scale, up_scale, partials, partial_flags,
     c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
     a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
     b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed, TRAITS: gl.constexpr,
@@ -391,7 +392,8 @@ def matmul_kernel(
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed)
     epilogue = EpilogueArgs(
-        z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+        z, dz, z_target, up_target, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
+        a_scale, b_scale, up_scale,
         c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
         a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
         b_scale_batch_stride, b_scale_stride, b_scale_block_stride, partials, partial_flags,
