@@ -15,7 +15,6 @@ from flashkernel.core.op import Case, Op
 from flashkernel.ops.matmul.reference import as_matrices
 from flashkernel.ops.matmul.torch import matmul_dact
 
-
 _OPTIONS = {"activation", "scale", "packed"}
 _TENSORS = {"bias", "residual", "a_scale", "b_scale"}
 
