@@ -11,6 +11,8 @@ The pipeline is that of the dense product (hopper/kernel.py); what differs is th
    has 16 bytes of a row, and stored to the row that `scatter` says. TMA would store rows of the next group as well.
 4. Rows behind the last group have no product; they are stored as zeros.
 
+TAIL_N: where the last work tile of a row has at most half of its columns, products as narrow as that are issued for it.
+
 GATE "interleaved": columns 2 j and 2 j + 1 of the product are gate and up of output column j; a thread has both.
 GATE "halves": gate and up of a work tile are BLOCK_N / 2 columns each, n / 2 columns apart; each has an accumulator.
 """
@@ -18,20 +20,17 @@ GATE "halves": gate and up of a work tile are BLOCK_N / 2 columns each, n / 2 co
 from typing import Any, NamedTuple
 
 from flashkernel.blocks.epilogue_triton import apply_epilogue
-from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage
 from flashkernel.core.gluon import (
     gl,
     gluon,
     load_tile,
     mbarrier,
-    named_barrier_arrive,
     named_barrier_sync,
     new_barriers,
     specialize_warps,
     synchronize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
+from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_gate_up, multiply_tail, release_unread
 from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile, start_schedule
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
 
@@ -44,6 +43,7 @@ class GroupedTraits(NamedTuple):
 
     ROWS: int  # of y, per consumer
     BLOCK_N: int  # columns of the product in a work tile
+    TAIL_N: int  # columns that are multiplied of the last one; 0: all BLOCK_N
     BLOCK_K: int
     NUM_CONSUMERS: int
     NUM_STAGES: int
@@ -146,60 +146,6 @@ def _produce(args, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_gate_up(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns the sums of gate and up, [ROWS, BLOCK_N / 2] each; `multiply` with two accumulators."""
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
-    ROWS: gl.constexpr = TRAITS.ROWS
-    HALF: gl.constexpr = TRAITS.BLOCK_N // 2
-    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, BLOCK_K // 4])
-    gate = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    up = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
-    previous = state.stage
-    for block in range(num_blocks):
-        stage, phase = state
-        mbarrier.wait(args.full.index(stage), phase)
-        a_tile = args.buffers.a.index(stage * TRAITS.NUM_CONSUMERS + w)
-        if TRAITS.A_K_MAJOR:
-            a = a_tile.reshape([ROWS, BLOCK_K])
-        else:
-            a = a_tile.reshape([BLOCK_K, ROWS]).permute((1, 0))
-        gate = warpgroup_mma(a, _half(args, stage, 0, TRAITS), gate, is_async=True)
-        up = warpgroup_mma(a, _half(args, stage, 1, TRAITS), up, is_async=True)
-        gate, up = warpgroup_mma_wait(2, deps=[gate, up])
-        if block > 0:
-            named_barrier_arrive(previous, TRAITS.NUM_CONSUMERS)
-        previous = stage
-        state = next_stage(state, NUM_STAGES)
-    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
-    named_barrier_arrive(previous, TRAITS.NUM_CONSUMERS)
-    return gate, up
-
-
-@gluon.jit
-def _half(args, stage, half: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns gate's (0) or up's (1) tile [BLOCK_K, BLOCK_N / 2] of W."""
-    HALF: gl.constexpr = TRAITS.BLOCK_N // 2
-    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
-    tile = args.buffers.b.index(stage * 2 + half)
-    if TRAITS.B_K_MAJOR:
-        return tile.reshape([HALF, BLOCK_K]).permute((1, 0))
-    else:
-        return tile.reshape([BLOCK_K, HALF])
-
-
-@gluon.jit
-def _release_unread(args, position, num_blocks, TRAITS: gl.constexpr):
-    """Releases the stages of a work tile in which this consumer has no rows."""
-    state = PipelineState(position % TRAITS.NUM_STAGES, (position // TRAITS.NUM_STAGES) & 1)
-    for _ in range(num_blocks):
-        mbarrier.wait(args.full.index(state.stage), state.phase)
-        named_barrier_arrive(state.stage, TRAITS.NUM_CONSUMERS)
-        state = next_stage(state, TRAITS.NUM_STAGES)
-
-
-@gluon.jit
 def _store_rows(target, value, index, first_row, end, first_column, width, row_stride):
     """Stores value [rows, columns] to the rows of target that `index` names, 16 bytes of a row at a time."""
     ROWS: gl.constexpr = value.shape[0]
@@ -252,7 +198,7 @@ def _store_epilogue(acc, up_acc, args, cursor, first_row, tile_column, TRAITS: g
     ROWS: gl.constexpr = TRAITS.ROWS
     CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
     WIDTH: gl.constexpr = TRAITS.BLOCK_N // 2 if TRAITS.GATE == "halves" else TRAITS.BLOCK_N
-    COUNT: gl.constexpr = WIDTH // CHUNK_N
+    COUNT: gl.constexpr = acc.shape[1] // CHUNK_N
     ACTIVATION: gl.constexpr = TRAITS.ACTIVATION
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
     ep, end = args.epilogue, cursor.end
@@ -323,13 +269,17 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
         if cursor.group < schedule.groups:
             if first_row < cursor.end:
                 if TRAITS.GATE == "halves":
-                    gate, up = _multiply_gate_up(args, position, k_blocks, w, TRAITS)
+                    gate, up = multiply_gate_up(args, position, k_blocks, w, TRAITS)
                     _store_epilogue(gate, up, args, cursor, first_row, tile_column, TRAITS)
                 else:
-                    acc = multiply(args, position, k_blocks, w, TRAITS)
-                    _store_epilogue(acc, acc, args, cursor, first_row, tile_column, TRAITS)
+                    if TRAITS.TAIL_N > 0 and tile_column == schedule.n_tiles - 1:
+                        tail = multiply_tail(args, position, k_blocks, w, TRAITS)
+                        _store_epilogue(tail, tail, args, cursor, first_row, tile_column, TRAITS)
+                    else:
+                        acc = multiply(args, position, k_blocks, w, TRAITS)
+                        _store_epilogue(acc, acc, args, cursor, first_row, tile_column, TRAITS)
             else:
-                _release_unread(args, position, k_blocks, TRAITS)
+                release_unread(args, position, k_blocks, TRAITS)
             position += k_blocks
         else:
             _store_zeros(args.epilogue, cursor, first_row, tile_column, TRAITS)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped
+from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped, tail_columns
 from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_matmul_kernel
 from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
@@ -72,6 +72,7 @@ def _multiply(
     traits = GroupedTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
+        TAIL_N=tail_columns(n, config.block_n) if aligned and params.gate != "halves" else 0,
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
@@ -118,6 +119,7 @@ def grouped_weight_gradient(
     traits = GradientTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
+        TAIL_N=tail_columns(n, config.block_n),
         BLOCK_K=128 // x.element_size(),
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
