@@ -30,6 +30,7 @@ from flashkernel.core.gluon import (
     specialize_warps,
     synchronize,
 )
+from flashkernel.ops.matmul.grouped.hopper.gather import produce_gathered
 from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_gate_up, multiply_tail, release_unread
 from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile, start_schedule
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
@@ -53,9 +54,11 @@ class GroupedTraits(NamedTuple):
     B_K_MAJOR: bool
     GATE: str  # "", "halves" or "interleaved"
     ACTIVATION: str  # a piece of an epilogue, or ""
+    GATHERED: bool  # x is an address, and `gather` says which rows of it are multiplied (gather.py)
     SCALED: bool  # fp8 operands: the sum is multiplied by x_scale[row] * weight_scale[group, column]
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
+    DISTANCE: int = 0  # GATHERED: stages whose copies are under way when another one's are issued
     PINGPONG: bool = False  # what `multiply` looks at
     INTEGER: bool = False
 
@@ -78,8 +81,10 @@ class GroupedEpilogue(NamedTuple):
 
 
 class _ProducerArgs(NamedTuple):
-    x: Any  # TMA descriptors
+    x: Any  # TMA descriptors; with GATHERED x is an address
     weights: Any
+    gather: Any
+    x_stride: Any  # of its rows
     buffers: Any
     full: Any  # mbarriers: TMA has loaded a stage
     schedule: Any
@@ -287,26 +292,37 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def grouped_matmul_kernel(
-    x, weights, offsets, y, preactivation, scatter, row_weights, bias, bias_strides, x_scale, x_scale_stride,
-    weight_scale, weight_scale_strides, n, columns, rows, groups, n_tiles, k_blocks, TRAITS: gl.constexpr,
+    x, weights, offsets, gather, x_stride, y, preactivation, scatter, row_weights, bias, bias_strides, x_scale,
+    x_scale_stride, weight_scale, weight_scale_strides, n, columns, rows, groups, n_tiles, k_blocks,
+    TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """y [out_rows, columns]. x [1, rows, K] and weights [groups, K, n] are TMA descriptors."""
+    """y [out_rows, columns]. x [1, rows, k] and weights [groups, k, n] are TMA descriptors; with GATHERED, x is the
+    address of [tokens, k]."""
     BLOCK_M: gl.constexpr = TRAITS.ROWS * TRAITS.NUM_CONSUMERS
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
+    A_SHAPE: gl.constexpr = [1, TRAITS.ROWS, TRAITS.BLOCK_K] if TRAITS.A_K_MAJOR else [1, TRAITS.BLOCK_K, TRAITS.ROWS]
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, weights.dtype)
     buffers = _Buffers(
-        gl.allocate_shared_memory(x.dtype, [NUM_STAGES * TRAITS.NUM_CONSUMERS] + x.block_shape, x.layout),
+        gl.allocate_shared_memory(weights.dtype, [NUM_STAGES * TRAITS.NUM_CONSUMERS] + A_SHAPE, A_LAYOUT),
         gl.allocate_shared_memory(weights.dtype, [NUM_STAGES * HALVES] + weights.block_shape, weights.layout),
     )
-    full = new_barriers(NUM_STAGES, 1)
+    full = new_barriers(NUM_STAGES, 2 if TRAITS.GATHERED else 1)
     schedule = start_schedule(offsets, groups, rows, n_tiles, BLOCK_M, TRAITS.GROUPS)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     epilogue = GroupedEpilogue(
         y, preactivation, scatter, row_weights, bias, bias_strides, x_scale, x_scale_stride, weight_scale,
         weight_scale_strides, n, columns,
     )  # fmt: skip
-    specialize_warps(
-        _consume, (_ConsumerArgs(buffers, full, schedule, k_blocks, epilogue), TRAITS), TRAITS.NUM_CONSUMERS,
-        TRAITS.CONSUMER_REGISTERS, _produce, (_ProducerArgs(x, weights, buffers, full, schedule, k_blocks, columns),
-        TRAITS), TRAITS.PRODUCER_REGISTERS,
-    )  # fmt: skip
+    consumer_args = _ConsumerArgs(buffers, full, schedule, k_blocks, epilogue)
+    producer_args = _ProducerArgs(x, weights, gather, x_stride, buffers, full, schedule, k_blocks, columns)
+    if TRAITS.GATHERED:
+        specialize_warps(
+            _consume, (consumer_args, TRAITS), TRAITS.NUM_CONSUMERS, TRAITS.CONSUMER_REGISTERS,
+            produce_gathered, (producer_args, TRAITS), TRAITS.PRODUCER_REGISTERS, 4,
+        )  # fmt: skip
+    else:
+        specialize_warps(
+            _consume, (consumer_args, TRAITS), TRAITS.NUM_CONSUMERS, TRAITS.CONSUMER_REGISTERS,
+            _produce, (producer_args, TRAITS), TRAITS.PRODUCER_REGISTERS,
+        )  # fmt: skip
