@@ -117,8 +117,11 @@ def test_layouts_and_odd_sizes(size: tuple[int, int], transposed: tuple[bool, bo
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gather_and_scatter(out_dtype: torch.dtype) -> None:
-    _check("tail", gathered=True, scattered=True, out_dtype=out_dtype)
-    _check("uneven", gathered=True, scattered=True, out_dtype=out_dtype, config=CONFIGS["tall"])
+    """Rows that cp.async copies, and rows that are copied ahead: they are no multiples of BLOCK_K."""
+    for k in (192, 200):
+        _check("tail", k=k, gathered=True, scattered=True, out_dtype=out_dtype)
+        for name in ("wide", "tall", "one-consumer"):
+            _check("uneven", k=k, gathered=True, scattered=True, out_dtype=out_dtype, config=CONFIGS[name])
 
 
 def test_many_groups() -> None:
