@@ -289,7 +289,7 @@ def test_the_cost_rule_chooses_valid_configs() -> None:
     large = {"batch": 1, "m": 8192, "n": 8192, "k": 8192, "bytes": 2, "block_scaled": 0, "integer": 0}
     assert replace(HOPPER_MATMUL.heuristic(H200, large), stream_k=False) == HopperMatmul(64, 256, 2, 4)
     assert not HOPPER_MATMUL.heuristic(H200, {**large, "n": 66 * 256}).stream_k  # 32 whole waves
-    assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 1024, "n": 133 * 32}).stream_k
+    assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 17 * 128, "n": 16 * 256}).stream_k  # one wave and a bit
     assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 64, "n": 512}).num_splits > 1
 
 
