@@ -32,10 +32,8 @@ does not store them.
 
 from typing import Any, NamedTuple
 
-from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
-from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage, split_columns
+from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage
 from flashkernel.core.gluon import (
-    fence_async_shared,
     gl,
     gluon,
     load_tile,
@@ -45,14 +43,14 @@ from flashkernel.core.gluon import (
     new_barriers,
     reinterpret,
     specialize_warps,
-    store_tile,
     synchronize,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashkernel.ops.matmul.hopper.epilogue import EpilogueArgs, await_partials, store_epilogue, store_partial
+from flashkernel.ops.matmul.hopper.epilogue import column_chunks as column_chunks  # for grouped products
 from flashkernel.ops.matmul.hopper.schedule import Schedule, num_work_tiles, work_tile
-from flashkernel.ops.matmul.triton.store import add_bias
 
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
 SIZES = ("m", "n", "m_tiles", "n_tiles", "k_blocks", "batch", "num_splits", "num_streamed")
@@ -90,32 +88,7 @@ class MatmulTraits(NamedTuple):
     PARTIALS: bool = False  # C is partial sums: of gate and up, two matrices for each entry
     DACT: bool = False  # the product is the gradient of CHAIN_AFTER's activation: z is read, dz and C are written
     PACKED: str = ""  # how z and dz hold gate and up
-
-
-class EpilogueArgs(NamedTuple):
-    """Addresses and strides (in elements) of what the epilogue reads and writes. Matrices have (batch, row) strides."""
-
-    z: Any  # the preactivation
-    dz: Any
-    bias: Any
-    up_bias: Any
-    residual: Any
-    a_scale: Any
-    b_scale: Any
-    up_scale: Any
-    c_strides: Any
-    z_strides: Any
-    dz_strides: Any
-    bias_stride: Any
-    residual_strides: Any
-    a_scale_batch_stride: Any
-    a_scale_stride: Any
-    a_scale_block_stride: Any  # from one K block to the next (BLOCK_SCALED)
-    b_scale_batch_stride: Any
-    b_scale_stride: Any
-    b_scale_block_stride: Any
-    partials: Any  # STREAM_K: sums of tiles that another program finishes, [num_programs, BLOCK_M, BLOCK_N]
-    partial_flags: Any  # STREAM_K: 1 once they are there, [num_programs, NUM_CONSUMERS]; 0 before
+    QUANTIZE: str = ""  # how C becomes fp8: "scale" divides by out_scale, "block" by a chunk's scales, or "saturate"
 
 
 class Buffers(NamedTuple):
@@ -348,172 +321,6 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
 
 
 @gluon.jit
-def column_chunks(x, COUNT: gl.constexpr):
-    """Returns a tuple of COUNT equal parts of x's columns."""
-    if COUNT == 1:
-        return (x,)
-    else:
-        left, right = split_columns(x)
-        return column_chunks(left, COUNT // 2) + column_chunks(right, COUNT // 2)
-
-
-@gluon.jit
-def _chunks(acc, TRAITS: gl.constexpr):
-    """Returns a tuple of the accumulators' columns, CHUNK_N each."""
-    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    chunks = column_chunks(acc[0], (TRAITS.BLOCK_N - TRAITS.SECOND_N) // CHUNK_N)
-    if TRAITS.SECOND_N > 0:
-        chunks = chunks + column_chunks(acc[1], TRAITS.SECOND_N // CHUNK_N)
-    return chunks
-
-
-@gluon.jit
-def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Stores epilogue(acc) chunk by chunk."""
-    ROWS: gl.constexpr = TRAITS.ROWS
-    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    TILE_N: gl.constexpr = TRAITS.BLOCK_N // 2 if TRAITS.GATED else TRAITS.BLOCK_N  # columns of C
-    COUNT: gl.constexpr = TILE_N // CHUNK_N
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
-    ep, m, n = args.epilogue, args.m, args.n
-    if TRAITS.PINGPONG:
-        first_row = tile.row * ROWS
-    else:
-        first_row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    in_rows = row < m
-    if TRAITS.SCALED:
-        a_scale = gl.load(
-            ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
-        )
-        b_scales = tile.batch * ep.b_scale_batch_stride  # and up's
-    chunks = _chunks(acc, TRAITS)  # GATED: those of gate, then those of up
-    STORES: gl.constexpr = 2 if TRAITS.PARTIALS and TRAITS.GATED else 1  # of a chunk
-    entry = tile.entry * STORES
-    for chunk in gl.static_range(COUNT):
-        first_column = tile.column * TILE_N + chunk * CHUNK_N
-        column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
-        in_columns = column < n
-        value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
-        up_value = value
-        if TRAITS.GATED:
-            up_value = gl.convert_layout(chunks[chunk + COUNT], LAYOUT).to(gl.float32)
-        if TRAITS.STREAM_K:
-            for program in range(tile.first_program, gl.program_id(0)):
-                value += gl.load(_partial_places(args, program, chunk, w, TRAITS), cache_modifier=".cg")
-                if TRAITS.GATED:
-                    up_value += gl.load(_partial_places(args, program, chunk + COUNT, w, TRAITS), cache_modifier=".cg")
-        if TRAITS.SCALED:
-            b_scale = gl.load(ep.b_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
-            value = value * a_scale[:, None] * b_scale[None, :]
-            if TRAITS.GATED:
-                up_scale = gl.load(ep.up_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
-                up_value = up_value * a_scale[:, None] * up_scale[None, :]
-        if not TRAITS.PARTIALS:
-            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, n, TRAITS)
-        _store_chunk(value, args, chunk * STORES, entry, first_row, first_column, row, column, w, TRAITS)
-        if STORES == 2:
-            _store_chunk(
-                up_value, args, chunk * STORES + 1, entry + 1, first_row, first_column, row, column, w, TRAITS
-            )  # fmt: skip
-
-
-@gluon.jit
-def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, n, TRAITS: gl.constexpr):
-    """Returns the epilogue of a chunk of the product, or with DACT the activation of z; stores z or dz."""
-    CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
-    CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
-    PACKED: gl.constexpr = TRAITS.PACKED
-    batch = tile.batch.to(gl.int64)
-    STEP: gl.constexpr = 2 if PACKED == "interleaved" else 1  # from one gate to the next
-    to_up = 1 if PACKED == "interleaved" else n
-    place = row.to(gl.int64)[:, None]
-    z_column = column[None, :] * STEP
-    inside = in_rows[:, None] & in_columns[None, :]
-    if TRAITS.DACT:
-        z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
-        dz = ep.dz + (batch * ep.dz_strides[0] + place * ep.dz_strides[1] + z_column)
-        z_value = gl.load(z, mask=inside, other=0.0).to(gl.float32)
-        z_up = z_value
-        if PACKED != "":
-            z_up = gl.load(z + to_up, mask=inside, other=0.0).to(gl.float32)
-        value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, CHAIN_AFTER)
-        gl.store(dz, gradient, mask=inside)
-        if PACKED != "":
-            gl.store(dz + to_up, up_gradient, mask=inside)
-        return value
-    else:
-        value, up = add_bias(value, up, column, in_columns, ep.bias, ep.up_bias, ep.bias_stride, CHAIN_BEFORE, PACKED)
-        if TRAITS.PREACTIVATION:
-            z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
-            gl.store(z, value, mask=inside)
-            if PACKED != "":
-                gl.store(z + to_up, up, mask=inside)
-        residual = ep.residual
-        if TRAITS.RESIDUAL_BATCHED:
-            residual = ep.residual + batch * ep.residual_strides[0]
-        return apply_epilogue(
-            value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
-            residual, ep.residual_strides[1], CHAIN_AFTER,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _store_chunk(
-    value, args, index: gl.constexpr, entry, first_row, first_column, row, column, w: gl.constexpr,
-    TRAITS: gl.constexpr,
-):  # fmt: skip
-    """Stores a chunk of C's matrix `entry`; `index` counts the chunks of a work tile."""
-    if TRAITS.TMA_STORE:
-        buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + index % TRAITS.STORE_STAGES)
-        tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
-        buffer.reshape([TRAITS.ROWS, TRAITS.CHUNK_N]).store(value.to(args.c.dtype))
-        fence_async_shared()
-        store_tile(args.c, [entry, first_row, first_column], buffer)
-    else:
-        start = entry.to(gl.int64) * args.epilogue.c_strides[0] + row.to(gl.int64) * args.epilogue.c_strides[1]
-        inside = (row < args.m)[:, None] & (column < args.n)[None, :]
-        gl.store(args.c + start[:, None] + column[None, :], value, mask=inside)
-
-
-@gluon.jit
-def _partial_places(args, program, chunk: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns the addresses of a chunk of a program's partial sums."""
-    ROWS: gl.constexpr = TRAITS.ROWS
-    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
-    row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    column = chunk * CHUNK_N + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
-    first = args.epilogue.partials + program * (TRAITS.NUM_CONSUMERS * ROWS * TRAITS.BLOCK_N)
-    return first + row[:, None] * TRAITS.BLOCK_N + column[None, :]
-
-
-@gluon.jit
-def _store_partial(acc, args, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Stores this program's sums of a tile that another one finishes, and says so."""
-    CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
-    program = gl.program_id(0)
-    chunks = _chunks(acc, TRAITS)
-    for chunk in gl.static_range(TRAITS.BLOCK_N // CHUNK_N):
-        value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
-        gl.store(_partial_places(args, program, chunk, w, TRAITS), value)
-    synchronize()
-    gl.atomic_add(args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w, 1, sem="release")
-
-
-@gluon.jit
-def _await_partials(args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Waits for the partial sums of the programs that share this tile."""
-    for program in range(tile.first_program, gl.program_id(0)):
-        flag = args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w
-        ready = gl.atomic_add(flag, 0, sem="acquire")
-        while ready == 0:
-            ready = gl.atomic_add(flag, 0, sem="acquire")
-    synchronize()
-
-
-@gluon.jit
 def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
     """Consumer warpgroup `w`: its part of all work tiles, or with PINGPONG every NUM_CONSUMERS-th work tile."""
     STEP: gl.constexpr = TRAITS.NUM_CONSUMERS if TRAITS.PINGPONG else 1
@@ -535,12 +342,12 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
             acc = multiply(args, position, num_blocks, w, TRAITS)
         if TRAITS.STREAM_K:
             if tile.k_end < args.schedule.k_blocks:
-                _store_partial(acc, args, w, TRAITS)
+                store_partial(acc, args, w, TRAITS)
             else:
-                _await_partials(args, tile, w, TRAITS)
-                _store_epilogue(acc, args, tile, w, TRAITS)
+                await_partials(args, tile, w, TRAITS)
+                store_epilogue(acc, args, tile, w, TRAITS)
         else:
-            _store_epilogue(acc, args, tile, w, TRAITS)
+            store_epilogue(acc, args, tile, w, TRAITS)
         position += num_blocks
         for after in gl.static_range(1, STEP):  # those of the other consumers
             position += _num_blocks(number + after, args.schedule, TRAITS)
@@ -557,10 +364,11 @@ def _num_blocks(number, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, b_second, c, z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale, partials, partial_flags,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride,
-    a_scale_block_stride, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
-    m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed, TRAITS: gl.constexpr,
+    a, b, b_second, c, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale,
+    up_scale, partials, partial_flags,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
+    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """C [num_splits * batch, m, n]. a, b, b_second and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
@@ -585,9 +393,10 @@ def matmul_kernel(
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed)
     epilogue = EpilogueArgs(
-        z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale, c_strides, z_strides, dz_strides, bias_stride,
-        residual_strides, a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride,
-        b_scale_stride, b_scale_block_stride, partials, partial_flags,
+        z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+        c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+        a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
+        b_scale_batch_stride, b_scale_stride, b_scale_block_stride, partials, partial_flags,
     )  # fmt: skip
     consumed = Buffers(a_buffers, b_stages, second_buffers, c_buffers)
     produced = Buffers(a_buffers, b_buffers, second_buffers, c_buffers)
