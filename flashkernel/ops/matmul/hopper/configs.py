@@ -28,6 +28,7 @@ _SECOND_TILE = 1.11  # the rate's loss to a second tile of B, whose products rea
 _TILE_CYCLES = 5300  # of an epilogue's and a pipeline's start, whatever their size
 _STORE_RATE = 36  # elements of C per clock cycle
 _STREAM_CYCLES = 28000  # of clearing Stream-K's flags and waiting for other programs
+_LOAD_SHARE = 0.05  # of the loads' time that the products do not hide
 _STREAM_GAIN = 0.97  # of the other configs' time: how much less Stream-K must take
 _PINGPONG_ROWS = 1024  # up to which tiles that alternate are considered
 _REDUCE_CYCLES = 1800  # of another launch
@@ -146,7 +147,8 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
     products = config.block_m * config.block_n * 128 / _MMA_RATE
     if second_columns(config.block_n, bool(shape["block_scaled"])):
         products *= _SECOND_TILE
-    step = max(products, _stage_bytes(config) / _L2_RATE)
+    loads = _stage_bytes(config) / _L2_RATE
+    step = max(products, loads) + _LOAD_SHARE * loads
     epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
     tiles = _tiles(config, shape) * config.num_splits
     if config.stream_k:
