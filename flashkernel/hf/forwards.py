@@ -317,8 +317,11 @@ def _can_fuse(x: Tensor, layers: list[Any]) -> bool:
 
 def _can_fuse_mlp(x: Tensor, layers: list[Any], kind: type) -> bool:
     """Whether `mlp` computes these layers: plain ones, in half precision (float32 products are cuBLAS's)."""
-    if not all([_is_plain(layer, kind) for layer in layers]) or (  # noqa: C419  dynamo
-        len({layer.bias is None for layer in layers[:-1]}) > 1
+    if (
+        not all([_is_plain(layer, kind) for layer in layers])
+        or (  # noqa: C419  dynamo
+            len({layer.bias is None for layer in layers[:-1]}) > 1
+        )
     ):
         return False
     lower = autocast_dtype(x)

@@ -51,7 +51,7 @@ def _by_linear(call: Call) -> bool:
 
 def _hopper(call: Call) -> str | None:
     if _by_linear(call):
-        return f"up to {FEW_ROWS} rows without gradients, and quantized weights, are served by the kernels of linear"
+        return f"up to {FEW_ROWS} rows without gradients, and quantized weights, have kernels of their own in linear"
     return None
 
 
