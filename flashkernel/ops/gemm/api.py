@@ -129,7 +129,7 @@ def linear(
         if main_grads is not None and chosen.name == "reference":
             raise ValueError("linear: the reference adds no gradients to main_grads; use backend='torch'")
         run, more = (dense.linear, {"backend": backend}) if by_matmul else (chosen.run, {"main_grads": main_grads})
-        y = run(
+        y: Any = run(
             x, weights[0] if single else weights, bias, residual, norm_weight,
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
             norm_offset=norm_offset, out_dtype=out_dtype, out=out, **more,

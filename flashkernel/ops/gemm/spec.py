@@ -113,7 +113,7 @@ def _hopper(call: Call) -> str | None:
     """It serves many rows, and products of 8-bit operands."""
     given = call.facts.get("weight")
     if multiplies_in_fp8(given):
-        if call.facts["fused"] == "gate" and Layout.parse(given).group_shape == GRANULARITIES["block"]:
+        if call.facts["fused"] == "gate" and Layout.parse(call.facts["weight"]).group_shape == GRANULARITIES["block"]:
             return "gate and up with block scales would need four accumulators"
         return _fp8_products(call)
     if "main_grads" in call.facts:
@@ -355,11 +355,11 @@ def _benches() -> tuple[Case, ...]:
 def _many_rows(tables: Mapping[str, _Layers]) -> tuple[Case, ...]:
     """Training, prompts, and prompts with weights and activations in fp8."""
     small = {"rows": 256, "columns": 512, "inner": 256}
-    found = []
+    plain = []
     for name, rows in (("llama-8b gate-up", 8192), ("llama-8b down", 8192), ("gpt2 up", 16384)):
         model, layer = name.split()
         axes, present, options = tables[model][layer]
-        found.append(Case(f"{model}-{layer}-{rows}", {**axes, "rows": rows}, options, dtypes=_HALF, present=present,
+        plain.append(Case(f"{model}-{layer}-{rows}", {**axes, "rows": rows}, options, dtypes=_HALF, present=present,
                           check_axes=small))  # fmt: skip
     hidden, inner = MODELS["llama-3.1-8b"].hidden, MODELS["llama-3.1-8b"].intermediate
     in_fp8 = (
@@ -368,8 +368,7 @@ def _many_rows(tables: Mapping[str, _Layers]) -> tuple[Case, ...]:
         _fp8("fp8-block-llama-8b-down-8192", "block", ("residual",), {"inner": inner, "columns": hidden, "rows": 8192},
              activation_dtype=FP8),
     )  # fmt: skip
-    found += [replace(case, dtypes=_HALF, gradients=False, check_axes=small) for case in in_fp8]
-    return tuple(found)
+    return (*(replace(case, dtypes=_HALF, gradients=False, check_axes=small) for case in in_fp8), *plain)
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:

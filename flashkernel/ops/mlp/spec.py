@@ -181,7 +181,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     axes["wide"] = axes["inner"] * (2 if kind == "packed" else 1)
     if kind == "packed":
         options["packed"] = rng.one(("halves", "interleaved"))
-    present = [name for name in ("down_bias", "residual") if name in case.present]
+    present: list[str] = [name for name in ("down_bias", "residual") if name in case.present]
     present += ["norm_weight"] if "norm_weight" in case.present and axes["columns"] else []
     present += ["up"] if kind == "pair" else []
     if "gate_up_bias" in case.present:
