@@ -25,6 +25,9 @@ class Deadlock(AssertionError):
     pass
 
 
+UNSIGNED = "uint32"  # torch cannot multiply such tensors: they are int64, cut off
+
+
 class Value(Tensor):
     """A value of the kernel's: assignment operators make a new one, as they do there."""
 
@@ -47,6 +50,8 @@ class Value(Tensor):
         return types.SimpleNamespace(layout=None)
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:  # type: ignore[override]
+        if dtype == UNSIGNED:
+            return super().to(torch.int64) & 0xFFFFFFFF
         return self.contiguous().view(dtype) if bitcast else super().to(dtype)
 
 
@@ -485,6 +490,7 @@ def _inline_asm(text: str, constraints: str, args: Any, dtype: torch.dtype, is_p
 
 
 _NAMES = types.SimpleNamespace(
+    uint32=UNSIGNED, cast=lambda x, dtype: _value(torch.as_tensor(x)).to(dtype),
     float32=torch.float32, int32=torch.int32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
     float8e4nv=torch.float8_e4m3fn, constexpr=None, inline_asm_elementwise=_inline_asm,
     static_range=range, static_assert=lambda *a: None,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from compiled import compiled
 from sass import stack_traffic
+from test_compile import PARKED
 from torch import Tensor
 
 import flashkernel as fk
@@ -154,6 +155,61 @@ def test_the_gradient_of_a_returned_preactivation_is_added() -> None:
     _close(torch.autograd.grad(z.sum(), a)[0], torch.ones(20, 24) @ b.T, 1e-4)
 
 
+def test_dropout_draws_a_seed_that_repeats() -> None:
+    a, b = torch.randn(20, 16, requires_grad=True), torch.randn(16, 24, requires_grad=True)
+
+    def call(backend: str) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        c = fk.matmul(a, b, activation="swiglu", dropout=0.5, backend=backend)
+        return c, *torch.autograd.grad(c.square().sum(), (a, b))
+
+    first, again, expected = call("triton"), call("triton"), call("torch")
+    for one, other, exact in zip(first, again, expected):
+        assert torch.equal(one, other)
+        _close(one, exact, 1e-4)
+    share = float(
+        (fk.matmul(torch.ones(100, 16), torch.ones(16, 200), dropout=0.25, backend="triton") == 0).float().mean()
+    )
+    assert abs(share - 0.25) < 0.02
+    fk.matmul(a, b, dropout=0.5, seed=torch.tensor(7), backend="triton").sum().backward()
+
+
+QUANTIZING = {name: config for name, config in CONFIGS.items() if config.rows == 64}
+
+
+@pytest.mark.parametrize("config", QUANTIZING.values(), ids=QUANTIZING)
+@pytest.mark.parametrize("n", [304, 299])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fp8_outputs_on_hopper(config: HopperMatmul, n: int, gated: bool, emulated: None) -> None:
+    """Blocks that end with a tile, within one and beyond the last column; C's rows are aligned or not."""
+    a, b = torch.randn(2, 70, 136).half(), torch.randn(136, 2 * n if gated else n).half() / 8
+    config = replace(config, block_n=256) if gated else config
+    options: dict[str, Any] = {"activation": "reglu"} if gated else {}
+    exact = fk.matmul(a.double(), b.double(), backend="reference", **options)
+    with tune.override(HOPPER_MATMUL, config):
+        c, scales = fk.matmul(a, b, out_quantize="block", backend="hopper", **options)
+        divided = fk.matmul(
+            a, b, out_scale=torch.tensor(0.01), out_dtype=torch.float8_e4m3fn, backend="hopper", **options
+        )
+    blocks = torch.nn.functional.pad(exact, (0, 384 - n)).view(2, 70, 3, 128).abs().amax(-1)
+    _close(scales, blocks / 448, 1e-4)
+    _close(c.double() * scales.double().repeat_interleave(128, 2)[..., :n], exact, 0.1)
+    _close(divided, (exact * 100).clamp(-448, 448), 0.1)
+
+
+def test_fp8_outputs_in_triton() -> None:
+    a, b = torch.randn(2, 37, 70), torch.randn(2, 70, 300)
+    exact = a @ b
+    for splits, block_n in ((1, 256), (3, 32)):
+        with tune.override(TRITON, MatmulConfig(16, block_n, 16, 4, 2, splits=splits)):
+            c, scales = fk.matmul(a, b, out_quantize="block", backend="triton")
+        _close(c.double() * scales.double().repeat_interleave(128, 2)[..., :300], exact, 0.3)
+    expected = fk.matmul(a, b, out_quantize="row", backend="reference")
+    c, scales = fk.matmul(a, b, out_quantize="row", backend="triton")
+    _close(scales, expected[1], 1e-5)
+    _close(c, expected[0], 0.1)
+
+
 def _launches(m: int, n: int, k: int, call: str, backend: str, packed: str = "halves", **given: Any) -> list[Launch]:
     """The launches of a call on tensors without data."""
 
@@ -164,6 +220,8 @@ def _launches(m: int, n: int, k: int, call: str, backend: str, packed: str = "ha
         if call == "dact":
             width = 2 if given["activation"] == "swiglu" else 1
             fk.matmul_dact(empty(m, k), empty(k, n), empty(m, width * n), packed=packed, backend=backend, **given)
+        elif call == "plain":
+            fk.matmul(empty(m, k), empty(n, k).T, bias=empty(n), backend=backend, **given)
         elif call == "pair":
             fk.matmul(empty(m, k), (empty(n, k).T, empty(n, k).T), activation="swiglu", backend=backend, **given)
         else:
@@ -181,6 +239,13 @@ COMPILED: dict[str, dict[str, Any]] = {
     "gated-z": {"m": 4096, "n": 14336, "k": 4096, "call": "gated", "return_preactivation": True},
     "gated-z-interleaved": {"m": 4096, "n": 2880, "k": 2880, "call": "gated", "packed": "interleaved",
                             "return_preactivation": True},
+    "gated-dropout": {"m": 4096, "n": 14336, "k": 4096, "call": "gated", "dropout": 0.1},
+    "gated-fp8": {"m": 4096, "n": 14336, "k": 4096, "call": "gated", "out_quantize": "block"},
+    "gated-fp8-z": {"m": 4096, "n": 14336, "k": 4096, "call": "gated", "out_quantize": "block",
+                    "return_preactivation": True},
+    "fp8": {"m": 4096, "n": 4096, "k": 4096, "call": "plain", "out_quantize": "block"},
+    "fp8-rows": {"m": 4096, "n": 4096, "k": 4096, "call": "plain", "out_quantize": "row"},
+    "fp8-out": {"m": 4096, "n": 4096, "k": 4096, "call": "plain", "out_dtype": torch.float8_e4m3fn},
     "gated-odd": {"m": 4096, "n": 4099, "k": 4096, "call": "gated", "return_preactivation": True},
     "gated-few-rows": {"m": 128, "n": 1024, "k": 16384, "call": "gated"},
     "dact": {"m": 4096, "n": 14336, "k": 4096, "call": "dact", "activation": "gelu_tanh"},
@@ -202,7 +267,7 @@ def test_compiled(name: str, backend: str) -> None:
 def _assert_lean(launches: list[Launch]) -> None:
     for one in launches:
         code = compiled(one, 90)
-        assert code.stack == 0
+        assert code.stack <= (0 if one.kernel.is_gluon() else PARKED)
         assert stack_traffic(code.sass).stores == 0
         assert code.shared <= H200.shared_per_block
     assert re.search("HGMMA.64x", compiled(launches[0], 90).sass)

@@ -48,6 +48,17 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (), device=device)
 
 
+def check_dropout(function: str, dropout: float, seed: int | Tensor | None, device: torch.device) -> None:
+    """ValueError for a share that is no probability, or a seed that is no number."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{function}: dropout is {dropout}; it must be a probability, at least 0 and below 1")
+    if isinstance(seed, Tensor) and (seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != device):
+        raise ValueError(
+            f"{function}: seed is {seed.dtype} {tuple(seed.shape)} on {seed.device}; it must be a number, or one int64 "
+            f"on {device}"
+        )
+
+
 def keep_pairs(
     seed: int | Tensor,
     b: Tensor,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.activation import NATIVE, apply_gate
+from flashkernel.blocks.dropout import threshold
 from flashkernel.core.arguments import check_finite, static
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "squared_relu")
@@ -27,10 +28,12 @@ Values = tuple[Tensor, ...]  # one product, or gate and up
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors that pieces read: biases [columns], one for each product, and a residual [rows, columns]."""
+    """The tensors that pieces read: biases [columns], one for each product, a residual [rows, columns], and which
+    elements dropout keeps, bool [rows, columns]."""
 
     biases: tuple[Tensor, ...] = ()
     residual: Tensor | None = None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Bias:
     def run(self, values: Values, operands: Operands) -> Values:
         return tuple([value + bias for value, bias in zip(values, operands.biases)])
 
-    def pull_back(self, values: Values, gradients: Values) -> Values:
+    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
         return gradients
 
 
@@ -66,7 +69,7 @@ class Activation:
     def run(self, values: Values, operands: Operands) -> Values:
         return (NATIVE[self.kind](values[0]),)
 
-    def pull_back(self, values: Values, gradients: Values) -> Values:
+    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
         return (gradients[0] * _value_and_derivative(self.kind, values[0])[1],)
 
 
@@ -91,7 +94,7 @@ class Gate:
         gate, up = values
         return (apply_gate(NATIVE, self.kind, gate, up, self.alpha, self.limit),)
 
-    def pull_back(self, values: Values, gradients: Values) -> Values:
+    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
         gate, up = values
         if self.kind != "gpt_oss":
             value, derivative = _value_and_derivative(self.kind, gate)
@@ -116,8 +119,27 @@ class Scale:
     def run(self, values: Values, operands: Operands) -> Values:
         return (values[0] * self.factor,)
 
-    def pull_back(self, values: Values, gradients: Values) -> Values:
+    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
         return (gradients[0] * self.factor,)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """value / (1 - probability) where it is kept, else 0"""
+
+    probability: float
+
+    @property
+    def text(self) -> str:
+        probability = float(static(self.probability))
+        return f"dropout {probability!r} {threshold(probability)}"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        assert operands.kept is not None, "the chain has dropout, and nothing says what is kept"
+        return (torch.where(operands.kept, values[0] / (1 - self.probability), 0.0),)
+
+    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
+        return self.run(gradients, operands)
 
 
 @dataclass(frozen=True)
@@ -132,11 +154,11 @@ class Residual:
         assert operands.residual is not None, "the chain has a residual, and none was given"
         return (values[0] + operands.residual,)
 
-    def pull_back(self, values: Values, gradients: Values) -> Values:
+    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
         return gradients
 
 
-Piece = Bias | Activation | Gate | Scale | Residual
+Piece = Bias | Activation | Gate | Scale | Dropout | Residual
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,7 @@ class Epilogue:
     @property
     def linear(self) -> bool:
         """Whether the result is a factor times the product, plus what does not depend on it."""
-        return not any(isinstance(piece, (Activation, Gate)) for piece in self.pieces)
+        return not any(isinstance(piece, (Activation, Gate, Dropout)) for piece in self.pieces)
 
     @property
     def factor(self) -> float:
@@ -167,6 +189,11 @@ class Epilogue:
     def activation(self) -> Activation | Gate | None:
         """Its activation or gate."""
         return next((piece for piece in self.pieces if isinstance(piece, (Activation, Gate))), None)
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """Its dropout."""
+        return next((piece for piece in self.pieces if isinstance(piece, Dropout)), None)
 
     @property
     def before_activation(self) -> Epilogue:
@@ -214,14 +241,16 @@ class Epilogue:
         for piece, given in zip(reversed(self.pieces), reversed(before)):
             if isinstance(piece, Residual):
                 at_residual = gradients[0]
-            gradients = piece.pull_back(given, gradients)
+            gradients = piece.pull_back(given, gradients, operands)
             if isinstance(piece, Bias):
                 at_bias = gradients
         return gradients, at_bias, at_residual
 
 
-def standard(bias: bool, activation: str | Activation | Gate | None, scale: float, residual: bool) -> tuple[Piece, ...]:
-    """The pieces of a transformer's layer, in its order: bias, activation or gate, scale, residual."""
+def standard(
+    bias: bool, activation: str | Activation | Gate | None, scale: float, residual: bool, dropout: float = 0.0
+) -> tuple[Piece, ...]:
+    """The pieces of a transformer's layer, in its order: bias, activation or gate, scale, dropout, residual."""
     pieces: list[Piece] = []
     if bias:
         pieces.append(Bias())
@@ -230,6 +259,8 @@ def standard(bias: bool, activation: str | Activation | Gate | None, scale: floa
         pieces.append(piece)
     if scale != 1.0:
         pieces.append(Scale(scale))
+    if dropout > 0:
+        pieces.append(Dropout(dropout))
     if residual:
         pieces.append(Residual())
     return tuple(pieces)
@@ -269,6 +300,8 @@ def _piece(text: str) -> Piece:
         return Gate(words[0], float(words[1]), float(words[2]))
     if name == "scale":
         return Scale(float(words[0]))
+    if name == "dropout":
+        return Dropout(float(words[0]))
     if name == "bias":
         return Bias()
     if name == "residual":

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from flashkernel.blocks.activation_triton import activate, clamp_gate, clamp_up
+from flashkernel.blocks.dropout_triton import keep_elements, seed_word
 
 
 @triton.constexpr_function
@@ -25,15 +26,33 @@ def _number(chain, piece, out_column):
     return float(chain.split(";")[piece].split()[out_column])
 
 
+@triton.constexpr_function
+def _integer(chain, piece, out_column):
+    return int(chain.split(";")[piece].split()[out_column])
+
+
+@triton.jit
+def drop_elements(value, seed, device_seed, row, column, columns, EPILOGUE: tl.constexpr, PIECE: tl.constexpr):
+    """Dropout of value [R, C] by a piece of a chain. Elements are numbered row * columns + column.
+
+    It follows from `seed`, a `seed_word`, or from the number at `device_seed`.
+    """
+    index = row.to(tl.int64)[:, None] * columns + column[None, :]
+    kept = keep_elements(seed_word(seed, device_seed), index, _integer(EPILOGUE, PIECE, 2))
+    return tl.where(kept, value * (1.0 / (1.0 - _number(EPILOGUE, PIECE, 1))), 0.0)
+
+
 @triton.jit
 def apply_epilogue(
     value, up, row, column, out_column, in_rows, in_columns,
     bias, up_bias, bias_stride, residual, residual_stride, EPILOGUE: tl.constexpr,
+    seed=None, device_seed=None, first_row=0, columns=0,
 ):  # fmt: skip
     """The chain applied to value [R, C] in float32.
 
     `up` [R, C] is the up product where the chain has a gate; else it is not looked at. `row` [R] and `column` [C]
-    say where the tile lies in the residual, `out_column` [C] where its columns lie in the bias.
+    say where the tile lies in the residual, `out_column` [C] where its columns lie in the bias. With dropout
+    (`drop_elements`), elements are numbered (first_row + row) * columns + column.
     """
     for piece in tl.static_range(_pieces(EPILOGUE)):
         if _word(EPILOGUE, piece, 0) == "bias":
@@ -47,11 +66,27 @@ def apply_epilogue(
             value *= clamp_up(up, _number(EPILOGUE, piece, 3), _word(EPILOGUE, piece, 1))
         elif _word(EPILOGUE, piece, 0) == "scale":
             value *= _number(EPILOGUE, piece, 1)
+        elif _word(EPILOGUE, piece, 0) == "dropout":
+            value = drop_elements(value, seed, device_seed, first_row + row, column, columns, EPILOGUE, piece)
         else:
             tl.static_assert(_word(EPILOGUE, piece, 0) == "residual", "unknown piece of an epilogue")
             there = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
             value += tl.load(there, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def block_scale(value, in_columns):
+    """[R]: the scale with which the largest |value| of each row of a tile [R, C] becomes 448; 1 where all are zero."""
+    largest = tl.max(tl.where(in_columns[None, :], tl.abs(value), 0.0), axis=1)
+    smallest: tl.constexpr = 1.1754943508222875e-38  # a quotient that rounds to 0 would divide by it
+    return tl.where(largest > 0, tl.maximum(largest / 448.0, smallest), 1.0)
+
+
+@triton.jit
+def saturate_fp8(value):
+    """value within the range of float8_e4m3fn; keeps NaN."""
+    return tl.where(value > 448.0, 448.0, tl.where(value < -448.0, -448.0, value))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.dropout import draw_seed
+from flashkernel.blocks.dropout import check_dropout, draw_seed
 from flashkernel.blocks.mask import Mask, checked, narrowed
 from flashkernel.blocks.tile_ranges import max_visible_keys
 from flashkernel.core.arguments import (
@@ -175,12 +175,6 @@ def _check_settings(
             f"attention: score is a {type(score).__name__}; it must be a function of (score, b, h, q, k) "
             "written with operators; a tensor to be added goes into bias="
         )
-    if not 0 <= dropout < 1:
-        raise ValueError(f"attention: dropout is {dropout}; it must be a probability, at least 0 and below 1")
-    if isinstance(seed, Tensor) and (seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != q.device):
-        raise ValueError(
-            f"attention: seed is {seed.dtype} {tuple(seed.shape)} on {seed.device}; it must be a number, or one int64 "
-            f"on {q.device}"
-        )
+    check_dropout("attention", dropout, seed, q.device)
     check_scale("attention", scale)
     check_softcap("attention", softcap)

@@ -1,11 +1,14 @@
 """The public matrix products: argument checks and dispatch."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.dropout import check_dropout, draw_seed
 from flashkernel.blocks.epilogue import Activation, Gate, activation_piece, standard
+from flashkernel.blocks.fp8 import FP8
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import FLOATS
@@ -25,14 +28,18 @@ def matmul(
     activation: str | Activation | Gate | None = None,
     packed: str = "halves",
     scale: float = 1.0,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    out_quantize: str | None = None,
     return_preactivation: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns scale * activation(a @ b + bias) + residual.
+) -> Tensor | tuple[Tensor, ...]:
+    """Returns dropout(scale * activation(a @ b + bias)) + residual.
 
     Sums are in float32. Transposed operands are views: `matmul(x, weight.T)` copies nothing. float32 operands are
     rounded to tf32 where torch.backends.cuda.matmul.allow_tf32 is set. a, b, bias and residual are differentiable;
@@ -48,11 +55,20 @@ def matmul(
             "geglu_exact", "reglu", "gpt_oss_glu"; an `Activation` or `Gate` object; None.
         packed: how b holds gate and up: "halves" or "interleaved" columns. A returned preactivation is packed alike.
         scale: a factor on the activation's output.
+        dropout: the share of the elements that are dropped, ahead of the residual; others at each call.
+        seed: a number, or int64 of one element on a's device, that fixes which are dropped. None draws one from torch's
+            generator of the device, on the device, so torch.manual_seed and activation checkpointing repeat it, and a
+            CUDA graph draws another at each replay.
         out_dtype: the output's dtype; a's unless given, and bfloat16 of 8-bit operands.
         a_scale: scales of 8-bit operands, float32: one for all, () or (1,); one for each row, (M,) or (..., M, 1); one
             for each row and 128 columns, (..., M, K / 128). Given with b_scale.
         b_scale: one for all; one for each column, (N,) or (..., 1, N); one for every 128 x 128 block,
             (..., K / 128, N / 128), with an a_scale of blocks. Sizes are rounded up.
+        out_scale: float32 scales of a float8_e4m3fn output: one for all, () or (1,), or one for each row, (M, 1) or
+            (batch, M, 1). The output is divided by it and saturated at 448.
+        out_quantize: quantizes the output to float8_e4m3fn. "block": with a scale for each 1 x 128 elements, computed
+            in the epilogue, as block-scaled products read them. "row": with a scale for each row, which needs the whole
+            row: the output is written in a's dtype first, and a second kernel quantizes it.
         return_preactivation: also return Z = a @ b + bias, what goes into the activation, in a's dtype (bfloat16 of
             8-bit operands). `matmul_dact` takes it.
         out: where the output is written and returned, instead of a new tensor; it may be the residual itself, so that
@@ -60,8 +76,9 @@ def matmul(
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
-        (M, N), or (batch, M, N) if an operand has a batch. With `return_preactivation` a pair of that and Z, which has
-        2 N columns for a gated activation.
+        (M, N), or (batch, M, N) if an operand has a batch. A tuple of that and, in this order: with `out_quantize` the
+        scales, float32 (..., M, N / 128) rounded up or (..., M, 1); with `return_preactivation` Z, which has 2 N
+        columns for a gated activation. Outputs in float8_e4m3fn have no gradient.
 
     Example:
         >>> import torch, flashkernel as fk
@@ -72,6 +89,9 @@ def matmul(
         >>> y, z = fk.matmul(x, weight.T, activation="swiglu", return_preactivation=True)  # (4, 8): two rows are up's
         >>> y.shape, z.shape
         (torch.Size([3, 2]), torch.Size([3, 4]))
+        >>> y, scales = fk.matmul(x, weight.T, activation="swiglu", out_quantize="block")
+        >>> y.dtype, scales.shape
+        (torch.float8_e4m3fn, torch.Size([3, 1]))
         >>> q = (x / x.abs().amax(1, keepdim=True) * 127).to(torch.int8)
         >>> fk.matmul(q, q.T, a_scale=torch.ones(3), b_scale=torch.ones(()), out_dtype=torch.float32).shape
         torch.Size([3, 3])
@@ -88,36 +108,44 @@ def matmul(
     batch = checks.operands("matmul", a, *matrices)
     n = checks.columns("matmul", matrices, activation, packed)
     check_finite("matmul", "scale", scale)
+    check_dropout("matmul", dropout, seed, a.device)
     checks.extras(a, batch, n, matrices, biases, residual, out_dtype)
     a_scale, b_scale, scaling = checks.scales(a, matrices[0], a_scale, b_scale)
     if scaling and len(matrices) == 2:
         raise ValueError("matmul: b is a pair of 8-bit matrices; pack gate and up and their scales in one tensor")
     if out_dtype is None:
-        out_dtype = default_dtype(a.dtype)
+        out_dtype = default_dtype(a.dtype) if out_quantize is None else FP8
+    out_scale = checks.quantization(a, batch, out_dtype, out_scale, out_quantize, out)
     if out is not None:
         shape = (a.shape[-2], n) if batch is None else (batch, a.shape[-2], n)
         checks.output("matmul", "out", out, out_dtype, shape, a, *matrices, *biases, residual)
     gradients = needs_gradients(a, *matrices, *biases, residual)
+    if gradients and out_dtype == FP8:
+        raise ValueError("matmul: an output in float8_e4m3fn has no gradient; call it under torch.no_grad()")
     chosen = choose(
         spec.MATMUL, backend, a.device, a.dtype, gradients, scaling=scaling,
         gated=spec.gate_fact(activation, packed if len(matrices) == 1 else "pair", scaling, n),
-        fused=activation is not None or return_preactivation or out is not None,
+        fused=activation is not None or return_preactivation or out is not None or dropout > 0 or out_dtype == FP8,
     )  # fmt: skip
+    if seed is None:
+        seed = draw_seed(a.device) if dropout > 0 else 0
     if chosen.composite:
         with without_autocast(a):
             results = chosen.run(
                 a, _alone(matrices), bias=_alone(biases), residual=residual, activation=activation, packed=packed,
-                scale=scale, out_dtype=out_dtype, return_preactivation=return_preactivation, a_scale=a_scale,
-                b_scale=b_scale,
+                scale=scale, dropout=dropout, seed=seed, out_dtype=out_dtype, out_quantize=out_quantize,
+                return_preactivation=return_preactivation, a_scale=a_scale, b_scale=b_scale, out_scale=out_scale,
             )  # fmt: skip
         if out is None:
             return results
         return (out.copy_(results[0]), results[1]) if return_preactivation else out.copy_(results)
-    chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
+    pieces = standard(len(biases) > 0, activation, scale, residual is not None, dropout)
+    chain = ";".join([piece.text for piece in pieces])
     return library.matmul(
         chosen.target, a, matrices, biases, residual, a_scale, b_scale, out,
+        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed), out_scale,
         (chain, packed, scaling, out_dtype, torch.backends.cuda.matmul.allow_tf32),
-        gradients and activation is not None, return_preactivation,
+        out_quantize or "", gradients and activation is not None, return_preactivation,
     )  # fmt: skip
 
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Gate, activation_width, check_activation
-from flashkernel.blocks.fp8 import SCALE_BLOCK
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core.arguments import needs_gradients
 from flashkernel.ops.matmul.reference import as_matrices
+
+QUANTIZATIONS = ("block", "row")
 
 
 def operands(function: str, a: Tensor, *matrices: Tensor) -> int | None:
@@ -87,6 +89,32 @@ def extras(
                 f"matmul: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}; it must be float "
                 f"{' or '.join(map(str, shapes))} on {a.device}"
             )
+
+
+def quantization(
+    a: Tensor, batch: int | None, out_dtype: torch.dtype, out_scale: Tensor | None, out_quantize: str | None,
+    out: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """The scale of an fp8 output, with 2 or 3 dims."""
+    if out_quantize is not None:
+        if out_quantize not in QUANTIZATIONS:
+            raise ValueError(f"matmul: out_quantize is {out_quantize!r}; it must be 'block' or 'row'")
+        if out_dtype != FP8 or out_scale is not None or out is not None:
+            raise ValueError("matmul: out_quantize makes a new float8_e4m3fn output; leave out_scale and out away")
+    if out_scale is None:
+        return None
+    if out_dtype != FP8:
+        raise ValueError(f"matmul: out_scale is for an output in float8_e4m3fn, not {out_dtype}; use `scale`")
+    m = a.shape[-2]
+    shapes = [(), (1,), (1, 1), (m, 1)] + (
+        [] if batch is None else [(1, 1, 1), (1, m, 1), (batch, 1, 1), (batch, m, 1)]
+    )
+    if tuple(out_scale.shape) not in shapes or out_scale.dtype != torch.float32 or out_scale.device != a.device:
+        raise ValueError(
+            f"matmul: out_scale is {out_scale.dtype} {tuple(out_scale.shape)} on {out_scale.device}; it must be "
+            f"float32 {' or '.join(map(str, shapes))} on {a.device}"
+        )
+    return out_scale.reshape(1, 1) if out_scale.ndim < 2 else out_scale
 
 
 def output(

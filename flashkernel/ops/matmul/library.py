@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Residual
+from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.launch import mark_written
@@ -17,7 +18,9 @@ from flashkernel.core.op import resolve
 from flashkernel.ops.matmul.params import GroupedParams, MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.reference import default_dtype
 
-_GRADIENTS = "flashkernel.ops.matmul.triton:activation_gradient"  # elementwise: of all kernel modules
+# Of all kernel modules:
+_GRADIENTS = "flashkernel.ops.matmul.triton:activation_gradient"
+_QUANTIZE = "flashkernel.ops.matmul.triton:quantize_rows"
 
 
 def matmul(
@@ -29,10 +32,13 @@ def matmul(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     out: Tensor | None,
+    seed: int | Tensor,
+    out_scale: Tensor | None,
     settings: tuple[str, str, str, torch.dtype, bool],
+    quantize: str,
     save: bool,
     return_preactivation: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """C [M, N], or [batch, M, N] if an operand has a batch; differentiable in a, b, the biases and the residual.
 
     Args:
@@ -44,7 +50,10 @@ def matmul(
         a_scale: Scales of 2 or 3 dims.
         b_scale: The same.
         out: Where C is written; then without gradients.
+        seed: Of dropout.
+        out_scale: C is divided by it, [M or 1, 1] or [batch or 1, M or 1, 1].
         settings: Epilogue, packing, scaling, output dtype and tf32, as in `MatmulParams`.
+        quantize: "block" or "row": return C in fp8, and its scales; "" for neither.
         save: Store the activation's input for the backward pass.
         return_preactivation: Return it, too.
     """
@@ -52,18 +61,22 @@ def matmul(
     tensors = (
         _batched(a), _batched(matrices[0]), _batched(matrices[1]) if len(matrices) == 2 else None,
         biases[0] if biases else None, biases[1] if len(biases) == 2 else None, _batched(residual),
-        _batched(a_scale), _batched(b_scale),
+        _batched(a_scale), _batched(b_scale), seed if isinstance(seed, Tensor) else None,
+        _batched(out_scale),
     )  # fmt: skip
+    host_seed = 0 if isinstance(seed, Tensor) else seed
     saves = "returned" if return_preactivation else "saved" if save else ""
     if out is not None:
         chain, packed, scaling, _, tf32 = settings
         added = out is residual
         given = (*tensors[:5], None, *tensors[6:]) if added else tensors
-        z = _matmul_into(*given, _batched(out), chain, packed, scaling, tf32, saves, added, kernels)
+        z = _matmul_into(*given, _batched(out), chain, packed, scaling, tf32, host_seed, saves, added, kernels)
         return (out, z[0] if alone else z) if return_preactivation else out
-    c, z = _matmul(*tensors, *settings, saves, kernels)
-    c, z = (c[0], z[0] if saves else z) if alone else (c, z)
-    return (c, z) if return_preactivation else c
+    c, z, scales = _matmul(*tensors, *settings, host_seed, quantize, saves, kernels)
+    wanted = [c, *([scales] if quantize else []), *([z] if return_preactivation else [])]
+    if alone:
+        wanted = [x[0] for x in wanted]
+    return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
 
 def _batched(x):
@@ -90,26 +103,44 @@ def _forward(
     residual: Tensor | None,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
+    device_seed: Tensor | None,
+    out_scale: Tensor | None,
     chain: str,
     packed: str,
     scaling: str,
     out_dtype: torch.dtype,
     tf32: bool,
+    seed: int,
+    quantize: str,
     saves: str,
     kernels: str,
-) -> tuple[Tensor, Tensor]:
-    params = MatmulParams(out_dtype, chain, scaling, tf32, packed)
-    tensors = MatmulTensors(up, bias, up_bias, residual, a_scale, b_scale)
-    return _multiply(a, b, params, tensors, saves, kernels)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """C, the preactivation and the scales of C; those that are not asked for are empty."""
+    by_rows = quantize == "row"  # in a second kernel
+    params = MatmulParams(default_dtype(a.dtype) if by_rows else out_dtype, chain, scaling, tf32, packed)
+    n = _columns(b, up, chain)[0]
+    size = (_batches(a, b), a.shape[1], -(-n // SCALE_BLOCK)) if quantize == "block" else 0
+    scales = torch.empty(size, dtype=torch.float32, device=a.device)
+    tensors = MatmulTensors(
+        up, bias, up_bias, residual, a_scale, b_scale, seed=seed if device_seed is None else device_seed,
+        out_scale=out_scale, block_scales=scales if quantize == "block" else None,
+    )  # fmt: skip
+    c, z = _multiply(a, b, params, tensors, saves, kernels)
+    if by_rows:
+        c, scales = resolve(_QUANTIZE)(c)
+    return c, z, scales
 
 
 def _fake_forward(
-    a, b, up, bias, up_bias, residual, a_scale, b_scale, chain, packed, scaling, out_dtype, tf32, saves, kernels
-):
+    a, b, up, bias, up_bias, residual, a_scale, b_scale, device_seed, out_scale, chain, packed, scaling, out_dtype,
+    tf32, seed, quantize, saves, kernels,
+):  # fmt: skip
     n, z_columns = _columns(b, up, chain)
     shape = (_batches(a, b), a.shape[1])
     z = a.new_empty((*shape, z_columns) if saves else 0, dtype=default_dtype(a.dtype))
-    return a.new_empty((*shape, n), dtype=out_dtype), z
+    groups = 1 if quantize == "row" else -(-n // SCALE_BLOCK)
+    scales = a.new_empty((*shape, groups) if quantize else 0, dtype=torch.float32)
+    return a.new_empty((*shape, n), dtype=out_dtype), z, scales
 
 
 def _forward_into(
@@ -121,11 +152,14 @@ def _forward_into(
     residual: Tensor | None,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
+    device_seed: Tensor | None,
+    out_scale: Tensor | None,
     out: Tensor,
     chain: str,
     packed: str,
     scaling: str,
     tf32: bool,
+    seed: int,
     saves: str,
     added: bool,
     kernels: str,
@@ -133,7 +167,10 @@ def _forward_into(
     """Writes C to `out`, which is the residual where `added`. Returns the preactivation, or an empty tensor."""
     params = MatmulParams(out.dtype, chain, scaling, tf32, packed)
     target = out if out.stride(2) == 1 or out.shape[2] == 1 else None
-    tensors = MatmulTensors(up, bias, up_bias, out if added else residual, a_scale, b_scale, out=target)
+    tensors = MatmulTensors(
+        up, bias, up_bias, out if added else residual, a_scale, b_scale, out=target,
+        seed=seed if device_seed is None else device_seed, out_scale=out_scale,
+    )  # fmt: skip
     c, z = _multiply(a, b, params, tensors, saves, kernels)
     if target is None:
         out.copy_(c)
@@ -142,8 +179,9 @@ def _forward_into(
 
 
 def _fake_forward_into(
-    a, b, up, bias, up_bias, residual, a_scale, b_scale, out, chain, packed, scaling, tf32, saves, added, kernels
-):
+    a, b, up, bias, up_bias, residual, a_scale, b_scale, device_seed, out_scale, out, chain, packed, scaling, tf32,
+    seed, saves, added, kernels,
+):  # fmt: skip
     size = (_batches(a, b), a.shape[1], _columns(b, up, chain)[1])
     return a.new_empty(size if saves else 0, dtype=default_dtype(a.dtype))
 
@@ -156,11 +194,14 @@ def _multiply(
     shape = (_batches(a, b), a.shape[1], n)
     z = a.new_empty((*shape[:2], z_columns) if saves else 0, dtype=default_dtype(a.dtype))
     b, tensors = _unpacked(b, params, given._replace(preactivation=z if saves else None))
-    merged = _merged_batch(a, b, params.scaling, tensors.residual, tensors.out)
+    by_batch = params.scaling if tensors.out_scale is None else "row"
+    merged = _merged_batch(a, b, by_batch, tensors.residual, tensors.out)
     if merged is not None:  # one product of batch * M rows
         a, residual, out = merged
-        flat = z.view(1, -1, z_columns) if saves else None
-        tensors = tensors._replace(residual=residual, out=out, preactivation=flat)
+        rows = shape[0] * shape[1]
+        flat = z.view(1, rows, z_columns) if saves else None
+        scales = None if tensors.block_scales is None else tensors.block_scales.view(1, rows, -(-n // SCALE_BLOCK))
+        tensors = tensors._replace(residual=residual, out=out, preactivation=flat, block_scales=scales)
     c = resolve(kernels).forward(a, b, params, tensors)
     return c if c.shape == shape else c.view(shape), z
 
@@ -201,6 +242,7 @@ def _backward(
     b: Tensor,
     up: Tensor | None,
     preactivation: Tensor,
+    device_seed: Tensor | None,
     bias_dtype: torch.dtype,
     up_bias_dtype: torch.dtype,
     residual_dtype: torch.dtype,
@@ -208,6 +250,7 @@ def _backward(
     chain: str,
     packed: str,
     tf32: bool,
+    seed: int,
     wanted: list[bool],
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -216,7 +259,8 @@ def _backward(
     `dz` is the gradient of a returned preactivation.
     """
     module, epilogue = resolve(kernels), Epilogue.parse(chain)
-    dz = _preactivation_gradient(dc, dz, a.dtype, preactivation, epilogue, packed)
+    drawn = seed if device_seed is None else device_seed
+    dz = _preactivation_gradient(dc, dz, a.dtype, preactivation, epilogue, packed, drawn)
     parts = (dz,) if up is None else split_gate_up(dz, packed)
     results = [a.new_empty(0) for _ in range(6)]  # an output of its own each
     if wanted[0]:
@@ -234,11 +278,12 @@ def _backward(
 
 
 def _preactivation_gradient(
-    dc: Tensor, dz: Tensor | None, dtype: torch.dtype, preactivation: Tensor, epilogue: Epilogue, packed: str
-) -> Tensor:
+    dc: Tensor, dz: Tensor | None, dtype: torch.dtype, preactivation: Tensor, epilogue: Epilogue, packed: str,
+    seed: int | Tensor,
+) -> Tensor:  # fmt: skip
     """The gradient of what goes into the activation, in `dtype`; `dz` is added to it."""
     if not epilogue.linear:
-        return resolve(_GRADIENTS)(dc, dz, preactivation, epilogue, packed)
+        return resolve(_GRADIENTS)(dc, dz, preactivation, epilogue, packed, seed)
     found = dc if epilogue.factor == 1.0 else dc * epilogue.factor
     found = (found if dz is None else found + dz).to(dtype)
     return found if found.stride(2) == 1 or found.stride(1) == 1 else found.contiguous()
@@ -269,8 +314,8 @@ def _right_gradient(module, a: Tensor, dz: Tensor, b: Tensor, tf32: bool) -> Ten
 
 
 def _fake_backward(
-    dc, dz, a, b, up, preactivation, bias_dtype, up_bias_dtype, residual_dtype, residual_batches, chain, packed, tf32,
-    wanted, kernels,
+    dc, dz, a, b, up, preactivation, device_seed, bias_dtype, up_bias_dtype, residual_dtype, residual_batches, chain,
+    packed, tf32, seed, wanted, kernels,
 ):  # fmt: skip
     shapes = [
         (a.shape, a.dtype), (b.shape, a.dtype), (b.shape, a.dtype), (b.shape[2:], bias_dtype),
@@ -282,28 +327,27 @@ def _fake_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, up, bias, up_bias, residual, _, _, chain, packed, _, _, tf32, saves, kernels = inputs
+    a, b, up, bias, up_bias, residual, _, _, device_seed, _, chain, packed, _, _, tf32, seed, _, saves, kernels = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a, b, up, output[1])
-    if saves != "returned":
-        ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(a, b, up, output[1], device_seed)
+    ctx.mark_non_differentiable(*(output[2:] if saves == "returned" else output[1:]))
     ctx.output = (output[0].shape, output[0].dtype)
     ctx.settings = (
         *[a.dtype if x is None else x.dtype for x in (bias, up_bias, residual)],
-        1 if residual is None else residual.shape[0], chain, packed, tf32,
+        1 if residual is None else residual.shape[0], chain, packed, tf32, seed,
     )  # fmt: skip
     ctx.kernels = kernels
 
 
-def _pull_back(ctx, dc, dz):
+def _pull_back(ctx, dc, dz, _):
     if dc is None and dz is None:
-        return (None,) * 15
+        return (None,) * 19
     wanted = list(ctx.needs_input_grad[:6])
-    a, b, up, preactivation = ctx.saved_tensors
+    a, b, up, preactivation, device_seed = ctx.saved_tensors
     if dc is None:
         dc = a.new_zeros(ctx.output[0], dtype=ctx.output[1])
-    results = _matmul_backward(dc, dz, a, b, up, preactivation, *ctx.settings, wanted, ctx.kernels)
-    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 9
+    results = _matmul_backward(dc, dz, a, b, up, preactivation, device_seed, *ctx.settings, wanted, ctx.kernels)
+    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 13
 
 
 _matmul_backward = KernelOp("matmul_backward", _backward, _fake_backward)
@@ -368,7 +412,7 @@ def _dact_run(
     if merged is None:
         resolve(kernels).dact(a, b, plain, target, activated, params)
     else:  # one product of batch * M rows
-        resolve(kernels).dact(merged[0], b, *merged[1:], activated.view(1, -1, n), params)
+        resolve(kernels).dact(merged[0], b, *merged[1:], activated.view(1, batches * m, n), params)
     if target is not dz:
         dz.copy_(target)
     return activated

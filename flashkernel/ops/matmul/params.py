@@ -20,7 +20,10 @@ class MatmulOptions:
     activation: str | Activation | Gate | None = None
     packed: str = "halves"
     scale: float = 1.0
+    dropout: float = 0.0
+    seed: int | Tensor = 0
     out_dtype: torch.dtype | None = None
+    out_quantize: str | None = None
     return_preactivation: bool = False
 
 
@@ -39,6 +42,10 @@ class MatmulTensors(NamedTuple):
             bias), rounded to its dtype. Of a gated product [batch, M, 2 N], packed as `MatmulParams.packed` says.
         out: Where C is written, [batch, M, N] in `MatmulParams.out_dtype` with unit stride along N; None: a new tensor.
             It may be the residual.
+        seed: What dropout follows from, if the epilogue has it: a number, or one int64 on the device.
+        out_scale: float32 [batch or 1, M or 1, 1], any strides: C is divided by it, and saturated.
+        block_scales: float32 [batch, M, N / 128] (rounded up), contiguous, or None: C is quantized to fp8 in blocks of
+            1 x 128, whose scales the kernel writes here.
     """
 
     up: Tensor | None = None
@@ -50,6 +57,9 @@ class MatmulTensors(NamedTuple):
     up_scale: Tensor | None = None
     preactivation: Tensor | None = None
     out: Tensor | None = None
+    seed: int | Tensor = 0
+    out_scale: Tensor | None = None
+    block_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class MatmulParams:
     Attributes:
         out_dtype: The output's dtype. Sums are in float32 (int32 for int8 operands).
         chain: The text of an epilogue (`Epilogue.parse(chain)`), applied to the float32 product before it is rounded:
-            bias, activation, scale, residual, in that order, each where given.
+            bias, activation, scale, dropout, residual, in that order, each where given.
         scaling: How a_scale and b_scale multiply the product, ahead of the epilogue.
             "": there are none.
             "row": a_scale is [batch or 1, M or 1, 1] and b_scale [batch or 1, 1, N or 1]. A size of 1 stands for one

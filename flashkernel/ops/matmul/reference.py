@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.activation import FORMULAS, apply_gate
+from flashkernel.blocks.dropout import keep
 from flashkernel.blocks.epilogue import Activation, Gate, activation_piece
-from flashkernel.blocks.fp8 import SCALE_BLOCK, expand_scales
+from flashkernel.blocks.fp8 import FP8, FP8_MAX, SCALE_BLOCK, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
 from flashkernel.ops.matmul.params import MatmulOptions, Pair
 
@@ -24,11 +25,12 @@ def matmul(
     residual: Tensor | None = None,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """scale * activation(A B + bias) + residual, where A and B are multiplied by their scales first.
+) -> Tensor | tuple[Tensor, ...]:
+    """dropout(scale * activation(A B + bias)) + residual, where A and B are multiplied by their scales first.
 
-    With `return_preactivation` also A B + bias.
+    With `out_quantize` also the scales of its blocks or rows, and with `return_preactivation` also A B + bias.
     """
     params = MatmulOptions(**options)
     kept = default_dtype(a.dtype)
@@ -43,8 +45,12 @@ def matmul(
     ]
     preactivation = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
     value = activated(preactivation, params.activation, params.packed) * params.scale
-    c = (value if residual is None else value + residual).to(kept if params.out_dtype is None else params.out_dtype)
-    return (c, preactivation.to(kept)) if params.return_preactivation else c
+    if params.dropout > 0:
+        value = torch.where(kept_elements(value, params), value / (1 - params.dropout), 0.0)
+    results = stored(value if residual is None else value + residual, kept, out_scale, params)
+    if params.return_preactivation:
+        results = (*results, preactivation.to(kept))
+    return results if len(results) > 1 else results[0]
 
 
 def matmul_dact(
@@ -73,6 +79,25 @@ def activated(preactivation: Tensor, activation: str | Activation | Gate | None,
         gate, up = split_gate_up(preactivation, packed)
         return apply_gate(FORMULAS, piece.kind, gate, up, piece.alpha, piece.limit)
     return preactivation if piece is None else FORMULAS[piece.kind](preactivation)
+
+
+def stored(value: Tensor, kept: torch.dtype, out_scale: Tensor | None, params: MatmulOptions) -> tuple[Tensor, ...]:
+    """The result in the output's dtype, and with `out_quantize` its scales. `kept` is the dtype of an intermediate."""
+    if params.out_quantize == "block":
+        return quantize_fp8_groups(value, (1, SCALE_BLOCK))
+    if params.out_quantize == "row":
+        return quantize_fp8_groups(value.to(kept), (1, -1))
+    dtype = kept if params.out_dtype is None else params.out_dtype
+    if dtype == FP8:
+        value = (value if out_scale is None else value / out_scale).clamp(-FP8_MAX, FP8_MAX)
+    return (value.to(dtype),)
+
+
+def kept_elements(value: Tensor, params: MatmulOptions) -> Tensor:
+    """Which elements of a product dropout keeps: bool, of its shape."""
+    batch = value.shape[0] if value.ndim == 3 else 1
+    kept = keep(params.seed, batch, 1, value.shape[-2], value.shape[-1], params.dropout, value.device)
+    return kept.view(value.shape)
 
 
 def _widened(x: Tensor) -> Tensor:

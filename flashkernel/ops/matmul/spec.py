@@ -77,6 +77,7 @@ _INPUTS = {
     "up": Input(("*b_batch", "k", "n"), draw=normal(0.1), optional=True),
     "up_bias": Input(("n",), optional=True),
     "out": Input(("*c_batch", "m", "n"), grad=False, optional=True),
+    "out_scale": Input(("*out_scales",), torch.float32, _positive, grad=False, optional=True),
     "a_scale": Input(("*a_scales",), torch.float32, _positive, grad=False, optional=True),
     "b_scale": Input(("*b_scales",), torch.float32, _positive, grad=False, optional=True),
 }
@@ -84,7 +85,8 @@ _INPUTS = {
 
 def _axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
     batch = () if not a + b else b if a in ((), (1,)) and b else a
-    return {"m": m, "n": n, "k": k, "a_batch": a, "b_batch": b, "c_batch": batch, "a_scales": (), "b_scales": ()}
+    return {"m": m, "n": n, "k": k, "a_batch": a, "b_batch": b, "c_batch": batch, "a_scales": (), "b_scales": (),
+            "out_scales": ()}  # fmt: skip
 
 
 def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **options: Any) -> Case:
@@ -92,6 +94,12 @@ def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **op
         name, {**axes, **_scale_axes(axes, kind)}, options, present=("a_scale", "b_scale"), gradients=False,
         dtype_of={"a": dtype, "b": dtype}, through=_tensor_core_dtype(dtype, options),
     )  # fmt: skip
+
+
+def _quantized(name: str, axes: dict[str, Any], present: tuple[str, ...] = (), **options: Any) -> Case:
+    """A case with an output in fp8."""
+    given = present if "out_quantize" in options else (*present, "out_scale")
+    return Case(name, axes, options, present=given, gradients=False)
 
 
 def _tensor_core_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.dtype | None:
@@ -170,6 +178,12 @@ _CASES = (
       for packed in ("halves", "interleaved")),
     Case("preactivation-pair", _axes(20, 24, 16, (2,), (2,)), {"activation": "geglu", "return_preactivation": True},
          present=_PAIR),
+    Case("dropout", _SMALL, {"dropout": 0.3, "seed": 11}, present=("bias", "residual")),
+    Case("dropout-activation", _axes(20, 24, 16, (3,)),
+         {"activation": "gelu", "dropout": 0.25, "seed": 5, "scale": 0.5}),
+    Case("dropout-gate", _packed(70, 50, 40), {"activation": "swiglu", "dropout": 0.5, "seed": 1 << 40,
+         "return_preactivation": True}, present=("residual",)),
+    Case("dropout-batch", _axes(17, 13, 16, (2,), (2,)), {"dropout": 0.1, "seed": 3}, layout="padded"),
     Case("out", _SMALL, {"activation": "silu"}, present=("bias", "out"), gradients=False),
     Case("out-padded", _axes(20, 24, 16, (2,), (2,)), {"return_preactivation": True}, present=("residual", "out"),
          layout="padded", gradients=False),
@@ -177,6 +191,17 @@ _CASES = (
     Case("out-added", _axes(70, 50, 40), {"accumulate": True}, present=("out",), gradients=False),
     Case("out-added-float32", _axes(33, 24, 40, (2,), (2,)), {"accumulate": True, "scale": 0.5}, present=("out",),
          gradients=False, dtype_of={"out": torch.float32}),
+    _quantized("fp8-out", _axes(33, 48, 64), out_dtype=FP8),
+    _quantized("fp8-out-row", {**_axes(33, 24, 40), "out_scales": (33, 1)}, ("bias", "residual"), out_dtype=FP8),
+    _quantized("fp8-out-batch", {**_axes(17, 20, 16, (2,), (2,)), "out_scales": (2, 17, 1)}, activation="silu",
+               out_dtype=FP8),
+    _quantized("fp8-out-blocks", _axes(33, 300, 40), ("bias",), out_quantize="block"),
+    _quantized("fp8-out-blocks-batch", _axes(20, 130, 16, (3,)), ("residual",), out_quantize="block"),
+    _quantized("fp8-out-blocks-gate", _packed(33, 140, 40), activation="reglu", out_quantize="block",
+               return_preactivation=True),
+    _quantized("fp8-out-rows", _axes(33, 70, 40), ("bias",), out_quantize="row"),
+    _quantized("fp8-out-rows-gate", _packed(17, 30, 16, (2,), (2,)), activation="swiglu", out_quantize="row"),
+    _quantized("fp8-out-no-columns", _axes(5, 0, 8), out_quantize="row"),
     _scaled("fp8-tensor", FP8, _axes(33, 48, 64), "tensor"),
     _scaled("fp8-row", FP8, _axes(33, 48, 80), "row", activation="silu"),
     _scaled("fp8-batch", FP8, _axes(17, 20, 32, (2,), (2,)), "batch", out_dtype=torch.float32),
@@ -206,6 +231,23 @@ def _random_case(rng: Rng, case: Case) -> Case:
     axes.pop("b_columns", None)
     if gated and "up" not in present:
         axes["b_columns"] = 2 * axes["n"]
+    if eight_bits and options.get("out_quantize") == "row":  # the exact result is rounded to bfloat16, too
+        options["out_quantize"] = "block"
+    if options.get("out_quantize") is not None:
+        options.pop("out_dtype", None)
+        options.pop("accumulate", None)
+        present = [name for name in present if name not in ("out", "out_scale")]
+    if options.get("out_dtype") == FP8:
+        axes["out_scales"] = rng.one(((), (axes["m"], 1)))
+    else:
+        present = [name for name in present if name != "out_scale"]
+    if "out" in present:
+        options.pop("out_dtype", None)
+        present = [name for name in present if name != "out_scale"]
+    quantizes = "out_quantize" in options or options.get("out_dtype") == FP8
+    options.pop("seed", None)
+    if "dropout" in options:
+        options["seed"] = rng.call.getrandbits(40)
     if options.pop("accumulate", False) and "out" in present:
         options["accumulate"] = True
         present = [name for name in present if name != "residual"]
@@ -218,7 +260,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     )
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
                    gradients=not eight_bits and not (kinked and case.dtypes[0] != torch.float32)
-                   and "out" not in present,
+                   and "out" not in present and not quantizes,
                    through=_tensor_core_dtype(case.dtype_of.get("a", torch.float32), options))  # fmt: skip
 
 
@@ -227,6 +269,13 @@ def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **o
     small = {"m": min(m, 512), "n": min(n, 512), "k": min(k, 1024)}
     return Case(name, _axes(m, n, k), options, dtypes=_HALF, present=present, layout_of={"b": "transposed"},
                 check_axes=small)  # fmt: skip
+
+
+def _gated_bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **options: Any) -> Case:
+    """Gate and up in one weight (2 N, K)."""
+    case = _bench(name, m, n, k, present, **options)
+    columns = {"b_columns": 2 * n}, {"b_columns": 2 * case.check_axes["n"]}
+    return replace(case, axes={**case.axes, **columns[0]}, check_axes={**case.check_axes, **columns[1]})
 
 
 def _benches() -> tuple[Case, ...]:
@@ -240,6 +289,14 @@ def _benches() -> tuple[Case, ...]:
           for rows in (512, 4096, 16384)),
         _bench("llama-8b-gelu-16384", 16384, llama.intermediate, llama.hidden, ("bias",), activation="gelu_tanh"),
         _bench("gpt-oss-o-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim, ("bias", "residual")),
+        *(_gated_bench(f"llama-8b-swiglu-{rows}", rows, llama.intermediate, llama.hidden, activation="swiglu")
+          for rows in (512, 4096, 16384)),
+        _gated_bench("llama-8b-swiglu-z-16384", 16384, llama.intermediate, llama.hidden, activation="swiglu",
+                     return_preactivation=True),
+        _gated_bench("gpt-oss-glu-4096", 4096, gpt_oss.hidden, gpt_oss.hidden, ("bias",), activation="gpt_oss_glu",
+                     packed="interleaved"),
+        replace(_bench("llama-8b-down-added-16384", llama.hidden, llama.intermediate, 16384, ("out",), accumulate=True),
+                layout_of={"a": "transposed"}, dtype_of={"out": torch.float32}, gradients=False),
         *(
             replace(
                 _scaled(f"fp8-{kind}-8192x8192x8192", FP8, _axes(8192, 8192, 8192), kind),
@@ -332,7 +389,9 @@ _DACT_CASES = (
 
 
 def _random_dact(rng: Rng, case: Case) -> Case:
-    case = _random_case(rng, replace(case, present=(), dtype_of={}))
+    options = {name: value for name, value in case.options.items() if name in ("activation", "packed")}
+    options.setdefault("activation", rng.one((*ACTIVATIONS, *GATES)))
+    case = _random_case(rng, replace(case, options=options, present=(), dtype_of={}))
     axes = {**case.axes, "z_columns": case.axes["n"] * activation_width(case.options["activation"])}
     in_place = rng.maybe(0.3)
     options = {**case.options, "in_place": True} if in_place else dict(case.options)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Gate, Operands, activation_piece, standard
-from flashkernel.blocks.fp8 import scaled_mm_takes
+from flashkernel.blocks.fp8 import FP8, scaled_mm_takes
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
 from flashkernel.ops.matmul import reference
 from flashkernel.ops.matmul.params import MatmulOptions, Pair
-from flashkernel.ops.matmul.reference import default_dtype, dequantized, offsets_of_counts
+from flashkernel.ops.matmul.reference import default_dtype, dequantized, kept_elements, offsets_of_counts, stored
 
 
 def matmul(
@@ -24,26 +24,29 @@ def matmul(
     residual: Tensor | None = None,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     params = MatmulOptions(**options)
-    dtype = default_dtype(a.dtype) if params.out_dtype is None else params.out_dtype
-    chain = Epilogue(standard(bias is not None, params.activation, params.scale, residual is not None))
+    chain = Epilogue(standard(bias is not None, params.activation, params.scale, residual is not None, params.dropout))
     # Nothing that would show a rounded product.
     rounds_late = all([isinstance(one, Bias) for one in chain.pieces])  # noqa: C419  dynamo wants a list
+    rounds_late = rounds_late and params.out_quantize is None and params.out_dtype != FP8
     matrices = (b,) if isinstance(b, Tensor) else tuple(b)
     products = tuple([_product(a, matrix, a_scale, b_scale, rounds_late) for matrix in matrices])
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
     if chain.gated and len(products) == 1:
         products = split_gate_up(products[0], params.packed)
         biases = split_gate_up(biases[0], params.packed) if biases else ()
-    operands = Operands(biases, residual)
+    kept = kept_elements(products[0], params) if params.dropout > 0 else None
+    operands = Operands(biases, residual, kept)
     values = chain.before_activation.values(products, operands)
-    c = chain.from_activation.run(values, operands).to(dtype)
-    if not params.return_preactivation:
-        return c
-    z = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
-    return c, z.to(default_dtype(a.dtype))
+    kept_dtype = default_dtype(a.dtype)
+    results = stored(chain.from_activation.run(values, operands), kept_dtype, out_scale, params)
+    if params.return_preactivation:
+        z = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
+        results = (*results, z.to(kept_dtype))
+    return results if len(results) > 1 else results[0]
 
 
 def matmul_dact(
@@ -61,7 +64,7 @@ def matmul_dact(
     z = preactivation.to(gradient.dtype)
     values = split_gate_up(z, packed) if isinstance(piece, Gate) else (z,)
     value = piece.run(values, Operands())[0].to(preactivation.dtype)
-    gradients = [one.to(preactivation.dtype) for one in piece.pull_back(values, (gradient,))]
+    gradients = [one.to(preactivation.dtype) for one in piece.pull_back(values, (gradient,), Operands())]
     if len(gradients) == 1:
         dz = gradients[0]
     elif dz_out is None:

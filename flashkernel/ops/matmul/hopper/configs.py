@@ -98,6 +98,8 @@ def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> st
         )
     if shape.get("gated") and (config.block_n < 128 or shape["block_scaled"]):
         return f"{config}: gate and up take 64 columns each, and no block scales"
+    if shape.get("quantized") and (config.rows != 64 or config.block_n // (1 + shape.get("gated", 0)) < 128):
+        return f"{config}: an output with scales of 1 x 128 takes tiles of 64 rows and 128 columns, or more of these"
     if shape["integer"] and config.block_n > 128:
         return f"{config}: WGMMA of int8 operands has up to 128 columns in Triton"
     if not 2 <= config.num_stages <= MAX_STAGES:
@@ -168,7 +170,7 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     # N and K stay exact: how they divide among the SMs is what the choice depends on.
     rows = shape["m"] if shape["m"] % 64 == 0 and shape["m"] <= 1024 else power_of_2(shape["m"])
-    kinds = (shape["block_scaled"], shape["integer"], shape.get("gated", 0))
+    kinds = (shape["block_scaled"], shape["integer"], shape.get("gated", 0), shape.get("quantized", 0))
     return (shape["batch"], rows, shape["n"], shape["k"], shape["bytes"], *kinds)
 
 

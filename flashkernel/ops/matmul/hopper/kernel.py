@@ -28,7 +28,7 @@ does not store them.
 
 from typing import Any, NamedTuple
 
-from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
+from flashkernel.blocks.epilogue_triton import apply_epilogue, block_scale, pull_back_activation, saturate_fp8
 from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage, split_columns
 from flashkernel.core.gluon import (
     fence_async_shared,
@@ -84,6 +84,9 @@ class MatmulTraits(NamedTuple):
     PARTIALS: bool = False  # C is partial sums: of gate and up, two matrices for each entry
     DACT: bool = False  # the product is the gradient of CHAIN_AFTER's activation: z is read, dz and C are written
     PACKED: str = ""  # how z and dz hold gate and up
+    QUANTIZE: str = (
+        ""  # C is fp8: "scale" divides it by out_scale, "block" by scales of a chunk's rows, "saturate" by 1
+    )
 
 
 class Schedule(NamedTuple):
@@ -115,6 +118,10 @@ class EpilogueArgs(NamedTuple):
     bias: Any
     up_bias: Any
     residual: Any
+    seed: Any  # of dropout: a `seed_word`, or None
+    device_seed: Any  # the address of a number to be scrambled
+    out_scale: Any  # C in fp8 is divided by it
+    block_scales: Any  # scales of C in fp8 are written there
     a_scale: Any
     b_scale: Any
     up_scale: Any
@@ -123,6 +130,8 @@ class EpilogueArgs(NamedTuple):
     dz_strides: Any
     bias_stride: Any
     residual_strides: Any
+    out_scale_strides: Any
+    block_scales_strides: Any
     a_scale_batch_stride: Any
     a_scale_stride: Any
     a_scale_block_stride: Any  # from one K block to the next (BLOCK_SCALED)
@@ -343,7 +352,9 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 up_scale = gl.load(ep.up_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
                 up_value = up_value * a_scale[:, None] * up_scale[None, :]
         if not TRAITS.PARTIALS:
-            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, n, TRAITS)
+            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS)
+            if TRAITS.QUANTIZE != "":
+                value = _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS)
         _store_chunk(value, args, chunk * STORES, entry, first_row, first_column, row, column, w, TRAITS)
         if STORES == 2:
             _store_chunk(
@@ -352,7 +363,7 @@ def _store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, n, TRAITS: gl.constexpr):
+def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS: gl.constexpr):
     """Returns the epilogue of a chunk of the product, or with DACT the activation of z; stores z or dz."""
     CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
     CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
@@ -387,8 +398,23 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, n, TRAIT
             residual = ep.residual + batch * ep.residual_strides[0]
         return apply_epilogue(
             value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
-            residual, ep.residual_strides[1], CHAIN_AFTER,
+            residual, ep.residual_strides[1], CHAIN_AFTER, ep.seed, ep.device_seed, batch * m, n,
         )  # fmt: skip
+
+
+@gluon.jit
+def _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS: gl.constexpr):
+    """Divides a chunk by its rows' scales and saturates it; the scales are given, or found and stored."""
+    batch, place = tile.batch.to(gl.int64), row.to(gl.int64)
+    if TRAITS.QUANTIZE == "block":
+        scale = block_scale(value, in_columns)
+        target = ep.block_scales + (batch * ep.block_scales_strides[0] + first_column // 128)
+        gl.store(target + place * ep.block_scales_strides[1], scale, mask=in_rows & (first_column < n))
+        value = value / scale[:, None]
+    if TRAITS.QUANTIZE == "scale":
+        scales = ep.out_scale + (batch * ep.out_scale_strides[0] + place * ep.out_scale_strides[1])
+        value = value / gl.load(scales, mask=in_rows, other=1.0)[:, None]
+    return saturate_fp8(value)
 
 
 @gluon.jit
@@ -449,10 +475,10 @@ def _num_blocks(index, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, up, c, z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, a_scale_batch_stride, a_scale_stride,
-    a_scale_block_stride, b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
-    m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
+    a, b, up, c, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
+    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """C [num_splits * batch, m, n]. a, b, up and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
@@ -475,9 +501,10 @@ def matmul_kernel(
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits)
     epilogue = EpilogueArgs(
-        z, dz, bias, up_bias, residual, a_scale, b_scale, up_scale, c_strides, z_strides, dz_strides, bias_stride,
-        residual_strides, a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride,
-        b_scale_stride, b_scale_block_stride,
+        z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+        c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+        a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
+        b_scale_batch_stride, b_scale_stride, b_scale_block_stride,
     )  # fmt: skip
     consumed, produced = Buffers(a_buffers, b_stages, c_buffers), Buffers(a_buffers, b_buffers, c_buffers)
     specialize_warps(

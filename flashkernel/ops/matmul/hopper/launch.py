@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.hopper.configs import (
@@ -71,6 +72,10 @@ def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) 
         raise ValueError("matmul: the Hopper kernel multiplies float32 operands in tf32 only; allow tf32")
     size = (b.shape[0] if a.shape[0] == 1 else a.shape[0], a.shape[1], b.shape[2])
     c = torch.empty(size, dtype=params.out_dtype, device=a.device) if tensors.out is None else tensors.out
+    if c.numel() and tensors.block_scales is not None and not tma_compatible(c):
+        # Blocks of 128 columns go through shared memory, from where TMA stores them.
+        padded = padded_empty(size, params.out_dtype, a.device)
+        return c.copy_(forward(a, b, params, tensors._replace(out=padded)))
     if c.numel():
         scaling = _Scaling(params.scaling, tensors.a_scale, tensors.b_scale, tensors.up_scale)
         _run(a, b, tensors.up, scaling, EpilogueTensors.of(c, params, tensors))
@@ -93,7 +98,7 @@ def _run(a: Tensor, b: Tensor, up: Tensor | None, scaling: _Scaling, epilogue: E
     shape = {
         "batch": batch, "m": m, "n": n * matrices, "k": k, "bytes": a.element_size(),
         "block_scaled": int(scaling.kind == "block"), "integer": int(a.dtype == torch.int8),
-        "gated": int(up is not None),
+        "gated": int(up is not None), "quantized": int(epilogue.block_scales is not None),
     }  # fmt: skip
     config: HopperMatmul = tune.pick(HOPPER_MATMUL, device.properties(a.device), shape)
     if config.num_splits == 1:
@@ -122,6 +127,9 @@ def _multiply(
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
     elif not _known_aligned(epilogue):
         chunk_n = min(chunk_n, _UNALIGNED_COLUMNS)
+    quantize = "" if c.dtype != FP8 or partial else "scale" if epilogue.out_scale is not None else "saturate"
+    if epilogue.block_scales is not None:
+        quantize, chunk_n = "block", SCALE_BLOCK
     m, k, n = a.shape[1], a.shape[2], b.shape[2]
     residual = epilogue.residual
     traits = MatmulTraits(
@@ -152,6 +160,7 @@ def _multiply(
         PARTIALS=partial,
         DACT=epilogue.dz is not None,
         PACKED=epilogue.packed,
+        QUANTIZE=quantize,
     )
     m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, tile_n)
     entries = c.shape[0] // (matrices if partial else 1)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue
+from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import MATMUL
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
+from flashkernel.ops.matmul.triton.arguments import EpilogueTensors, fp8_bytes, seed_arguments
 from flashkernel.ops.matmul.triton.dense import activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
@@ -26,11 +27,11 @@ from flashkernel.ops.matmul.triton.descriptors import (
     transposed,
 )
 from flashkernel.ops.matmul.triton.grouped import grouped_forward, grouped_weight_gradient
+from flashkernel.ops.matmul.triton.quantize import quantize_rows
 from flashkernel.ops.matmul.triton.split_k import add_partials
 
-__all__ = ["activation_gradient", "dact", "forward", "grouped_forward", "grouped_weight_gradient"]
+__all__ = ["activation_gradient", "dact", "forward", "grouped_forward", "grouped_weight_gradient", "quantize_rows"]
 _Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of A, B and up
-_PART_COLUMNS = {True: 32, False: 16}  # of a tile with a preactivation beside C, whose rows are aligned or not
 _ELEMENTWISE = (16, 128)  # tile of the activation's gradient
 
 
@@ -55,7 +56,7 @@ def _run(
     a: Tensor, b: Tensor, up: Tensor | None, scales: _Scales, params: MatmulParams, epilogue: EpilogueTensors
 ) -> None:
     """One launch for a product; with split-K two."""
-    c, (m, k), n = epilogue.c, a.shape[1:], b.shape[2]
+    c, (m, k), n = fp8_bytes(epilogue.c), a.shape[1:], b.shape[2]
     batches, props = c.shape[0], device.properties(a.device)
     pair = up is not None
     up_like_b = up is None or (_matrix(up).stride() == _matrix(b).stride() and aligned(_matrix(up)))
@@ -65,8 +66,11 @@ def _run(
         "gated": pair, "dact": epilogue.dz is not None,
     }  # fmt: skip
     config = tune.pick(MATMUL, props, shape)
+    block_m = config.block_m
     block_n = config.block_n // 2 if pair else config.block_n  # gate and up share the accumulators' registers
-    part_n = block_n if epilogue.z is None else min(block_n, _PART_COLUMNS[epilogue.z.stride(1) % 16 == 0])
+    if epilogue.block_scales is not None and block_n < SCALE_BLOCK:
+        block_m, block_n = min(block_m, 64), SCALE_BLOCK
+    part_n = _part_columns(epilogue, block_n)
     splits = max(1, min(config.splits, tune.ceil_div(k, config.block_k)))
     parts = splits * batches * (2 if pair else 1)
     workspace = torch.empty((parts, m, n), dtype=torch.float32, device=a.device) if splits > 1 else None
@@ -74,15 +78,15 @@ def _run(
         describable(_matrix(a)) and describable(_matrix(b)) and (up is None or (up_like_b and describable(_matrix(up))))
     )
     c_tma = workspace is None and tma and describable(c) and n > 1 and not transposed(c)
-    tiles = tune.ceil_div(m, config.block_m) * tune.ceil_div(n, block_n) * splits * batches
+    tiles = tune.ceil_div(m, block_m) * tune.ceil_div(n, block_n) * splits * batches
     a_scale, b_scale, _ = scales
     nothing = (0, 0, 0)
     launch(
         matmul_kernel, (min(tiles, props.sms) if config.persistent else tiles,),
-        a, describe(_matrix(a), config.block_m, config.block_k) if tma else a,
+        a, describe(_matrix(a), block_m, config.block_k) if tma else a,
         b, describe(_matrix(b), config.block_k, block_n) if tma else b,
         up, describe(_matrix(up), config.block_k, block_n) if tma and up is not None else up, *scales, workspace,
-        c, describe(c, config.block_m, part_n) if c_tma else c, *epilogue.pointers[1:],
+        c, describe(c, block_m, part_n) if c_tma else c, *epilogue.pointers[1:],
         batch_strides(a), batch_strides(b), nothing if up is None else batch_strides(up),
         a_scale.stride() if a_scale is not None else nothing, b_scale.stride() if b_scale is not None else nothing,
         *epilogue.strides, batches, m, n, k, **epilogue.constants,
@@ -90,7 +94,7 @@ def _run(
         A_BATCHED=a.shape[0] > 1, B_BATCHED=b.shape[0] > 1,
         A_TRANSPOSED=tma and transposed(a), B_TRANSPOSED=tma and transposed(b),
         EVEN_K=k % config.block_k == 0, SPLITS=splits, PERSISTENT=config.persistent, GROUP_M=config.group_m,
-        BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, PART_N=part_n,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, PART_N=part_n,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -98,29 +102,43 @@ def _run(
         add_partials(workspace, epilogue)
 
 
+def _part_columns(epilogue: EpilogueTensors, block_n: int) -> int:
+    """How many columns of a tile are worked on at a time: all, unless that would take too many registers."""
+    if epilogue.block_scales is not None:
+        return SCALE_BLOCK
+    if epilogue.z is not None:
+        return min(block_n, 32 if epilogue.z.stride(1) % 16 == 0 else 16)
+    return min(block_n, 64) if epilogue.seed != (None, None) else block_n
+
+
 def activation_gradient(
-    dy: Tensor, added: Tensor | None, preactivation: Tensor, epilogue: Epilogue, packed: str
+    dy: Tensor, added: Tensor | None, preactivation: Tensor, epilogue: Epilogue, packed: str, seed: int | Tensor
 ) -> Tensor:
     """dz in z's dtype: the gradient of what goes into the epilogue's activation.
 
     Args:
         dy: [batch, M, N], the gradient of the epilogue's result.
         added: None, or what is added to dz, of its shape.
-        preactivation: z [batch, M, N], or of a gate [batch, M, 2 N]; contiguous.
-        epilogue: It has an activation or a gate.
+        preactivation: z [batch, M, N], or of a gate [batch, M, 2 N]; contiguous. Without an activation, any tensor of
+            z's dtype.
+        epilogue: It has an activation, a gate or dropout.
         packed: How z and dz hold gate and up.
+        seed: What its dropout followed from.
     """
     batches, m, n = dy.shape
-    dz = torch.empty(preactivation.shape, dtype=preactivation.dtype, device=dy.device)
+    piece = epilogue.activation
+    shape = dy.shape if piece is None else preactivation.shape
+    dz = torch.empty(shape, dtype=preactivation.dtype, device=dy.device)
     if dz.numel() == 0:
         return dz
-    dy, piece = dy.contiguous(), epilogue.activation
-    assert piece is not None
+    dy = dy.contiguous()
     rows, columns = _ELEMENTWISE
     launch(
         activation_gradient_kernel, (tune.ceil_div(batches * m, rows), tune.ceil_div(n, columns)),
-        dy, None if added is None else added.contiguous(), preactivation, dz, batches * m, n, n, dz.shape[2],
-        FACTOR=epilogue.factor, CHAIN=piece.text, PACKED=packed if epilogue.gated else "",
+        dy, None if added is None else added.contiguous(), preactivation, dz,
+        *seed_arguments(epilogue, seed), batches * m, n, n, dz.shape[2],
+        FACTOR=epilogue.factor, DROPOUT="" if epilogue.dropout is None else epilogue.dropout.text,
+        CHAIN="" if piece is None else piece.text, PACKED=packed if epilogue.gated else "",
         BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
     return dz

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flashkernel.blocks.dropout import seed_word
+from flashkernel.blocks.epilogue import Epilogue
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.core import device, env
 from flashkernel.core.arguments import unit_stride
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 
@@ -25,6 +30,9 @@ class EpilogueTensors:
         bias: [N].
         up_bias: [N], with the bias's stride.
         residual: [batch or 1, M, N] with unit stride along N.
+        seed: `seed_arguments`.
+        out_scale: float32 [batch or 1, M or 1, 1].
+        block_scales: float32 [batch, M, N / 128], written.
     """
 
     c: Tensor
@@ -36,6 +44,9 @@ class EpilogueTensors:
     bias: Tensor | None = None
     up_bias: Tensor | None = None
     residual: Tensor | None = None
+    seed: tuple[int | None, Tensor | None] = (None, None)
+    out_scale: Tensor | None = None
+    block_scales: Tensor | None = None
 
     @staticmethod
     def of(c: Tensor, params: MatmulParams, given: MatmulTensors) -> EpilogueTensors:
@@ -47,6 +58,7 @@ class EpilogueTensors:
         return EpilogueTensors(
             c, params.epilogue.around_activation, params.packed if gated else "", gated, given.preactivation, None,
             bias, up_bias, None if given.residual is None else unit_stride(given.residual),
+            seed_arguments(params.epilogue, given.seed), given.out_scale, given.block_scales,
         )  # fmt: skip
 
     @staticmethod
@@ -56,15 +68,18 @@ class EpilogueTensors:
         return EpilogueTensors(activated, ("", params.chain), packed, z=z, dz=dz)
 
     @property
-    def pointers(self) -> tuple[Tensor | None, ...]:
-        return self.c, self.z, self.dz, self.bias, self.up_bias, self.residual
+    def pointers(self) -> tuple[Tensor | int | None, ...]:
+        """C first, and the seed of dropout and the output's scales last."""
+        tensors = (self.c, self.z, self.dz, self.bias, self.up_bias, self.residual)
+        return *tensors, *self.seed, self.out_scale, self.block_scales
 
     @property
     def strides(self) -> tuple[Any, ...]:
-        """Of C, z, dz, the bias and the residual: batch and rows of each matrix, 0 for what is the same for all."""
+        """Of C, z, dz, the bias, the residual and C's scales: batch and rows, 0 for what is the same for all."""
         return (
             _matrix_strides(self.c), _matrix_strides(self.z), _matrix_strides(self.dz),
             0 if self.bias is None else self.bias.stride(0), _matrix_strides(self.residual),
+            _matrix_strides(self.out_scale), _matrix_strides(self.block_scales),
         )  # fmt: skip
 
     @property
@@ -72,5 +87,19 @@ class EpilogueTensors:
         return {"BEFORE": self.chains[0], "AFTER": self.chains[1], "PACKED": self.packed}
 
 
+def seed_arguments(epilogue: Epilogue, seed: int | Tensor) -> tuple[int | None, Tensor | None]:
+    """What dropout follows from: a scrambled word, or the address of a number on the device; None where unused."""
+    if epilogue.dropout is None:
+        return None, None
+    return (None, seed) if isinstance(seed, Tensor) else (seed_word(seed), None)
+
+
+def fp8_bytes(x: Tensor) -> Tensor:
+    """An fp8 output as bytes, where kernels cannot convert to fp8: before sm_89, and in Triton's interpreter."""
+    if x.dtype != FP8 or (device.properties(x.device).arch >= 89 and not env.interpreting()):
+        return x
+    return x.view(torch.uint8)
+
+
 def _matrix_strides(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (0 if x.shape[0] == 1 else x.stride(0), x.stride(1))
+    return (0, 0) if x is None else (0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.epilogue_triton import pull_back_activation
+from flashkernel.blocks.epilogue_triton import drop_elements, pull_back_activation
 from flashkernel.ops.matmul.triton.store import load_preactivation, store_preactivation, store_result
 from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
@@ -90,9 +90,10 @@ def _store_partial(workspace, value, part, first_m, first_n, M, N, BLOCK_M: tl.c
 @triton.jit
 def matmul_kernel(
     a, a_descriptor, b, b_descriptor, up, up_descriptor, a_scale, b_scale, up_scale, workspace,
-    c, c_descriptor, z, dz, bias, up_bias, residual,
+    c, c_descriptor, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
     a_strides, b_strides, up_strides, a_scale_strides, b_scale_strides,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, batches, M, N, K,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
+    batches, M, N, K,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, SCALING: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, A_BATCHED: tl.constexpr, B_BATCHED: tl.constexpr, A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr, C_TMA: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -126,25 +127,34 @@ def matmul_kernel(
         else:
             store_result(
                 value, up_value, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-                c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+                seed, device_seed, out_scale, block_scales, c_strides, z_strides, dz_strides, bias_stride,
+                residual_strides, out_scale_strides, block_scales_strides,
                 BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, BLOCK_N, PART_N,
             )  # fmt: skip
 
 
 @triton.jit
 def activation_gradient_kernel(
-    dy, added, z, dz, rows, columns, dy_stride, z_stride,
-    FACTOR: tl.constexpr, CHAIN: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy, added, z, dz, seed, device_seed, rows, columns, dy_stride, z_stride,
+    FACTOR: tl.constexpr, DROPOUT: tl.constexpr, CHAIN: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dz = FACTOR * dy * activation'(z) + added; z, dz and added have the same strides."""
+    """dz = FACTOR * dropout(dy) * activation'(z) + added; z, dz and added have the same strides.
+
+    DROPOUT is the text of the dropout, and CHAIN that of the activation or gate, or "". Without a CHAIN there is no z.
+    """
     row, first = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
     in_rows = row < rows
     inside = in_rows[:, None] & (column < columns)[None, :]
-    value, up = load_preactivation(z, z_stride, row, first, in_rows, columns, PACKED, BLOCK_N)
     start = dy + row.to(tl.int64)[:, None] * dy_stride
     gradient = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32) * FACTOR
-    _, gradient, up_gradient = pull_back_activation(gradient, value, up, CHAIN)
+    if DROPOUT != "":
+        gradient = drop_elements(gradient, seed, device_seed, row, column, columns, DROPOUT, 0)
+    up_gradient = gradient
+    if CHAIN != "":
+        value, up = load_preactivation(z, z_stride, row, first, in_rows, columns, PACKED, BLOCK_N)
+        _, gradient, up_gradient = pull_back_activation(gradient, value, up, CHAIN)
     if added is not None:
         more, more_up = load_preactivation(added, z_stride, row, first, in_rows, columns, PACKED, BLOCK_N)
         gradient += more

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.epilogue_triton import apply_epilogue, pull_back_activation
+from flashkernel.blocks.codec_triton import encode_e4m3
+from flashkernel.blocks.epilogue_triton import apply_epilogue, block_scale, pull_back_activation, saturate_fp8
 
 
 @triton.jit
@@ -45,7 +46,8 @@ def store_preactivation(z, stride, value, up, row, first, in_rows, N, PACKED: tl
 @triton.jit
 def store_result(
     value, up, batch, first_m, first_n, M, N,
-    c, c_descriptor, z, dz, bias, up_bias, residual, c_strides, z_strides, dz_strides, bias_stride, residual_strides,
+    c, c_descriptor, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
+    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, C_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +56,9 @@ def store_result(
     BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it. What BEFORE
     gives is stored to z, if there is one. PACKED says how z holds gate and up; without a gate it is "". With dz the
     product is the gradient of the activation in AFTER: z is read, the activation stored to C and its gradient to dz.
-    Strides are those of the batch and of the rows. PART_N columns are worked on at a time, to save registers.
+    Strides are those of the batch and of the rows. Dropout follows from `seed`, a `seed_word`, or from the number at
+    `device_seed`. C in fp8 is divided by out_scale[row], or by scales of 1 x 128 elements that are stored to
+    block_scales; then PART_N is 128. PART_N columns are worked on at a time, to save registers.
     """
     if BLOCK_N > PART_N:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -62,13 +66,15 @@ def store_result(
         up_left, up_right = _column_halves(up, BLOCK_M, HALF)
         store_result(
             left, up_left, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-            c_strides, z_strides, dz_strides, bias_stride, residual_strides, BEFORE, AFTER, PACKED, C_TMA,
-            BLOCK_M, HALF, PART_N,
+            seed, device_seed, out_scale, block_scales, c_strides, z_strides, dz_strides, bias_stride,
+            residual_strides, out_scale_strides, block_scales_strides,
+            BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, HALF, PART_N,
         )  # fmt: skip
         store_result(
             right, up_right, batch, first_m, first_n + HALF, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-            c_strides, z_strides, dz_strides, bias_stride, residual_strides, BEFORE, AFTER, PACKED, C_TMA,
-            BLOCK_M, HALF, PART_N,
+            seed, device_seed, out_scale, block_scales, c_strides, z_strides, dz_strides, bias_stride,
+            residual_strides, out_scale_strides, block_scales_strides,
+            BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, HALF, PART_N,
         )  # fmt: skip
     else:
         row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
@@ -94,15 +100,35 @@ def store_result(
             value = apply_epilogue(
                 value, up, row, column, column, in_rows, in_columns,
                 bias, up_bias, bias_stride, residual_matrix, residual_strides[1], AFTER,
+                seed, device_seed, matrix * M, N,
             )  # fmt: skip
+        if out_scale is not None:
+            scales = out_scale + matrix * out_scale_strides[0] + row.to(tl.int64) * out_scale_strides[1]
+            value /= tl.load(scales, mask=in_rows, other=1.0)[:, None]
+        if block_scales is not None:
+            tl.static_assert(BLOCK_N == 128, "a scale belongs to 128 columns")
+            scale = block_scale(value, in_columns)
+            place = matrix * block_scales_strides[0] + row.to(tl.int64) * block_scales_strides[1] + first_n // 128
+            tl.store(block_scales + place, scale, mask=in_rows & (first_n < N))
+            value /= scale[:, None]
+        result = as_stored(value, c)
         if C_TMA:
-            c_descriptor.store(
-                [batch, first_m, first_n], value.to(c.dtype.element_ty).reshape([1, BLOCK_M, BLOCK_N])
-            )  # fmt: skip
+            c_descriptor.store([batch, first_m, first_n], result.reshape([1, BLOCK_M, BLOCK_N]))
         else:
             offset = row.to(tl.int64)[:, None] * c_strides[1] + column[None, :]
             inside = in_rows[:, None] & in_columns[None, :]
-            tl.store(c + matrix * c_strides[0] + offset, value.to(c.dtype.element_ty), mask=inside)
+            tl.store(c + matrix * c_strides[0] + offset, result, mask=inside)
+
+
+@triton.jit
+def as_stored(value, c):
+    """float32 values in the dtype of C: fp8 saturates, and uint8 stands for its codes (`fp8_bytes`)."""
+    if c.dtype.element_ty == tl.uint8:
+        return encode_e4m3(value)
+    elif c.dtype.element_ty == tl.float8e4nv:
+        return saturate_fp8(value).to(tl.float8e4nv)
+    else:
+        return value.to(c.dtype.element_ty)
 
 
 @triton.jit
