@@ -209,7 +209,7 @@ def _cache() -> Path:
 
 
 def _machine() -> Path:
-    """The folder of machine.h, precompiled with the headers it includes: they and CUDA's headers take longer to read than a kernel."""
+    """The folder of machine.h, precompiled: it, its parts and CUDA's headers take longer to read than a kernel."""
     paths = [FOLDER / "machine.h", *sorted((FOLDER / "machine").glob("*.h"))]
     texts = {str(path.relative_to(FOLDER)): path.read_text() for path in paths}
     folder = _cache() / f"machine-{_digest(texts, _compiler(), FLAGS, nvrtc.include_dirs())[:16]}"
