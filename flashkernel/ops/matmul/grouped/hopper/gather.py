@@ -57,7 +57,7 @@ def produce_gathered(args, TRAITS: gl.constexpr):
     weights, schedule = args.weights, args.schedule
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
-    for index in range(gl.program_id(0), schedule.num_work_tiles, gl.num_programs(0)):
+    for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
         row_tile = index // schedule.n_tiles
         cursor = advance(cursor, row_tile, schedule, BLOCK_M)
         first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M

@@ -120,7 +120,7 @@ def _produce(args, TRAITS: gl.constexpr):
     x, weights, schedule = args.x, args.weights, args.schedule
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
-    for index in range(gl.program_id(0), schedule.num_work_tiles, gl.num_programs(0)):
+    for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
         row_tile = index // schedule.n_tiles
         cursor = advance(cursor, row_tile, schedule, BLOCK_M)
         first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M
@@ -267,7 +267,7 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
     schedule, k_blocks = args.schedule, args.k_blocks
     cursor = schedule.first
     position = gl.to_tensor(0)  # K blocks in the ring before this work tile
-    for index in range(gl.program_id(0), schedule.num_work_tiles, gl.num_programs(0)):
+    for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
         row_tile = index // schedule.n_tiles
         cursor = advance(cursor, row_tile, schedule, BLOCK_M)
         first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M + w * TRAITS.ROWS
