@@ -31,7 +31,7 @@ from flashkernel.kvcache.storage import bytes_per_page
 Prompt = str | Sequence[int]  # a text, or token ids
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
 CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE = 2**31, 0.25
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -54,8 +54,9 @@ class EngineArgs:
         block_size: Tokens of a KV cache block (page): a power of two from 16 to 256. 16 on a GPU, 64 on a CPU.
         kv_cache_tokens: Size of the KV cache in tokens; by default what fits.
         kv_cache_dtype: "float8_e4m3fn" or "int8" store keys and values in one byte; by default `dtype`.
-        quantization: "fp8" stores the layers' projections in float8_e4m3fn with a scale for each output; by default
-            they are as the checkpoint has them.
+        quantization: "fp8", "int8", "int4" or "mxfp4" stores the layers' projections in that format of
+            `flashkernel.Weight`, rounded to nearest; by default they are as the checkpoint has them. GPU kernels read
+            "fp8"; the others are dequantized for each product, which saves memory and not time.
         gpu_memory_utilization: Share of a GPU's memory to use, weights included.
         enforce_eager: No CUDA graphs.
         enable_prefix_caching: Sequences that begin alike share blocks.

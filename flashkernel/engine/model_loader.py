@@ -26,7 +26,7 @@ def load_model(
 ) -> Transformer:
     """Loads a model; calls `progress(layers loaded, layers)` after each layer.
 
-    With `quantization`, the name of a `Weight` format, projections are quantized with a scale for each output.
+    With `quantization`, the name of a `Weight` format, projections are quantized with that format's default groups.
     """
     architecture = architecture_of(checkpoint.config)
     config = architecture.configure(checkpoint.config)
@@ -60,7 +60,7 @@ def _laid_out(weight: Tensor | Weight, quantization: str | None = None) -> Tenso
     if isinstance(weight, Weight):  # as the checkpoint has it
         return weight
     if quantization is not None:
-        return Weight.quantize(weight, quantization, "row")
+        return Weight.quantize(weight, quantization)
     transposed = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.ndim == 2
     return weight.T.contiguous().T if transposed and weight.shape[0] > weight.shape[1] else weight
 

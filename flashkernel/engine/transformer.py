@@ -106,13 +106,13 @@ class Transformer:
         return sum(found.values())
 
     def quantized(self, format: str) -> Transformer:
-        """The model with its layers' projections in another `Weight` format, a scale for each output."""
+        """The model with its layers' projections in another `Weight` format, with that format's default groups."""
         layers = []
         for layer in self.layers:
             found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
             for name, projection in found.items():
                 if isinstance(projection, Tensor):
-                    found[name] = Weight.quantize(projection, format, "row")
+                    found[name] = Weight.quantize(projection, format)
             layers.append(replace(layer, **found))
         return Transformer(self.config, self.weights, layers)
 

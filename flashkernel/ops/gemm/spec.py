@@ -202,6 +202,18 @@ _CASES = (
     replace(_fp8("fp8-transposed", "row", ("bias",), {"rows": 6, "inner": 32}), layout="transposed"),
     _fp8("fp8-no-rows", "row", ("bias",), {"rows": (0, 3)}),
     _fp8("fp8-no-inner", "block", ("bias",), {"inner": 0}),
+    _case("fp8-e5m2", ("bias",), format="fp8_e5m2 row"),
+    _case("int8", ("bias",), {"inner": 77}, format="int8 row", activation="silu"),
+    _case("int8-tensor", ("residual",), {"columns": 33}, format="int8 tensor"),
+    _case("int8-zeros", (), {"rows": 9}, format="int8 row zeros"),
+    _case("int8-activations", ("bias",), {"inner": 48}, format="int8 row", activation_dtype=torch.int8),
+    _case("int4", ("bias",), {"inner": 64}, format="int4 1x32"),
+    _case("int4-zeros", ("bias",), {"inner": 128, "columns": 26}, format="int4 1x64 zeros", activation="swiglu"),
+    _case("int4-row", ("residual",), {"columns": 21, "inner": 46}, format="int4 row"),
+    _case("int4-group", ("bias",), {"rows": 17, "inner": 256}, format="int4 group", scale=0.5),
+    _case("int4-no-rows", ("bias",), {"rows": (0, 3), "inner": 64}, format="int4 1x32"),
+    _case("mxfp4", ("bias",), {"inner": 96}, format="mxfp4 1x32"),
+    _case("mxfp4-many-rows", (), {"rows": 65, "inner": 64}, format="mxfp4 1x32", activation="gelu"),
 )  # fmt: skip
 
 
@@ -210,7 +222,7 @@ _ROWS = ((1, 2, 7, 8, 9, 17), (1, 2, 7, 8, 9, 16, 33, 63, 64, 65, 130))  # small
 
 def _random_case(rng: Rng, case: Case) -> Case:
     """One weight with any epilogue, gate and up, or up to three weights; biases for all weights or none."""
-    drawn_here = ("activation", "packed", "splits", "activation_dtype")
+    drawn_here = ("activation", "packed", "splits", "activation_dtype", "format")
     options = {name: value for name, value in case.options.items() if name not in drawn_here}
     axes = dict(case.axes)
     if not rng.empty():
