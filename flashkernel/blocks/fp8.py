@@ -15,7 +15,6 @@ from torch import Tensor
 from flashkernel.core import device
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # the largest e4m3 value
 SCALE_BLOCK = 128  # elements of a dim that share a scale in block scaling, as DeepSeek-V3 stores its weights
 
 
@@ -48,7 +47,7 @@ def in_groups(x: Tensor, group_shape: Sequence[int]) -> Tensor:
 def scales_for(largest: Tensor, most: float) -> Tensor:
     """Returns the scales by which groups whose largest magnitudes are `largest` fit into [-most, most]; 1 for zeros."""
     smallest = torch.finfo(torch.float32).tiny  # a quotient that rounds to 0 would divide by it
-    return torch.where(largest > 0, (largest / most).clamp_min(smallest), 1.0)
+    return torch.where(largest > 0, (largest * (1.0 / most)).clamp_min(smallest), 1.0)
 
 
 def quantize_fp8_groups(x: Tensor, group_shape: tuple[int, int], dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,13 @@ def quantize_fp8_groups(x: Tensor, group_shape: tuple[int, int], dtype: torch.dt
         counts = [group_count(size, group) for size, group in zip(x.shape[-2:], group_shape)]
         return x.to(dtype), wide.new_ones((*x.shape[:-2], *counts))
     scales = scales_for(in_groups(wide.abs(), group_shape).amax((-3, -1)), most)
-    return (wide / expand_scales(scales, group_shape, x.shape)).clamp(-most, most).to(dtype), scales
+    return round_to_fp8(wide, scales, group_shape, dtype), scales
+
+
+def round_to_fp8(x: Tensor, scales: Tensor, group_shape: tuple[int, int], dtype: torch.dtype = FP8) -> Tensor:
+    """Returns x * (1 / scale) of each group in 8-bit floats, rounded to nearest; what is too large saturates."""
+    most = torch.finfo(dtype).max
+    return (x.float() * expand_scales(1 / scales, group_shape, x.shape)).clamp(-most, most).to(dtype)
 
 
 def scaled_mm_takes(b: Tensor) -> bool:

@@ -53,17 +53,17 @@ def integer_scales(
     if symmetric:
         return scales_for(groups.abs().amax((-3, -1)), numbers.most - numbers.middle), None
     low, high = groups.amin((-3, -1)).clamp_max(0), groups.amax((-3, -1)).clamp_min(0)
-    steps = numbers.most - numbers.least
-    scales = scales_for(high / steps - low / steps, 1.0)  # divided first: the difference may overflow
-    zeros = (numbers.least - (low / scales).round()).clamp(numbers.least, numbers.most)
+    # Half of both: their difference may overflow.
+    scales = scales_for(high * 0.5 - low * 0.5, 0.5 * (numbers.most - numbers.least))
+    zeros = (numbers.least - (low * (1 / scales)).round()).clamp(numbers.least, numbers.most)
     return scales, zeros.to(numbers.dtype)
 
 
 def round_to_integers(
     x: Tensor, scales: Tensor, zeros: Tensor | None, group_shape: tuple[int, int], numbers: IntegerRange
 ) -> Tensor:
-    """Returns x / scale + zero of each group, rounded to nearest (ties to even) and clamped to the format's range."""
-    steps = (x.float() / expand_scales(scales, group_shape, x.shape)).round()
+    """Returns x * (1 / scale) + zero of each group, rounded to nearest even and clamped to the format's range."""
+    steps = (x.float() * expand_scales(1 / scales, group_shape, x.shape)).round()
     if zeros is None:
         half = numbers.most - numbers.middle
         return (steps.clamp(-half, half) + numbers.middle).to(numbers.dtype)
@@ -78,7 +78,7 @@ def quantize_int8_groups(x: Tensor, group_shape: tuple[int, int]) -> tuple[Tenso
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Returns values 0 to 15 (..., columns), two to a byte: column 2j in the low bits of byte j, 2j + 1 in its high bits.
+    """Returns values 0 to 15 (..., columns), two to a byte: column 2j in the low bits of byte j, 2j + 1 in the high.
 
     Example:
         >>> pack_nibbles(torch.tensor([[1, 2, 3, 15]], dtype=torch.uint8)).tolist()
