@@ -70,9 +70,9 @@ def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int) -> Weight:
     """Returns the Weight of a GPTQ layer.
 
     qweight (in * bits / 32, out): word (r, n) has the next 32 / bits inputs of output n. qzeros (groups,
-    out * bits / 32): word (g, c) has the zero points of the next 32 / bits outputs; version 1 stores them less one. scales (groups, out).
-    g_idx (in), optional: the group of each input. With an order of its own (act-order without static groups) groups are
-    no consecutive columns; the Weight is then "plain".
+    out * bits / 32): word (g, c) has the zero points of the next 32 / bits outputs; version 1 stores them less one.
+    scales (groups, out). g_idx (in), optional: the group of each input. With an order of its own (act-order without
+    static groups) groups are no consecutive columns; the Weight is then "plain".
 
     Args:
         parts: The tensors by name.
