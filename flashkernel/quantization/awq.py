@@ -25,11 +25,10 @@ def awq_factors(matrix: Tensor, hessian: Tensor, mean_magnitudes: Tensor, scheme
     """
     weight = matrix.float()
     best, least = torch.ones_like(mean_magnitudes), torch.inf
-    importance = hessian.diagonal().clamp_min(1e-12)
     for step in range(GRID):
         factors = mean_magnitudes.clamp_min(LEAST) ** (step / GRID)
         factors = factors / (factors.max() * factors.min()).sqrt()
-        rounded = round_to_nearest(weight * factors, scheme, importance / factors.square())
+        rounded = round_to_nearest(weight * factors, scheme)
         difference = rounded.dequantize(torch.float32) / factors - weight
         error = float(((difference @ hessian) * difference).sum())
         if error < least:
