@@ -15,7 +15,7 @@ import torch
 
 from flashkernel.core import device as devices
 from flashkernel.engine import hub
-from flashkernel.engine.checkpoint import open_checkpoint
+from flashkernel.engine.checkpoint import Checkpoint, open_checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.llm_engine import LLMEngine
 from flashkernel.engine.model_loader import load_model
@@ -412,10 +412,17 @@ def _load(
     path: Path, args: EngineArgs, progress: Callable[[int, int], None] | None
 ) -> tuple[Transformer, Tokenizer | None]:
     checkpoint = open_checkpoint(path)
-    device = _device(args.device)
-    stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
-    dtype = _dtype(args.dtype, stored, devices.properties(device))
+    device, dtype = device_and_dtype(checkpoint, args.device, args.dtype)
     return load_model(checkpoint, device, dtype, progress, args.quantization), checkpoint.tokenizer()
+
+
+def device_and_dtype(checkpoint: Checkpoint, device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """Where a checkpoint is loaded, and in which dtype: what is asked for, else what suits the machine."""
+    target = _device(device)
+    stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"engine: dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return target, _dtype(dtype, stored, devices.properties(target))
 
 
 def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.dtype:

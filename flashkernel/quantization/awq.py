@@ -11,15 +11,15 @@ GRID = 20  # exponents that AWQ tries
 LEAST = 1e-4  # of a channel's magnitude, so that factors stay finite
 
 
-def awq_factors(matrix: Tensor, hessian: Tensor, mean_magnitudes: Tensor, scheme: Scheme) -> Tensor:
+def awq_factors(matrix: Tensor, inputs: Tensor, mean_magnitudes: Tensor, scheme: Scheme) -> Tensor:
     """Returns the factors s (in,) for which rounding W diag(s) changes the layer's outputs least.
 
     s = mean |x|^a, normalised, for exponents a from 0 to 1: channels with large inputs get more of the integers' range.
-    a = 0 is rounding without factors, so the result is never worse than that on the calibration text.
+    a = 0 is rounding without factors, so the result is never worse than that on the sample.
 
     Args:
         matrix: (out, in).
-        hessian: Sum of x x^T over the layer's inputs, (in, in).
+        inputs: A sample of the layer's inputs, (rows, in), on which outputs are compared.
         mean_magnitudes: mean |x| of each channel, (in,).
         scheme: Format and groups.
     """
@@ -30,7 +30,7 @@ def awq_factors(matrix: Tensor, hessian: Tensor, mean_magnitudes: Tensor, scheme
         factors = factors / (factors.max() * factors.min()).sqrt()
         rounded = round_to_nearest(weight * factors, scheme)
         difference = rounded.dequantize(torch.float32) / factors - weight
-        error = float(((difference @ hessian) * difference).sum())
+        error = float((inputs @ difference.T).square().sum())
         if error < least:
             best, least = factors, error
     return best

@@ -83,7 +83,7 @@ class Method:
 @torch.no_grad()
 def quantize_model(
     model: Transformer,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     method: Method | str = "gptq",
     scheme: Scheme | None = None,
     *,
@@ -97,7 +97,7 @@ def quantize_model(
 
     Args:
         model: A model of the engine in float32, float16 or bfloat16, with plain weights.
-        token_ids: Calibration text, int64 (sequences, length).
+        token_ids: Calibration text, int64 (sequences, length). None is enough for "rtn", and gives no errors.
         method: A `Method`, or its name.
         scheme: What the projections become; by default int4 in groups of 128, and for "smoothquant" int8 with
             activations in int8.
@@ -122,6 +122,10 @@ def quantize_model(
     if scheme is None:
         scheme = Scheme("int8", -1, activation_dtype=torch.int8) if method.name == "smoothquant" else Scheme()
     _check(model, method, scheme)
+    if token_ids is None:
+        if method.name != "rtn":
+            raise ValueError(f"quantize_model: {method.name} calibrates; give token_ids of a text")
+        return _rounded(model, scheme), []
     runner = SequenceRunner(model, token_ids)
     saved = None if state is None else CalibrationState(state, _fingerprint(model, token_ids, method, scheme))
     layers: list[LayerWeights] = [] if saved is None else saved.layers()
@@ -162,7 +166,7 @@ def quantize_layer(
     for name in PROJECTIONS:
         matrix = getattr(folded, name)
         if name not in statistics:  # experts
-            found[name] = Weight.stack([round_to_nearest(one, scheme) for one in matrix])
+            found[name] = _round(matrix, scheme)
             continue
         found[name] = _quantized(matrix, statistics[name], factors[name], method, scheme)
         original = getattr(layer, name)
@@ -173,6 +177,21 @@ def quantize_layer(
     return replace(folded, **found), errors
 
 
+def _rounded(model: Transformer, scheme: Scheme) -> Transformer:
+    """The model with all projections rounded to nearest."""
+    layers = [
+        replace(layer, **{name: _round(getattr(layer, name), scheme) for name in PROJECTIONS}) for layer in model.layers
+    ]
+    return Transformer(model.config, model.weights, layers)
+
+
+def _round(matrix: Tensor, scheme: Scheme) -> Weight:
+    """A matrix, or a stack of experts, rounded to nearest."""
+    if matrix.ndim == 2:
+        return round_to_nearest(matrix, scheme)
+    return Weight.stack([round_to_nearest(one, scheme) for one in matrix])
+
+
 def _factors(
     matrix: Tensor, config: ModelConfig, name: str, inputs: InputStatistics, method: Method, scheme: Scheme
 ) -> Tensor:
@@ -180,7 +199,7 @@ def _factors(
     assert inputs.largest is not None
     if method.name == "awq":
         means = shared_channels(inputs.mean_magnitudes, config, name, largest=False)
-        return awq_factors(matrix, inputs.hessian, means, scheme)
+        return awq_factors(matrix, inputs.sample, means, scheme)
     return smoothquant_factors(matrix, shared_channels(inputs.largest, config, name, largest=True), method.strength)
 
 
@@ -189,8 +208,10 @@ def _quantized(matrix: Tensor, inputs: InputStatistics, factors: Tensor, method:
     if method.name == "gptq":
         return gptq(matrix, inputs.hessian, scheme, damping=method.damping, act_order=method.act_order)
     if method.name == "awq":
-        importance = inputs.hessian.diagonal() / factors.square()
-        return round_to_nearest(matrix, scheme, importance.clamp_min(1e-12))
+        importance = (inputs.hessian.diagonal() / factors.square()).clamp_min(1e-12)
+        sample = inputs.sample / factors
+        found = [round_to_nearest(matrix, scheme), round_to_nearest(matrix, scheme, importance)]
+        return min(found, key=lambda weight: _error(matrix, _linear(sample, weight), sample))  # importance is a guess
     return round_to_nearest(matrix, scheme)
 
 

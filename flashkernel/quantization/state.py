@@ -21,6 +21,7 @@ from flashkernel.engine.config import ModelError
 from flashkernel.engine.transformer import LayerWeights
 
 _STATE = "state.json"
+STATE_SUFFIX = ".calibration"  # of the folder beside the model that is made
 
 
 class CalibrationState:
@@ -76,14 +77,6 @@ class CalibrationState:
         self.layers_done, self.errors = index + 1, state["errors"]  # type: ignore[assignment]
         (self.folder / f"hidden-{index}.safetensors").unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Deletes the state's files, and the folder if nothing else is in it."""
-        for file in (*self.folder.glob("layer-*.safetensors"), *self.folder.glob("hidden-*.safetensors")):
-            file.unlink()
-        (self.folder / _STATE).unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
-
     def _layer(self, index: int) -> LayerWeights:
         tensors, layouts = _load(self.folder / f"layer-{index}.safetensors")
         found: dict[str, Any] = {}
@@ -94,6 +87,17 @@ class CalibrationState:
             else:
                 found[one.name] = tensors.get(one.name)
         return LayerWeights(**found)
+
+
+def remove_state(folder: Path) -> None:
+    """Deletes the files of a state, and the folder if nothing else is in it."""
+    if not folder.is_dir():
+        return
+    for file in (*folder.glob("layer-*.safetensors"), *folder.glob("hidden-*.safetensors")):
+        file.unlink()
+    (folder / _STATE).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _tensors(layer: LayerWeights) -> tuple[dict[str, Tensor], dict[str, str]]:
