@@ -125,7 +125,7 @@ def perplexity(
                 found = measure(loaded, tokens, bar.set_completed)
             console.print(f"perplexity {found.value:.3f} of {found.tokens} tokens in windows of {found.length}")
             return
-        calibration = _windows(checkpoint, None, CALIBRATION_TEXT, length, 16)
+        calibration = _windows(checkpoint, None, CALIBRATION_TEXT, length, quality.CALIBRATION_WINDOWS)
         records = []
         with progress.progress_bar(len(quality.CONFIGURATIONS)) as bar:
 

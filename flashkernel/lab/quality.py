@@ -19,6 +19,7 @@ from flashkernel.engine.transformer import PROJECTIONS, Transformer
 from flashkernel.lab.results import QUALITY, describe_run, replace_text
 from flashkernel.quantization import Method, Scheme, perplexity, quantize_model
 
+CALIBRATION_WINDOWS = 8
 # name -> method and scheme; None: weights rounded to bfloat16
 CONFIGURATIONS: dict[str, tuple[Method, Scheme] | None] = {
     "bfloat16": None,
