@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashkernel.commands.options import ModelDtype, OnDevice
+from flashkernel.commands.options import Commit, ModelDtype, OnDevice
 from flashkernel.lab import output, progress
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def perplexity(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="DIR", help="Merge the comparison into DIR/quality.json.")
     ] = None,
+    commit: Commit = None,
     device: OnDevice = None,
     dtype: ModelDtype = None,
 ) -> None:
@@ -139,7 +140,7 @@ def perplexity(
                 bar.advance()
                 bar.log_line(f"{record.configuration}: perplexity {record.perplexity:.3f}, {record.bits:.2f} bits")
                 if save is not None:
-                    quality.save(save, [record])
+                    quality.save(save, [record], commit)
     console.print(quality.markdown(records), markup=False, soft_wrap=True)
 
 

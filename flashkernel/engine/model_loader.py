@@ -121,7 +121,7 @@ class _WeightLoader:
         if missing:
             source = self.checkpoint.config.source
             raise ModelError(f"{source}: {', '.join(missing)} are missing; the model is incomplete, get it again")
-        parts = [self._part(name) for name in names]
+        parts: list[Any] = [self._part(name) for name in names]
         if any(isinstance(part, Weight) for part in parts):
             parts = [part if isinstance(part, Weight) else Weight(part) for part in parts]
             try:

@@ -96,7 +96,7 @@ def _compressed(values: Mapping[str, Any], source: str) -> StoredQuantization | 
     if format in ("int-quantized", "float-quantized", "naive-quantized"):
         return None
     groups = values.get("config_groups") or {}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    bits: set[Any] = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
     if format not in ("pack-quantized", "mxfp4-pack-quantized") or not bits <= {4, 8} or len(bits) != 1:
         raise ModelError(
             f"{source}: compressed-tensors in format {format!r} with {sorted(map(str, bits))} bits are not known; "

@@ -105,13 +105,13 @@ def _bits(model: Transformer) -> float:
     return 8 * saved / sum(weight.shape.numel() for weight in weights)
 
 
-def save(folder: Path, records: Sequence[QualityRecord]) -> Path:
+def save(folder: Path, records: Sequence[QualityRecord], commit: str | None = None) -> Path:
     """Merges records into `<folder>/quality.json`; a record replaces an earlier one of its model and configuration."""
     path = folder / QUALITY
     earlier = [] if not path.exists() else load(path)["records"]
     new = {(record.model, record.configuration) for record in records}
     kept = [record for record in earlier if (record.model, record.configuration) not in new]
-    header = describe_run("any", {})
+    header = describe_run("any", {}, commit)
     del header["device"], header["ceilings"]
     order = list(CONFIGURATIONS)
     merged = sorted([*kept, *records], key=lambda record: (record.model, order.index(record.configuration)))

@@ -179,9 +179,10 @@ def quantize_layer(
 
 def _rounded(model: Transformer, scheme: Scheme) -> Transformer:
     """The model with all projections rounded to nearest."""
-    layers = [
-        replace(layer, **{name: _round(getattr(layer, name), scheme) for name in PROJECTIONS}) for layer in model.layers
-    ]
+    layers = []
+    for layer in model.layers:
+        found: dict[str, Any] = {name: _round(getattr(layer, name), scheme) for name in PROJECTIONS}
+        layers.append(replace(layer, **found))
     return Transformer(model.config, model.weights, layers)
 
 
@@ -255,4 +256,5 @@ def _fingerprint(model: Transformer, token_ids: Tensor, method: Method, scheme: 
 
 
 def _to(layer: LayerWeights, device: torch.device) -> LayerWeights:
-    return LayerWeights(**{name: None if value is None else value.to(device) for name, value in vars(layer).items()})
+    found: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in vars(layer).items()}
+    return LayerWeights(**found)

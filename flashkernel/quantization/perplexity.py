@@ -100,4 +100,4 @@ def shipped_text(name: str) -> str:
         >>> "Alice" in shipped_text(EVALUATION_TEXT)
         True
     """
-    return resources.files("flashkernel.quantization").joinpath("texts", name).read_text(encoding="utf-8")
+    return resources.files("flashkernel.quantization").joinpath("texts").joinpath(name).read_text(encoding="utf-8")
