@@ -1,7 +1,7 @@
 """Quantization of models: rounding to nearest, GPTQ, AWQ and SmoothQuant, and the perplexity of what they give."""
 
 from flashkernel.quantization.calibration import LayerError, Method, quantize_model
-from flashkernel.quantization.perplexity import (
+from flashkernel.quantization.evaluation import (
     CALIBRATION_TEXT,
     EVALUATION_TEXT,
     Perplexity,

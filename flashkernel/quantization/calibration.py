@@ -114,7 +114,7 @@ def quantize_model(
         >>> tokens = torch.randint(0, 100, (4, 64))
         >>> model, errors = quantize_model(tiny_transformer(), tokens, "gptq", Scheme("int4", 16))
         >>> model.layers[0].qkv_proj
-        Weight(int4 1x16 ..., 64x32, ... bytes)
+        Weight(int4 1x16, 64x32, 1536 bytes)
         >>> all(error.after < error.before for error in errors)
         True
     """

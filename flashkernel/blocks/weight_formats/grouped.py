@@ -27,7 +27,7 @@ class GroupedFormat(ABC):
     packing = 1  # elements in an element of data
 
     def shape(self, data: Tensor) -> torch.Size:
-        return torch.Size((*data.shape[:-1], data.shape[-1] * self.packing))
+        return data.shape if self.packing == 1 else torch.Size((*data.shape[:-1], data.shape[-1] * self.packing))
 
     def problem(self, weight: Weight) -> str | None:
         data, scales, group = weight.data, weight.scales, weight.group_shape

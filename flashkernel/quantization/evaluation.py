@@ -74,6 +74,9 @@ def windows(token_ids: list[int], length: int, most: int | None = None) -> Tenso
         length: Tokens of a window.
         most: Windows at most; None: all.
 
+    Returns:
+        The windows; ValueError if the text fills none.
+
     Example:
         >>> from flashkernel.quantization import windows
         >>> windows([1, 2, 3, 4, 5], 2).tolist()
@@ -94,6 +97,9 @@ def shipped_text(name: str) -> str:
 
     Args:
         name: The file's name.
+
+    Returns:
+        The text, with an empty line between paragraphs.
 
     Example:
         >>> from flashkernel.quantization import EVALUATION_TEXT, shipped_text
