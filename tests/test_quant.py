@@ -94,6 +94,26 @@ def test_nan_stays_visible_in_floats(device: str) -> None:
         assert data.float().isnan().nonzero().tolist() == [[1, 5]]
 
 
+def test_repeated_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with other values replay one recording, static and dynamic."""
+    from flashkernel.core import replay
+
+    monkeypatch.setattr(replay, "RECORD_AFTER", 2)
+    for function in (fk.quantize, fk.rms_norm_quantize, fk.glu_quantize):
+        monkeypatch.setattr(function.launch_cache, "entries", {})  # type: ignore[attr-defined]
+    for _ in range(6):
+        x, scale = torch.randn(3, 64), torch.rand(())
+        for found, expected in (
+            (fk.quantize(x, INT8, scale=scale, backend="triton"), fk.quantize(x, INT8, scale=scale, backend="torch")),
+            (fk.quantize(x, E4M3, backend="triton"), fk.quantize(x, E4M3, backend="torch")),
+        ):
+            assert torch.equal(_bits(found[0]), _bits(expected[0]))
+            assert torch.equal(found[1], expected[1])
+        data, scales = fk.glu_quantize(x, dtype=INT8, backend="triton")
+        y = fk.swiglu(x)
+        assert ((data * scales - y).abs() <= 0.51 * scales).all()
+
+
 def test_products_take_the_scales() -> None:
     """matmul of what quantize gives is about the product."""
     x, weight = torch.randn(16, 256), torch.randn(32, 256)

@@ -187,15 +187,12 @@ def _random_quantize(rng: Rng, case: Case) -> Case:
 
 def _random_fused(rng: Rng, case: Case) -> Case:
     options = {**case.options, "dtype": rng.one((_E4M3, _INT8)), "granularity": rng.one(("row", "group", "1x32"))}
-    width = case.axes["width"]
-    if "activation" in options or "packed" in options or "up" in case.present:
-        width += width % 2
-    return replace(case, options=options, axes={**case.axes, "width": width})
+    return replace(case, options=options)
 
 
 def _random_glu(rng: Rng, case: Case) -> Case:
-    case = _random_fused(rng, case)
-    return case.at(width=case.axes["width"] + case.axes["width"] % 2)
+    """One tensor that holds gate and up has an even number of columns."""
+    return _random_fused(rng, case.at(width=case.axes["width"] + case.axes["width"] % 2))
 
 
 def _random_dequantize(rng: Rng, case: Case) -> Case:
@@ -249,13 +246,20 @@ _DEQUANTIZE_BENCHES = tuple(
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     """Every input is read once; codes, scales and the sum with a residual are written once."""
     rows, width = count(case.axes["rows"]), case.axes["width"]
-    given = rows * width * (2 if "up" in case.present or "residual" in case.present else 1)
-    packed = "up" not in case.present and case.name.startswith(("halves", "interleaved", "decode-16x14336"))
-    made = rows * width // 2 if packed else rows * width
-    group = group_shape_of(case.options.get("granularity", "row"))
-    scales = rows * (1 if group[1] == -1 else -(-width // group[1])) * 4
-    total = rows * width * dtype.itemsize if "residual" in case.present else 0
-    return {"fwd": Cost(6.0 * made, given * dtype.itemsize + made + scales + total)}
+    activations = 3 if "residual" in case.present else 1  # of which one is the sum
+    return {"fwd": Cost(6.0 * rows * width, activations * rows * width * dtype.itemsize + _written(case, width))}
+
+
+def _glu_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    """Gate and up are read once, in one tensor or in two; codes and scales are written once."""
+    rows, width = count(case.axes["rows"]), case.axes["width"] // (1 if "up" in case.present else 2)
+    return {"fwd": Cost(10.0 * rows * width, 2 * rows * width * dtype.itemsize + _written(case, width))}
+
+
+def _written(case: Case, width: int) -> int:
+    """Bytes of codes and scales."""
+    columns = group_shape_of(case.options.get("granularity", "row"))[1]
+    return count(case.axes["rows"]) * (width + 4 * (1 if columns == -1 else -(-width // columns)))
 
 
 def _dequantize_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
@@ -351,7 +355,7 @@ GLU_QUANTIZE = Op(
     backends=_backends("glu_quantize", _glu),
     cases=_glu_cases(),
     benches=_GLU_BENCHES,
-    cost=_cost,
+    cost=_glu_cost,
     tolerance=_FUSED,
     baselines=_BASELINES,
     ranges={**_RANGES, "width": (2, 300, 2)},
