@@ -535,22 +535,6 @@ def test_fp8_kernels_compile_without_spills(layer: str, rows: int) -> None:
         assert machine.shared <= devices.KNOWN["h200"].shared_per_block
 
 
-@pytest.mark.parametrize("columns", [-1, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_activations_are_quantized_in_one_launch_as_defined(columns: int, dtype: torch.dtype) -> None:
-    from flashkernel.blocks.quantize_triton import quantize_activations
-
-    for rows, width in ((3, 300), (5, 77), (2, 5000), (1, 1), (0, 8), (3, 0)):
-        x = torch.randn(rows, width).to(dtype) * 3
-        x[:1, :130] = 0  # a group of zeros
-        if rows > 1 and width > 4:
-            x[-1, 2], x[-1, 3] = float("nan"), 1e-7
-        data, scales = quantize_activations(x, columns)
-        expected, expected_scales = quantize_fp8_groups(x, (1, columns))
-        assert torch.equal(scales, expected_scales)
-        torch.testing.assert_close(data.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-
-
 def test_products_in_fp8_are_those_of_rounded_activations() -> None:
     """Scales, bias, gate and residual in the epilogue of an 8-bit product, for few rows and many."""
     weight = Weight.quantize(_matrix(64, 48), "fp8", "row", activation_dtype=FP8)
