@@ -251,7 +251,7 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor | Weight, Tensor | None] | None
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return layer.weight.t(), layer.bias  # stored (in, out)
     if isinstance(layer, WeightBuffers) and hasattr(layer, "bias"):  # a linear layer with a quantized weight
-        return layer.weight, layer.bias
+        return layer.weight, layer.bias  # type: ignore[return-value]
     return None
 
 

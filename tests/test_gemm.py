@@ -13,7 +13,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.launch import collect_launches
 from flashkernel.ops import registry
-from flashkernel.ops.gemm.configs import LINEAR, LinearConfig, row_tile
+from flashkernel.ops.gemm.configs import LINEAR, MOST_ROWS, LinearConfig, row_tile
 
 LINEAR_OP = registry()["linear"]
 
@@ -231,6 +231,8 @@ def test_what_the_kernels_decline() -> None:
 def _shapes() -> list[dict[str, int]]:
     found = []
     for case in LINEAR_OP.benches:
+        if case.axes["rows"] > MOST_ROWS:
+            continue
         parts = [name for name in ("columns", "second", "third") if name == "columns" or name in case.present]
         columns = sum(case.axes[name] for name in parts)
         found.append(
@@ -349,3 +351,68 @@ def test_shared_tiles_on_a_gpu(programs: int) -> None:
             assert torch.equal(captured, first)
     for table in kernels._tables.values():
         assert not table.any()
+
+
+@pytest.mark.parametrize("rows", [3, 80])
+@pytest.mark.parametrize("width", [torch.float32, torch.float16])
+def test_main_grads_get_the_weights_gradients(rows: int, width: torch.dtype) -> None:
+    """Added to what is there, call by call, in the buffer's dtype; the weights get none of their own."""
+    x, weight, up = (torch.randn(*size).half() / 3 for size in ((rows, 20), (12, 20), (12, 20)))
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, up)]
+    buffers = [torch.ones(12, 20, dtype=width) for _ in range(2)]
+    for _ in range(2):
+        y = fk.linear(leaves[0], leaves[1:], activation="swiglu", main_grads=buffers)
+        y.float().sum().backward()
+    assert leaves[1].grad is None
+    assert leaves[2].grad is None
+    exact = [tensor.double().requires_grad_() for tensor in (x, weight, up)]
+    fk.linear(exact[0], exact[1:], activation="swiglu", backend="reference").sum().backward()
+    for buffer, leaf in zip(buffers, exact[1:]):
+        assert buffer.dtype == width
+        torch.testing.assert_close(buffer.double(), 1 + 2 * leaf.grad, rtol=1e-2, atol=5e-2)
+    torch.testing.assert_close(leaves[0].grad.double(), 2 * exact[0].grad, rtol=1e-2, atol=1e-2)
+
+
+def test_main_grads_that_do_not_fit() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(4, 8, requires_grad=True)
+    for buffers, message in (
+        ([torch.zeros(4, 8)] * 2, "2 main_grads were given for 1 weights"),
+        ([torch.zeros(8, 4)], r"\(8, 4\) on cpu; it must be float32"),
+        ([torch.zeros(4, 8).bfloat16()], "bfloat16"),
+        ([torch.zeros(4, 8, requires_grad=True)], "require no gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fk.linear(x, weight, main_grads=buffers)
+    with pytest.raises(ValueError, match="quantized"):
+        fk.linear(x, fk.Weight.quantize(weight), main_grads=[torch.zeros(4, 8)])
+    with pytest.raises(fk.BackendError, match="adds no gradients to main_grads"):
+        fk.linear(x, weight, main_grads=[torch.zeros(4, 8)], backend="triton")
+
+
+def test_many_rows_are_products_with_an_epilogue() -> None:
+    x = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
+    matrix = torch.empty(2048, 1024, dtype=torch.bfloat16, device="meta")
+    norm_weight = torch.empty(1024, device="meta")
+    with devices.pretend(devices.KNOWN["h200"]):
+        assert fk.explain(fk.linear, x, matrix, activation="swiglu").chosen == "hopper"
+        assert fk.explain(fk.linear, x.float(), matrix.float(), activation="swiglu").chosen == "torch"
+        with collect_launches() as launches:
+            fk.linear(x, matrix, activation="swiglu", backend="hopper")
+            fk.linear(x, [matrix, matrix], norm_weight=norm_weight, activation="swiglu", backend="triton")
+    with devices.pretend(devices.KNOWN["a100"]):
+        assert fk.explain(fk.linear, x, matrix, activation="gelu").chosen == "triton"
+    names = [launch.name for launch in launches]
+    assert len(names) == 3
+    assert "norm" in names[1]
+
+
+def test_the_backward_pass_of_few_rows_is_few_launches() -> None:
+    """dz and the bias's gradient in one launch; the rest are three products: z again, dx and dW."""
+    x, weight = (
+        torch.empty(size, dtype=torch.bfloat16, device="meta").requires_grad_() for size in ((8, 64), (96, 64))
+    )
+    bias = torch.empty(96, device="meta").requires_grad_()
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
+        y = fk.linear(x, weight, bias, activation="swiglu", backend="triton")
+        torch.autograd.grad(y, (x, weight, bias), torch.empty_like(y))
+    assert [launch.name for launch in launches][1:] == ["activation_gradient_kernel"]

@@ -87,12 +87,13 @@ def activation_gradient(
     block_m = max(16, tune.power_of_2(rows)) if bias_gradients else 16
     block_n = max(16, _TILE // block_m)
     gated = isinstance(activation, Gate)
+    alpha, limit = (activation.alpha, activation.limit) if isinstance(activation, Gate) else (0.0, 0.0)
     z, dz, b, db = (_pair(given) for given in (values, gradients, biases, bias_gradients))
     launch(
         activation_gradient_kernel, (tune.ceil_div(rows, block_m), tune.ceil_div(columns, block_n)),
         dy, *z, *b, *dz, *db, rows, columns, dy.stride(0), _stride(z[0], 0), _stride(dz[0], 0),
         _stride(z[0], 1), _stride(dz[0], 1), _stride(b[0], 0), _stride(db[0], 0),
-        float(factor), float(activation.alpha if gated else 0.0), float(activation.limit if gated else 0.0),
+        float(factor), float(alpha), float(limit),
         KIND="none" if activation is None else activation.kind, GATED=gated, BIASED=len(biases) > 0,
         STORED=len(gradients) > 0, SUMMED=len(bias_gradients) > 0, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip

@@ -101,11 +101,12 @@ class ForwardPass:
         if layer.router is not None:
             h = _rms_norm(x, layer.mlp_norm, eps=config.eps)
             return x + moe(h, layer, config)
-        h, norm = x, {"norm_weight": layer.mlp_norm, "norm_eps": config.eps}
+        normal: Tensor = x
+        norm: dict[str, Any] = {"norm_weight": layer.mlp_norm, "norm_eps": config.eps}
         if config.norm == "layer":
-            h, norm = _layer_norm(x, layer.mlp_norm, layer.mlp_norm_bias, eps=config.eps), {}
+            normal, norm = _layer_norm(x, layer.mlp_norm, layer.mlp_norm_bias, eps=config.eps), {}
         return fk.mlp(
-            h, layer.gate_up_proj, layer.down_proj, layer.gate_up_proj_bias, layer.down_proj_bias, x,
+            normal, layer.gate_up_proj, layer.down_proj, layer.gate_up_proj_bias, layer.down_proj_bias, x,
             activation=config.activation, packed=config.packed, out=_in_place(x, layer.down_proj_bias), **norm,
         )  # fmt: skip
 
@@ -173,7 +174,7 @@ class TorchForwardPass(ForwardPass):
     def mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if layer.router is not None:
             return super().mlp(x, layer)
-        options = {"activation": self.config.activation, "packed": self.config.packed}
+        options: dict[str, Any] = {"activation": self.config.activation, "packed": self.config.packed}
         weights = (layer.mlp_norm, layer.mlp_norm_bias, layer.gate_up_proj, layer.gate_up_proj_bias)
         return self.linear_residual(self.norm_linear(x, *weights, **options), layer.down_proj, layer.down_proj_bias, x)
 
@@ -251,7 +252,7 @@ def backends(model: Transformer, pages: list[LayerPages], rows: int = 1, prefill
     else:
         choices.append(fk.explain(_decode_attention, heads[:, None], k, v, numbers, table, **scales))
     if layer.router is None:
-        options = {"activation": config.activation, "packed": config.packed}
+        options: dict[str, Any] = {"activation": config.activation, "packed": config.packed}
         choices.append(fk.explain(fk.mlp, x, layer.gate_up_proj, layer.down_proj, **options))
     fused = x.device.type != "cpu" and rows <= FUSED_ROWS  # `linear` and `mlp` compute the norm too
     if not fused or config.norm == "layer":

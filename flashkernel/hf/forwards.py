@@ -173,8 +173,8 @@ def gated_mlp(module: Any, glu: str, x: Tensor) -> Tensor:
         return type(module).forward(module, x)
     if _can_fuse_mlp(x, [*weights, module.down_proj], nn.Linear):
         gate, up, down = *weights, module.down_proj
-        biases = None if gate.bias is None else (gate.bias, up.bias)
-        return mlp(x, (gate.weight, up.weight), down.weight, biases, down.bias, activation=glu)
+        pair = None if gate.bias is None else (gate.bias, up.bias)
+        return mlp(x, (gate.weight, up.weight), down.weight, pair, down.bias, activation=glu)
     return module.down_proj(_GLUS[glu](module.gate_proj(x), module.up_proj(x)))
 
 
@@ -317,9 +317,8 @@ def _can_fuse(x: Tensor, layers: list[Any]) -> bool:
 
 def _can_fuse_mlp(x: Tensor, layers: list[Any], kind: type) -> bool:
     """Whether `mlp` computes these layers: plain ones, in half precision (float32 products are cuBLAS's)."""
-    if not all([_is_plain(layer, kind) for layer in layers]) or (  # noqa: C419  dynamo
-        len({layer.bias is None for layer in layers[:-1]}) > 1
-    ):
+    plain = [_is_plain(layer, kind) for layer in layers]
+    if not all(plain) or len({layer.bias is None for layer in layers[:-1]}) > 1:
         return False
     lower = autocast_dtype(x)
     if lower is not None:
@@ -349,7 +348,7 @@ def _is_plain_linear(layer: Any) -> bool:
     return _is_plain(layer, nn.Linear)
 
 
-def _is_plain(layer: Any, kind: type) -> bool:
+def _is_plain(layer: Any, kind: Any) -> bool:
     return (
         type(layer) is kind
         and type(layer.weight) in (nn.Parameter, Tensor)

@@ -118,16 +118,18 @@ def linear(
     rows = x.shape[:-1].numel()
     chosen = choose(
         spec.LINEAR, backend, x.device, x.dtype, gradients, rows=spec.row_class(rows),
-        transposed=first.shape[1] > 1 and first.stride(1) != 1, fused=activation is not None, **formats,
+        transposed=first.shape[1] > 1 and first.stride(1) != 1,
+        fused="gate" if gated else "" if activation is None else "activation", **formats,
     )  # fmt: skip
-    by_matmul = chosen.name == "hopper" or (chosen.name == "triton" and rows > MOST_ROWS)
+    in_fp8 = quantized and spec.multiplies_in_fp8(formats["weight"])
+    by_matmul = chosen.name == "hopper" or (chosen.name == "triton" and (rows > MOST_ROWS or in_fp8))
     if norm_weight is not None and chosen.name == "torch" and backend is None and x.is_cuda:
         x, norm_weight = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset), None  # type: ignore[assignment]
     if chosen.composite or by_matmul:
         if main_grads is not None and chosen.name == "reference":
             raise ValueError("linear: the reference adds no gradients to main_grads; use backend='torch'")
         run, more = (dense.linear, {"backend": backend}) if by_matmul else (chosen.run, {"main_grads": main_grads})
-        y = run(
+        y: Any = run(
             x, weights[0] if single else weights, bias, residual, norm_weight,
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
             norm_offset=norm_offset, out_dtype=out_dtype, out=out, **more,

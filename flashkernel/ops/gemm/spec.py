@@ -73,6 +73,8 @@ _reads_triton, _reads_cuda = _reads("triton"), _reads("cuda")
 
 
 def _rows(call: Call) -> str | None:
+    if multiplies_in_fp8(call.facts.get("weight")):
+        return _fp8_products(call)
     reason = _reads_triton(call)
     if reason is not None:
         return reason
@@ -86,20 +88,15 @@ def _rows(call: Call) -> str | None:
     return None
 
 
-def _multiplies_in_fp8(call: Call) -> bool:
-    """Whether the weights ask for x in 8 bits."""
-    layouts = call.facts.get("weight", "plain").split(_AND)
-    return all(Layout.parse(text).activation_dtype == FP8 for text in layouts)
+def multiplies_in_fp8(given: str | None) -> bool:
+    """Whether all weights of such layouts ask for x in 8 bits."""
+    return given is not None and all(Layout.parse(text).activation_dtype == FP8 for text in given.split(_AND))
 
 
-def _hopper(call: Call) -> str | None:
-    """It serves many rows, and products of 8-bit operands."""
+def _fp8_products(call: Call) -> str | None:
+    """Why products of 8-bit operands do not serve a call whose weights ask for x in 8 bits."""
     if "main_grads" in call.facts:
         return _MAIN_GRADS
-    if "weight" not in call.facts:
-        return None if call.facts["rows"] == _MANY else f"up to {MOST_ROWS} rows have kernels of their own"
-    if not _multiplies_in_fp8(call):
-        return _DEQUANTIZED
     if call.gradients:
         return "products of 8-bit operands are forward only"
     if call.facts["weights"] > 1:
@@ -107,7 +104,23 @@ def _hopper(call: Call) -> str | None:
     group = Layout.parse(call.facts["weight"]).group_shape
     if group not in _FP8_GROUPS:
         return f"its kernels scale rows, and blocks of 128x128, not groups of {group[0]}x{group[1]}"
+    if call.device.kind == "cuda" and call.device.arch < 89:
+        return f"it multiplies 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
     return None
+
+
+def _hopper(call: Call) -> str | None:
+    """It serves many rows, and products of 8-bit operands."""
+    given = call.facts.get("weight")
+    if multiplies_in_fp8(given):
+        if call.facts["fused"] == "gate" and Layout.parse(call.facts["weight"]).group_shape == GRANULARITIES["block"]:
+            return "gate and up with block scales would need four accumulators"
+        return _fp8_products(call)
+    if "main_grads" in call.facts:
+        return _MAIN_GRADS
+    if given is not None:
+        return _DEQUANTIZED
+    return None if call.facts["rows"] == _MANY else f"up to {MOST_ROWS} rows have kernels of their own"
 
 
 def _cublas_is_faster(call: Call) -> str | None:
@@ -184,6 +197,11 @@ def _fp8(name: str, scales: str, present: tuple[str, ...] = (), axes: Axes | Non
     return replace(case, dtype_of=dict.fromkeys(weights, FP8))
 
 
+def _format(name: str, format: str, present: tuple[str, ...] = (), axes: Axes | None = None, **options: Any) -> Case:
+    """A case with a weight in a format that is dequantized; sizes drawn at random need not divide its groups."""
+    return replace(_case(name, present, axes, format=format, **options), gradients=False)
+
+
 _CASES = (
     _case("plain"),
     _case("one-row", axes={"rows": (), "inner": 300}),
@@ -235,12 +253,30 @@ _CASES = (
     _fp8("fp8-three-weights", "row", ("second", "third"), _QKV),
     _fp8("fp8-out-float32", "row", (), {"rows": (2, 3)}, out_dtype=torch.float32),
     _fp8("fp8-many-rows", "row", ("bias",), {"rows": 65}, activation="silu"),
-    _fp8("fp8-activations", "row", ("bias",), {"columns": 32, "inner": 48}, activation_dtype=FP8),
-    _fp8("fp8-activations-block", "block", (), {"columns": 140, "inner": 260}, activation_dtype=FP8),
+    *(replace(case, gradients=False) for case in (
+        _fp8("fp8-activations", "row", ("bias",), {"columns": 32, "inner": 48}, activation_dtype=FP8),
+        _fp8("fp8-activations-block", "block", (), {"columns": 140, "inner": 260}, activation_dtype=FP8),
+        _fp8("fp8-activations-gate", "tensor", ("bias",), {"rows": 70, "columns": 32, "inner": 48},
+             activation="swiglu", scale=0.5, activation_dtype=FP8),
+        _fp8("fp8-activations-residual", "row", ("residual",), {"rows": (2, 40), "columns": 33, "inner": 64},
+             activation="gelu", scale=0.5, activation_dtype=FP8),
+    )),
     replace(_fp8("fp8-padded", "row", ("residual",), {"rows": (2, 3)}), layout="padded"),
     replace(_fp8("fp8-transposed", "row", ("bias",), {"rows": 6, "inner": 32}), layout="transposed"),
     _fp8("fp8-no-rows", "row", ("bias",), {"rows": (0, 3)}),
     _fp8("fp8-no-inner", "block", ("bias",), {"inner": 0}),
+    _format("fp8-e5m2", "fp8_e5m2 row", ("bias",)),
+    _format("int8", "int8 row", ("bias",), {"inner": 77}, activation="silu"),
+    _format("int8-tensor", "int8 tensor", ("residual",), {"columns": 33}),
+    _format("int8-zeros", "int8 row zeros", (), {"rows": 9}),
+    _format("int8-activations", "int8 row", ("bias",), {"inner": 48}, activation_dtype=torch.int8),
+    _format("int4", "int4 1x32", ("bias",), {"inner": 64}),
+    _format("int4-zeros", "int4 1x64 zeros", ("bias",), {"inner": 128, "columns": 26}, activation="swiglu"),
+    _format("int4-row", "int4 row", ("residual",), {"columns": 21, "inner": 46}),
+    _format("int4-group", "int4 group", ("bias",), {"rows": 17, "inner": 256}, scale=0.5),
+    _format("int4-no-rows", "int4 1x32", ("bias",), {"rows": (0, 3), "inner": 64}),
+    _format("mxfp4", "mxfp4 1x32", ("bias",), {"inner": 96}),
+    _format("mxfp4-many-rows", "mxfp4 1x32", (), {"rows": 65, "inner": 64}, activation="gelu"),
 )  # fmt: skip
 
 
@@ -249,7 +285,7 @@ _ROWS = ((1, 2, 7, 8, 9, 17), (1, 2, 7, 8, 9, 16, 33, 63, 64, 65, 130))  # small
 
 def _random_case(rng: Rng, case: Case) -> Case:
     """One weight with any epilogue, gate and up, or up to three weights; biases for all weights or none."""
-    drawn_here = ("activation", "packed", "splits", "activation_dtype")
+    drawn_here = ("activation", "packed", "splits", "activation_dtype", "format")
     options = {name: value for name, value in case.options.items() if name not in drawn_here}
     axes = dict(case.axes)
     if not rng.empty():
@@ -324,12 +360,32 @@ def _benches() -> tuple[Case, ...]:
         "gpt2": gpt2,
         "gpt-oss": gpt_oss,
     }
-    return tuple(
+    few = tuple(
         Case(f"{model}-{layer}-{rows}", {**axes, "rows": rows}, options, dtypes=_HALF, present=present, gradients=False)
         for model, layers in tables.items()
         for layer, (axes, present, options) in layers.items()
         for rows in (1, 4, 16, 64)
     )
+    return (*few, *_many_rows(tables))
+
+
+def _many_rows(tables: Mapping[str, _Layers]) -> tuple[Case, ...]:
+    """Training, prompts, and prompts with weights and activations in fp8."""
+    small = {"rows": 256, "columns": 512, "inner": 256}
+    plain = []
+    for name, rows in (("llama-8b gate-up", 8192), ("llama-8b down", 8192), ("gpt2 up", 16384)):
+        model, layer = name.split()
+        axes, present, options = tables[model][layer]
+        plain.append(Case(f"{model}-{layer}-{rows}", {**axes, "rows": rows}, options, dtypes=_HALF, present=present,
+                          check_axes=small))  # fmt: skip
+    hidden, inner = MODELS["llama-3.1-8b"].hidden, MODELS["llama-3.1-8b"].intermediate
+    in_fp8 = (
+        _fp8("fp8-row-llama-8b-gate-up-8192", "row", (), {"inner": hidden, "columns": 2 * inner, "rows": 8192},
+             activation="swiglu", activation_dtype=FP8),
+        _fp8("fp8-block-llama-8b-down-8192", "block", ("residual",), {"inner": inner, "columns": hidden, "rows": 8192},
+             activation_dtype=FP8),
+    )  # fmt: skip
+    return (*(replace(case, dtypes=_HALF, gradients=False, check_axes=small) for case in in_fp8), *plain)
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flashkernel.blocks.activation import NATIVE, apply_gate
 from flashkernel.blocks.epilogue import GATES
@@ -17,9 +18,9 @@ from flashkernel.ops.mlp.named import gathered
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:
-    """cuBLAS and torch's operators, as model code writes them."""
-    if set(case.options) - {"activation", "packed"}:
-        raise ValueError("written for the benchmark cases, whose options are activation and packed")
+    """cuBLAS and torch's operators, as model code writes them; recomputed by torch's checkpointing."""
+    if set(case.options) - {"activation", "packed", "recompute"}:
+        raise ValueError("written for the benchmark cases, whose options are activation, packed and recompute")
 
     def mlp(
         x: Tensor,
@@ -31,7 +32,11 @@ def eager(op: Op, case: Case) -> Callable[..., Any]:
         norm_weight: Tensor | None = None,
         activation: str = "swiglu",
         packed: str = "halves",
+        recompute: bool = False,
     ) -> Tensor:
+        if recompute:
+            given = (x, gate_up, down, gate_up_bias, down_bias, residual, norm_weight, activation, packed)
+            return checkpoint(mlp, *given, use_reentrant=False)  # type: ignore[no-any-return]
         if norm_weight is not None:
             x = F.rms_norm(x, x.shape[-1:], norm_weight, 1e-6)
         if isinstance(gate_up, tuple):

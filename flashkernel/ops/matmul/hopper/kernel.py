@@ -284,16 +284,16 @@ def _block_scales(args, tile, row, step, TRAITS: gl.constexpr):
 def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns the sums over a work tile's K blocks, each multiplied by its scales, for each tile of B.
 
-    Both tiles of B have the same size. Their products are one instruction in a loop, and the accumulators change places
-    after each: written out twice, the products would have registers of their own, and spill.
+    Both tiles of B have the same size, and their products are one instruction in a loop: written out twice, they would
+    have registers of their own, and spill.
     """
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     ROWS: gl.constexpr = TRAITS.ROWS
     FIRST_N: gl.constexpr = TRAITS.BLOCK_N - TRAITS.SECOND_N
     PARTS: gl.constexpr = 2 if TRAITS.SECOND_N > 0 else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, TRAITS.BLOCK_K // 4])
-    acc = _zeros(FIRST_N, TRAITS)
-    other = acc
+    first = _zeros(FIRST_N, TRAITS)
+    second = _zeros(FIRST_N, TRAITS)
     row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     num_steps = (tile.k_end - tile.k_begin) * PARTS
     a_scale, b_scale = _block_scales(args, tile, row, 0, TRAITS)
@@ -309,14 +309,16 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
         product = warpgroup_mma_wait(0, deps=[product])
         if part == PARTS - 1:
             named_barrier_arrive(stage, TRAITS.NUM_CONSUMERS)
-        acc += product * (a_scale * b_scale)[:, None]
+        scale = (a_scale * b_scale)[:, None]
+        if part == 0:
+            first += product * scale
+        else:
+            second += product * scale
         a_scale, b_scale = next_a, next_b
-        if PARTS == 2:
-            acc, other = other, acc
     if PARTS == 1:
-        return (acc,)
+        return (first,)
     else:
-        return (acc, other)
+        return (first, second)
 
 
 @gluon.jit
