@@ -17,10 +17,11 @@ from flashkernel.core.arguments import (
     needs_gradients,
     without_autocast,
 )
+from flashkernel.core.device import properties
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import linear
-from flashkernel.ops.mlp import library, spec
+from flashkernel.ops.mlp import library, spec, unfused
 from flashkernel.ops.norm import rms_norm
 
 _linear: Any = linear  # returns one tensor or several, depending on its arguments
@@ -123,6 +124,11 @@ def mlp(
                 recompute=recompute and gradients,
             )  # fmt: skip
             return y if out is None else out.copy_(y)
+        if chosen.name == "triton" and spec.unfused(properties(x.device)):
+            norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "norm_offset": norm_offset}
+            piece: Any = activation_piece(activation)
+            extras = (gate_up_bias, down_bias, residual, piece, packed, norm)
+            return unfused.mlp(x, up, weights[-1], *extras, out_dtype=out_dtype, out=out)
         if not gradients or quantized:
             few, inner = spec.few(x.shape[:-1].numel()), None if quantized else backend
             hidden = _linear(

@@ -1,0 +1,50 @@
+"""An MLP as three operators, for GPUs whose tensor cores Triton does not use.
+
+The products are those of `linear`, which has cuBLAS and CUDA C++ there; the activation is a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import Activation, Gate
+from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
+from flashkernel.ops.gemm import linear
+
+_linear: Any = linear  # returns one tensor or several, depending on its arguments
+_ALONE: dict[str, Any] = {
+    "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "silu": silu, "relu": relu,
+    "squared_relu": squared_relu,
+}  # fmt: skip
+_GATED: dict[str, Any] = {
+    "silu": swiglu, "gelu_tanh": geglu, "gelu": partial(geglu, approximate="none"), "relu": reglu,
+    "gpt_oss": gpt_oss_glu,
+}  # fmt: skip
+
+
+def mlp(
+    x: Tensor,
+    gate_up: Any,
+    down: Any,
+    gate_up_bias: Any,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation | Gate,
+    packed: str,
+    norm: dict[str, Any],
+    **output: Any,
+) -> Tensor:
+    """Differentiable; `norm` has linear's norm_weight, norm_eps and norm_offset, `output` its out and out_dtype."""
+    products = _linear(x, gate_up, gate_up_bias, **norm)
+    if isinstance(activation, Gate):
+        options: dict[str, Any] = {"packed": packed} if isinstance(products, Tensor) else {}
+        if activation.kind == "gpt_oss":
+            options |= {"alpha": activation.alpha, "limit": activation.limit}
+        pair = (products,) if isinstance(products, Tensor) else products
+        hidden = _GATED[activation.kind](*pair, **options)
+    else:
+        hidden = _ALONE[activation.kind](products)
+    return _linear(hidden, down, down_bias, residual, **output)
