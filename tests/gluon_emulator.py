@@ -248,6 +248,10 @@ class Pointer:
 
     __iadd__ = __add__
 
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.storage.dtype)
+
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         offset = torch.as_tensor(self.offset)
         wanted = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
@@ -271,16 +275,27 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[offset[wanted].long()] = value[wanted].to(pointer.storage.dtype)
 
 
-def _atomic_add(pointer: Pointer, value: Tensor, mask: Any = None, **_: Any) -> None:
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> Tensor:
+    """Returns what was there. Programs run one after the other: what one waits for has happened, or never will."""
     offset, wanted = pointer.places(mask)
-    pointer.storage.index_add_(0, offset[wanted].long(), value.expand(offset.shape)[wanted])
+    before = pointer.storage[offset.long()].clone()
+    added = torch.as_tensor(value, dtype=pointer.storage.dtype).expand(offset.shape)
+    pointer.storage.index_add_(0, offset[wanted].long(), added[wanted])
+    return _value(before)
 
 
 class Descriptor:
     """A tensor in tiles; reads outside it give zero, writes there are dropped."""
 
     def __init__(self, given: Any) -> None:
-        self.view = torch.as_strided(given.base.detach(), given.shape, given.strides, given.base.storage_offset())
+        base = given.base.detach()
+        if max(given.shape) >= 1 << 30:  # larger than any tensor: addresses modulo 2^64
+            size = base.untyped_storage().nbytes() // base.element_size()
+            self.memory = torch.as_strided(base, (size,), (1,), 0)
+            self.limits, self.strides, self.first = list(given.shape), list(given.strides), base.storage_offset()
+        else:
+            self.memory = None
+            self.view = torch.as_strided(base, given.shape, given.strides, base.storage_offset())
         self.block = self.block_shape = [int(size) for size in given.block_shape]
         self.dtype = given.base.dtype
         self.layout = None
@@ -295,13 +310,34 @@ class Descriptor:
             inner.append(slice(low - start, max(low, high) - start))
         return tuple(outer), tuple(inner)
 
+    def _addresses(self, place: list[int]) -> tuple[Tensor, Tensor]:
+        """For each element of a tile: whether its coordinates lie inside the dims, and its place in memory if so."""
+        inside, address = torch.ones(self.block, dtype=torch.bool), torch.full(self.block, self.first)
+        for dim, (start, length) in enumerate(zip(place, self.block)):
+            coordinate = torch.arange(start, start + length).view(
+                [-1 if dim == one else 1 for one in range(len(place))]
+            )
+            inside &= (coordinate >= 0) & (coordinate < self.limits[dim])
+            address += coordinate * self.strides[dim]  # int64 wraps
+        assert self.memory is not None
+        within = (address >= 0) & (address < self.memory.numel())
+        assert bool((within | ~inside).all()), "an address outside its tensor"
+        return inside, torch.where(inside, address, 0)
+
     def read(self, place: list[int]) -> Tensor:
+        if self.memory is not None:
+            inside, address = self._addresses(place)
+            return torch.where(inside, self.memory[address].float(), 0).to(self.dtype)
         tile = torch.zeros(self.block, dtype=self.dtype)
         outer, inner = self._parts(place)
         tile[inner] = self.view[outer]
         return tile
 
     def write(self, place: list[int], tile: Tensor) -> None:
+        if self.memory is not None:
+            inside, address = self._addresses(place)
+            self.memory[address[inside]] = tile.view(self.block)[inside]
+            return
         outer, inner = self._parts(place)
         self.view[outer] = tile.view(self.block)[inner]
 

@@ -332,6 +332,20 @@ def test_a_score_function_reads_its_closure(backend: str) -> None:
         )
 
 
+@by_fast_backend
+def test_long_distances_do_not_multiply_the_error_of_delta(backend: str) -> None:
+    """The gradient of ALiBi slopes in float32 is no worse than that of a softmax whose every score is in memory."""
+    inputs = {**_inputs(2, 48, 160, 2, 1, 64), "alibi_slopes": torch.tensor([0.02, 0.5])}
+    inputs["v"] = inputs["v"] + 8  # a large delta, most of which cancels
+    errors = {}
+    exact = execute(attention, {name: x.double() for name, x in inputs.items()}, {"backend": "reference"}, [*inputs])
+    for name in ("reference", backend):
+        found = execute(attention, inputs, {"backend": name}, [*inputs])
+        error = found.gradients["alibi_slopes"].double() - exact.gradients["alibi_slopes"]
+        errors[name] = float(error.norm())
+    assert errors[backend] <= 1.5 * errors["reference"]
+
+
 def test_a_constant_score_averages_the_values() -> None:
     inputs = {name: value.requires_grad_() for name, value in _inputs(kv_heads=4).items()}
     out = attention(**inputs, score=lambda s, b, h, q, k: 1.0, backend="torch")

@@ -34,12 +34,15 @@ SMALL = HopperMatmul(64, 64, 2, 3)
 CONFIGS = {
     "cooperative": SMALL,
     "wide": HopperMatmul(64, 256, 2, 4),
+    "two-tiles-of-b": HopperMatmul(64, 192, 2, 3),
     "tall": HopperMatmul(128, 128, 2, 2, group_m=2),
     "one-consumer": HopperMatmul(64, 128, 1, 2),
     "three-consumers": HopperMatmul(64, 128, 3, 3),
     "pingpong": HopperMatmul(64, 64, 2, 3, pingpong=True),
     "pingpong-tall": HopperMatmul(128, 64, 2, 4, pingpong=True, group_m=1),
     "split-k": HopperMatmul(64, 64, 2, 2, num_splits=3),
+    "stream-k": HopperMatmul(64, 64, 2, 3, stream_k=True),
+    "stream-k-two-tiles": HopperMatmul(64, 192, 2, 3, stream_k=True),
     "pingpong-split-k": HopperMatmul(64, 64, 2, 3, pingpong=True, num_splits=2),
 }
 
@@ -205,7 +208,7 @@ def test_fp8(name: str, per_row: bool) -> None:
     _check(a, b, CONFIGS[name], Epilogue((Bias(),)).text, torch.randn(80), scales=scales, out_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["cooperative", "one-consumer", "three-consumers", "split-k"])
+@pytest.mark.parametrize("name", ["cooperative", "one-consumer", "three-consumers", "split-k", "wide"])
 @pytest.mark.parametrize("batch", [(2, 2), (2, 1)], ids=str)
 def test_fp8_block_scales(batch: tuple[int, int], name: str) -> None:
     """A scale for each 1 x 128 of A and 128 x 128 of B; the last ones have fewer elements."""
@@ -271,7 +274,9 @@ def test_the_cost_rule_chooses_valid_configs() -> None:
         assert HOPPER_MATMUL.valid(config, H200, shape) is None
         assert config.num_splits == 1 or m * n < 132 * 64 * 256 * 2  # K is split only where tiles are few
     large = {"batch": 1, "m": 8192, "n": 8192, "k": 8192, "bytes": 2, "block_scaled": 0, "integer": 0}
-    assert HOPPER_MATMUL.heuristic(H200, large) == HopperMatmul(64, 256, 2, 4)
+    assert replace(HOPPER_MATMUL.heuristic(H200, large), stream_k=False) == HopperMatmul(64, 256, 2, 4)
+    assert not HOPPER_MATMUL.heuristic(H200, {**large, "n": 66 * 256}).stream_k  # 32 whole waves
+    assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 1024, "n": 133 * 32}).stream_k
     assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 64, "n": 512}).num_splits > 1
 
 
@@ -325,6 +330,10 @@ COMPILED: dict[str, dict[str, Any]] = {
                      "config": HopperMatmul(128, 128, 2, 6, pingpong=True)},
     "fp8-epilogue": {"m": 4096, "n": 4096, "k": 4096, "dtype": torch.float8_e4m3fn, "scaling": "row",
                      "chain": ALL_PIECES},
+    "stream-k": {"m": 1024, "n": 4096, "k": 4096, "chain": ALL_PIECES,
+                 "config": HopperMatmul(64, 256, 2, 4, stream_k=True)},
+    "fp8-blocks-stream-k": {"m": 1024, "n": 4096, "k": 4096, "dtype": torch.float8_e4m3fn, "scaling": "block",
+                            "config": HopperMatmul(64, 256, 2, 4, stream_k=True)},
     "split-k": {"m": 64, "n": 512, "k": 8192, "chain": ALL_PIECES},
     "fp8-split-k": {"m": 64, "n": 512, "k": 8192, "dtype": torch.float8_e4m3fn, "scaling": "row", "chain": ALL_PIECES},
     "int8-split-k": {"m": 64, "n": 512, "k": 8192, "dtype": torch.int8, "scaling": "row"},
@@ -336,6 +345,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 def test_compiled(name: str) -> None:
     config, launches = _launches(**COMPILED[name])
     assert len(launches) == (1 if config.num_splits == 1 else 2)
+    assert "stream-k" not in name or config.stream_k
     assert "split-k" not in name or config.num_splits > 1
     _assert_lean(config, launches)
 
@@ -359,7 +369,9 @@ def test_tiles_compiled(config: HopperMatmul) -> None:
 def _assert_lean(config: HopperMatmul, launches: list[Launch]) -> None:
     """WGMMA, no spills, and shared memory that a block has."""
     code = compiled(launches[0], 90)
-    assert re.search(rf"(H|Q|I)GMMA.64x{config.block_n}x", code.sass)
+    second = launches[0].constants["TRAITS"].SECOND_N
+    for columns in {config.block_n - second, second or config.block_n}:
+        assert re.search(rf"(H|Q|I)GMMA.64x{columns}x", code.sass)
     assert code.stack == 0
     assert stack_traffic(code.sass).stores == 0
     assert code.shared <= H200.shared_per_block

@@ -77,7 +77,7 @@ class TestSuite:
         op = registry()["sum"]
         found = suites.max_autotune(op, TURING.cases["sum"][0])
         assert torch.equal(found(torch.ones(2, 3)), torch.tensor([3.0, 3.0]))
-        assert seen == [{"mode": "max-autotune", "dynamic": False}]
+        assert seen == [{"mode": "max-autotune-no-cudagraphs", "dynamic": False}]
         with pytest.raises(ValueError, match="no eager baseline"):
             suites.max_autotune(replace_baselines(op), TURING.cases["sum"][0])
 
@@ -86,8 +86,8 @@ class TestSuite:
         monkeypatch.setattr(suites, "max_autotune", lambda op, case: lambda x: x.sum(-1))
         invoke(
             "bench", "--suite", "turing", "--case", "*-b1-n512", "--case", "row-sum-b1-n512-d64", "--dtype", "float32",
-            "--scale", "20000", "--budget", "0.01", "--device", "cpu", "--max-autotune", "--save", str(tmp_path), "sum",
-            "linear",
+            "--scale", "20000", "--budget", "0.01", "--device", "cpu", "--max-autotune", "all", "--save",
+            str(tmp_path), "sum", "linear",
         )  # fmt: skip
         assert [path.name for path in tmp_path.iterdir()] == ["turing.json"]
         found = results.load(tmp_path / "turing.json")["records"]
@@ -96,7 +96,7 @@ class TestSuite:
 
     def test_mistakes(self) -> None:
         assert "unknown suite 'x'; known: turing" in invoke("bench", "--suite", "x", code=2).stderr
-        assert "--suite" in invoke("bench", "sum", "--max-autotune", code=2).stderr
+        assert "--suite" in invoke("bench", "sum", "--max-autotune", "all", code=2).stderr
 
 
 def replace_baselines(op: Any) -> Any:
@@ -233,7 +233,7 @@ class TestSuccess:
     def test_speedups(self) -> None:
         text = turing_tables.speedups(files(*grid()))
         assert text is not None
-        row = "| tiled FlashAttention | float16 | cuda_sm75 | 2 of 2 | 2.00x, 2.00x, 4.00x | 3.00x |"
+        row = "| tiled FlashAttention | float16 | cuda_sm75 | 2 of 2 | 2.00x, 2.00x, 4.00x | 3.00x (1) |"
         assert row in text.splitlines()
         assert "| parallel reduction | float16 | cuda_sm75 | 1 of 1 | 1.00x, 1.00x, 1.00x | not measured |" in text
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +15,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from flashkernel.commands.bench_host import bench_first_use, bench_host
 from flashkernel.commands.options import Cases, Commit, Direction, Dtypes, Formatted, Names, OnDevice, Save
-from flashkernel.lab import host_tables, output, progress
+from flashkernel.lab import output, progress
 from flashkernel.lab.output import Format
 
 if TYPE_CHECKING:
@@ -20,12 +25,19 @@ if TYPE_CHECKING:
 
     from flashkernel.core.op import Case, Op
     from flashkernel.core.roofline import Ceilings
+    from flashkernel.lab import precompile
     from flashkernel.lab.bench import BenchOptions
-    from flashkernel.lab.results import Record
+    from flashkernel.lab.precompile import Work
+    from flashkernel.lab.results import Record, ResultsFile
     from flashkernel.lab.suites import Suite
 
 CPU_BUDGET_S, GPU_BUDGET_S = 0.1, 1.0
 LADDER_SIZE = 4096
+
+
+class Autotuned(str, Enum):
+    sample = "sample"
+    all = "all"
 
 
 def bench(
@@ -45,11 +57,25 @@ def bench(
     host: Annotated[
         bool, typer.Option("--host", help="Time the host side of calls instead, against torch's own functions.")
     ] = False,
+    first_use: Annotated[
+        bool,
+        typer.Option(
+            "--first-use", help="Time the first compile of CUDA C++ kernels instead; --device h200 needs no GPU."
+        ),
+    ] = False,
     suite: Annotated[
         str | None, typer.Option(help="A grid over several operators, saved as DIR/<suite>.json: turing.")
     ] = None,
     max_autotune: Annotated[
-        bool, typer.Option("--max-autotune", help="Of a suite: time torch.compile(mode='max-autotune') too; slow.")
+        Autotuned | None,
+        typer.Option("--max-autotune", help="Of a suite: time torch.compile(mode='max-autotune') on these cases too."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile kernels ahead; 0: none. Of a suite on a GPU one per core."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --save: leave out what the file has of this commit and versions.")
     ] = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Time the rungs of the GEMM ladder instead, against cuBLAS.")
@@ -60,11 +86,13 @@ def bench(
 ) -> None:
     """Time operators against their baselines in one run; each is checked first. Ctrl-C keeps finished results."""
     if host:
-        return _bench_host(names, case, device, save, commit, format)
+        return bench_host(names, case, device, save, commit, format)
+    if first_use:
+        return bench_first_use(names, device, save, commit, format)
     if ladder:
         return _bench_ladder(names, size or LADDER_SIZE, dtype, device, save, budget, commit, format)
     with progress.report_errors():
-        from flashkernel.lab import selection, suites
+        from flashkernel.lab import precompile, selection, suites
         from flashkernel.lab.bench import BenchOptions
 
         target = selection.device(device)
@@ -75,6 +103,8 @@ def bench(
             raise ValueError("--size goes with --ladder; --case selects the sizes of operators")
         if max_autotune and grid is None:
             raise ValueError("--max-autotune goes with --suite; --impl compile times torch.compile's default mode")
+        if resume and save is None:
+            raise ValueError("--resume goes with --save, whose folder has the finished cases")
         chosen = selection.operators(names or (None if grid is None else list(grid.cases)))
         benches = (lambda op: op.benches) if grid is None else (lambda op: grid.cases.get(op.name, ()))
         hardware = selection.hardware(str(target))
@@ -90,17 +120,34 @@ def bench(
         progress.log(
             f"cases are shrunk to at most {most} input elements, as in 16384x4096~256x4096; --scale 0 does not"
         )
-    run = _Run(work, options, save, commit, grid)
+    ahead = workers if workers is not None else 0 if on_cpu or grid is None else precompile.default_workers()
+    run = _Run(
+        work, options, save, commit, grid, autotune_all=max_autotune is Autotuned.all, workers=ahead, resume=resume
+    )
     with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
         run.measure(bar)
     output.show_records(format, run.records, selection.hardware(str(target)).name, run.ceilings)
     for note in run.notes:
         progress.log(note)
-    nothing = not run.records and not stopped.code
+    nothing = not run.records and not stopped.code and not run.resumed
     if nothing:
         progress.log("nothing was timed: no selected implementation can run the selected cases and directions here")
     wrong = any(record.kind == "backend" and not record.comparable for record in run.records)
     progress.exit_with(stopped, failed=wrong or nothing)
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Inside, the garbage collector passes over all objects that are alive now.
+
+    To scan the modules of torch and its compiler after each implementation takes longer than to time one.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Run:
@@ -113,17 +160,21 @@ class _Run:
         save: Path | None,
         commit: str | None,
         suite: Suite | None = None,
+        *,
+        autotune_all: bool = False,
+        workers: int = 0,
+        resume: bool = False,
     ) -> None:
         self.work, self.options, self.save, self.commit, self.suite = work, options, save, commit, suite
+        self.autotune_all, self.workers, self.resume = autotune_all, workers, resume
         self.records: list[Record] = []
         self.notes: dict[str, None] = {}
         self.ceilings: Ceilings | None = None
+        self.resumed = 0  # cases left out, since the file has them
 
     def measure(self, bar: progress.Bar) -> None:
         """Measures case by case; a case is saved once all of its implementations are measured."""
         from flashkernel.core import roofline
-        from flashkernel.lab import tables
-        from flashkernel.lab.bench import bench as measure
         from flashkernel.lab.results import ResultsFile
 
         bar.describe("measuring memory bandwidth and matmul rates")
@@ -135,9 +186,20 @@ class _Run:
         names = dict.fromkeys(self._file(op) for op, _, _ in self.work)
         with progress.report_errors():
             files = {name: ResultsFile.in_folder(self.save, name, self.ceilings, self.commit) for name in names}
-        for op, case, dtype in self.work:
+        work = [(op, case, dtype, self._options_of(op, case, options)) for op, case, dtype in self.work]
+        if self.resume:
+            work = self._unfinished(work, files, bar)
+        self._compile_ahead(work, bar)
+        with _frozen_objects():
+            self._measure(work, files, bar)
+
+    def _measure(self, work: Sequence[Work], files: Mapping[str, ResultsFile | None], bar: progress.Bar) -> None:
+        from flashkernel.lab import tables
+        from flashkernel.lab.bench import bench as measure
+
+        for op, case, dtype, of_op in work:
             of_case = []
-            for record in measure(op, case, dtype, self._options_of(op, options)):
+            for record in measure(op, case, dtype, of_op):
                 of_case.append(record)
                 self.records.append(record)
             file = files[self._file(op)]
@@ -147,56 +209,62 @@ class _Run:
             if of_case:
                 bar.log_line(tables.line(of_case))
 
+    def _unfinished(
+        self, work: Sequence[Work], files: Mapping[str, ResultsFile | None], bar: progress.Bar
+    ) -> list[Work]:
+        """The work that no earlier run of this commit has finished, with all implementations that are now selected."""
+        from flashkernel.lab.bench import candidates
+        from flashkernel.lab.results import finished
+
+        done = {name: finished(file.path, file.header) for name, file in files.items() if file is not None}
+        left = []
+        for op, case, dtype, options in work:
+            key = (op.name, case.name, str(dtype).removeprefix("torch."))
+            found = done[self._file(op)].get(key, set())
+            if found and {candidate.name for candidate in candidates(op, case, dtype, options)} <= found:
+                bar.advance()
+            else:
+                left.append((op, case, dtype, options))
+        self.resumed = len(work) - len(left)
+        progress.log(f"{self.resumed} of {len(work)} cases are in the file; {len(left)} are left")
+        return left
+
+    def _compile_ahead(self, work: Sequence[Work], bar: progress.Bar) -> None:
+        """Compiles kernels in worker processes; what fails there is compiled when it is timed."""
+        from flashkernel.lab import precompile
+
+        planned = precompile.batches(work) if self.workers else []
+        if not planned:
+            return
+        if self.options.baselines:
+            importlib.import_module("torch._inductor.compile_fx")  # seconds, that the first timed case would take
+        total, done = sum(map(len, planned)), 0
+
+        def report(task: precompile.Task) -> None:
+            nonlocal done
+            done += 1
+            bar.describe(f"compiling ahead, {done} of {total} calls: {task}")
+            if done % 50 == 0 or done == total:
+                bar.log_line(f"compiling ahead in {self.workers} processes: {done} of {total} calls")
+
+        bar.log_line(f"compiling ahead in {self.workers} processes: {total} calls")
+        for failure in precompile.run(planned, self.options, self.workers, report):
+            self._note(failure)
+
     def _file(self, op: Op) -> str:
         """A suite has one file for all its operators."""
         return op.name if self.suite is None else self.suite.name
 
-    def _options_of(self, op: Op, options: BenchOptions) -> BenchOptions:
-        """A suite times implementations of its own choice, unless some are named."""
+    def _options_of(self, op: Op, case: Case, options: BenchOptions) -> BenchOptions:
+        """A suite times implementations of its own choice, unless some are named, and max-autotune on some cases."""
         if self.suite is None or options.implementations:
             return options
-        named = (*self.suite.implementations[op.name], *(baseline.name for baseline in options.baselines))
+        autotuned = options.baselines if self.autotune_all or self.suite.times_autotuned(case) else ()
+        named = (*self.suite.implementations[op.name], *(baseline.name for baseline in autotuned))
         return replace(options, implementations=named)
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
-
-
-def _bench_host(
-    names: Sequence[str] | None, only: Sequence[str] | None, device: str | None, save: Path | None, commit: str | None,
-    format: Format,
-) -> None:  # fmt: skip
-    """Times the host side of public functions; exits 1 if a result is wrong."""
-    with progress.report_errors():
-        from flashkernel.core import roofline
-        from flashkernel.lab import host, selection
-        from flashkernel.lab.results import ResultsFile
-
-        target = selection.device(device)
-        wanted = {op.name for op in selection.operators(names)}
-        chosen = selection.known_names("case", only, [case.name for case in host.CASES])
-        cases = [case for case in host.CASES if case.op in wanted and case.name in chosen]
-    records: list[Record] = []
-    if target.type == "cpu":
-        progress.log(
-            f"on a CPU the functions compute before they return, so {len(cases)} functions may take many minutes; "
-            "name operators or --case for fewer"
-        )
-    with progress.progress_bar(len(cases)) as bar, progress.keep_results() as stopped:
-        file = None
-        if save is not None:
-            bar.describe("measuring memory bandwidth and matmul rate")
-            with progress.report_errors():
-                file = ResultsFile.in_folder(save, host.OP, roofline.ceilings(target, [host.dtype_of(target)]), commit)
-        for case, found in zip(cases, host.measure(cases, target)):
-            bar.describe(case.name)
-            bar.advance()
-            records += found
-            if file is not None:
-                file.add(found)
-    name = selection.hardware(str(target)).name
-    output.show(format, [record.as_dict() for record in records], [host_tables.rich_table(records, name)])
-    progress.exit_with(stopped, failed=any(not record.correct for record in records))
 
 
 def _bench_ladder(

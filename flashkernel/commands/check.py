@@ -33,6 +33,10 @@ def check(
     dtype: Dtypes = None,
     device: OnDevice = None,
     case: Cases = None,
+    expected_on: Annotated[
+        str | None,
+        typer.Option(help="Where expected results are computed: cpu, so that the GPU runs the checked kernels alone."),
+    ] = None,
     random: Annotated[bool, typer.Option("--random", help="Check random calls, drawn from the declarations.")] = False,
     seconds: RandomSeconds = None,
     calls: RandomCalls = None,
@@ -47,9 +51,9 @@ def check(
     Random calls run in worker processes; each failure is printed with the command that repeats it.
     """
     if random or any(value is not None for value in (seconds, calls, seed, sizes, workers)):
-        if not random or case or dtype:
+        if not random or case or dtype or expected_on:
             progress.log(
-                "--random draws cases and dtypes itself; leave --case and --dtype out"
+                "--random draws cases and dtypes itself; leave --case, --dtype and --expected-on out"
                 if random
                 else "--seconds, --calls, --seed, --sizes and --workers belong to --random"
             )
@@ -62,6 +66,7 @@ def check(
         from flashkernel.lab import selection
 
         target = selection.device(device)
+        expected_at = None if expected_on is None else selection.device(expected_on)
         chosen = selection.operators(names)
         backends = selection.implementations(chosen, backend, baselines=False)
         dtypes = selection.dtypes(dtype)
@@ -72,7 +77,7 @@ def check(
         bar.set_completed(0, len(tasks))
         for task in tasks:
             bar.describe(str(task) if isinstance(task, checks.Task) else "")
-            outcomes.append(checks.run(task, target) if isinstance(task, checks.Task) else task)
+            outcomes.append(checks.run(task, target, expected_at) if isinstance(task, checks.Task) else task)
             bar.advance()
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
     tables = [output.check_summary(outcomes), *([_failures(failed)] if failed else [])]

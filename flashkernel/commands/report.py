@@ -78,4 +78,4 @@ def plot(
 def _ceilings(file: dict[str, Any]) -> Ceilings | None:
     from flashkernel.core.roofline import Ceilings
 
-    return Ceilings.from_dict(file["ceilings"]) if file["records"] else None
+    return Ceilings.from_dict(file["ceilings"]) if file["records"] and file["ceilings"] else None

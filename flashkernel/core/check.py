@@ -39,6 +39,15 @@ class Run:
     outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
+    def to(self, device: torch.device | str) -> Run:
+        """The same values on a device."""
+        return Run(
+            *({name: value.to(device) for name, value in kind.items()} for kind in (self.outputs, self.gradients))
+        )
+
+
+Expected = tuple[Run, Run]  # exact results in float64, results that set the limit
+
 
 def compare(
     name: str,
@@ -161,14 +170,18 @@ def execute(
     options: Mapping[str, Any],
     wanted: Sequence[str],
     cotangent_seed: int = 1,
+    draw_on: torch.device | str | None = None,
 ) -> Run:
-    """Call a function; where `wanted` names inputs, compute their gradients for random output gradients."""
+    """Call a function; where `wanted` names inputs, compute their gradients for random output gradients.
+
+    Those are drawn on the outputs' device, or on `draw_on`.
+    """
     leaves = {name: value.detach().requires_grad_(name in wanted) for name, value in inputs.items()}
     outputs = named(function(**leaves, **options))
     if not wanted:
         return Run({name: value.detach() for name, value in outputs.items()}, {})
     roots = {name: value for name, value in outputs.items() if value.requires_grad}
-    weights = [_cotangent(value, cotangent_seed + index) for index, value in enumerate(roots.values())]
+    weights = [_cotangent(value, cotangent_seed + index, draw_on) for index, value in enumerate(roots.values())]
     grads = torch.autograd.grad(list(roots.values()), [leaves[name] for name in wanted], weights, allow_unused=True)
     return Run(
         {name: value.detach() for name, value in outputs.items()},
@@ -176,12 +189,13 @@ def execute(
     )
 
 
-def _cotangent(value: torch.Tensor, seed: int) -> torch.Tensor:
+def _cotangent(value: torch.Tensor, seed: int, draw_on: torch.device | str | None) -> torch.Tensor:
     """A random output gradient; rounded to bfloat16, so that it is the same in every dtype."""
     if value.device.type == "meta":
         return torch.empty_like(value)
-    generator = torch.Generator(value.device).manual_seed(seed)
-    return torch.randn(value.shape, generator=generator, device=value.device).bfloat16().to(value.dtype)
+    where = torch.device(draw_on or value.device)
+    drawn = torch.randn(value.shape, generator=torch.Generator(where).manual_seed(seed), device=where)
+    return drawn.bfloat16().to(value.dtype).to(value.device)
 
 
 def named(outputs: Any) -> dict[str, torch.Tensor]:
@@ -204,6 +218,8 @@ def verify(
     gradients: bool = True,
     seed: int = 0,
     draws: int = 1,
+    expected: Expected | None = None,
+    expected_on: torch.device | str | None = None,
 ) -> list[Report]:
     """Check an implementation on one case, forward and backward, with sums of torch's own products in float32.
 
@@ -217,27 +233,38 @@ def verify(
         seed: Of the inputs.
         draws: With few elements, torch's own error is a matter of chance. Above 1, the inputs are drawn on the CPU, the
             same on every machine, and an error above its limit is compared with the largest limit of this many draws.
+        expected: What `expect` returned for this case, dtype and seed; computed here without it.
+        expected_on: Where the expected results are computed; None: on `device`. With "cpu", the GPU runs the
+            implementation alone: inputs and output gradients are drawn on the CPU and copied.
 
     Returns:
         A report for each output, gradient and wrong dtype.
     """
-    inputs = op.make_inputs(case, dtype, device, seed, "cpu" if draws > 1 else None)
+    draw_on = "cpu" if draws > 1 else expected_on
+    inputs = op.make_inputs(case, dtype, device, seed, draw_on)
     wanted = wanted_gradients(op, case, inputs) if gradients else []
-    exact, torch_run = _expected(op, case, implementation, inputs, wanted)
+    if expected is None:
+        at = {name: value.to(expected_on or value.device) for name, value in inputs.items()}
+        expected = _expected(op, case, implementation, at, wanted, expected_on)
+    exact, torch_run = expected
     with poisoned():
         if callable(implementation):
-            actual = execute(op.observed(implementation), inputs, case.options, wanted)
+            actual = execute(op.observed(implementation), inputs, case.options, wanted, draw_on=expected_on)
         else:
-            actual = execute(op.observed(op.call), inputs, {**case.options, "backend": implementation}, wanted)
+            named_backend = {**case.options, "backend": implementation}
+            actual = execute(op.observed(op.call), inputs, named_backend, wanted, draw_on=expected_on)
+    if expected_on is not None:
+        actual = actual.to(expected_on)
+    tolerance = op.tolerance_of(case, dtype)
     ours = not callable(implementation)  # a baseline need not keep the rule for float16 to be compared with
     half_rule = ours and (case.through or op.tolerance.through) is None and draws == 1
     reports = [
-        compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], op.tolerance,
+        compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], tolerance,
                 _rounded_dtype(op, case, dtype, False), half_rule)
         for name in exact.outputs
     ]  # fmt: skip
     reports += [
-        compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name], op.tolerance,
+        compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name], tolerance,
                 _rounded_dtype(op, case, dtype, True))
         for name in wanted
     ]  # fmt: skip
@@ -254,15 +281,33 @@ def verify(
     return reports + _dtypes(actual, torch_run)
 
 
+@float32_sums()
+def expect(
+    op: Op, case: Case, dtype: torch.dtype, implementation: Any, device: torch.device | str, *, gradients: bool = True
+) -> Expected:
+    """What `verify` compares an implementation with, on the inputs of seed 0.
+
+    Implementations of a case share it, but for the torch backend, which has another.
+    """
+    inputs = op.make_inputs(case, dtype, device)
+    return _expected(op, case, implementation, inputs, wanted_gradients(op, case, inputs) if gradients else [])
+
+
 def _expected(
-    op: Op, case: Case, implementation: Any, inputs: Mapping[str, torch.Tensor], wanted: Sequence[str]
-) -> tuple[Run, Run]:
+    op: Op,
+    case: Case,
+    implementation: Any,
+    inputs: Mapping[str, torch.Tensor],
+    wanted: Sequence[str],
+    draw_on: torch.device | str | None = None,
+) -> Expected:
     """(exact results, results of the torch backend; for that backend itself, of the reference in the same dtype)."""
     exact_inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-    exact = execute(op.observed(op.plain), exact_inputs, case.options, wanted)
+    exact = execute(op.observed(op.plain), exact_inputs, case.options, wanted, draw_on=draw_on)
     if implementation == "torch":
-        return exact, execute(op.observed(op.plain), inputs, case.options, wanted)
-    return exact, execute(op.observed(op.call), inputs, {**case.options, "backend": "torch"}, wanted)
+        return exact, execute(op.observed(op.plain), inputs, case.options, wanted, draw_on=draw_on)
+    torch_backend = {**case.options, "backend": "torch"}
+    return exact, execute(op.observed(op.call), inputs, torch_backend, wanted, draw_on=draw_on)
 
 
 def _rounded_dtype(op: Op, case: Case, dtype: torch.dtype, gradients: bool) -> torch.dtype | None:
@@ -293,9 +338,8 @@ def _largest_limits(
                 if not value.is_floating_point() or not value.numel():
                     continue
                 rounded = _rounded_dtype(op, case, dtype, gradients) or value.dtype
-                limit = _limit(
-                    rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], op.tolerance
-                )
+                tolerance = op.tolerance_of(case, dtype)
+                limit = _limit(rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], tolerance)
                 limits[prefix + name] = max(limits.get(prefix + name, 0.0), limit)
     return limits
 

@@ -202,13 +202,13 @@ class Module:
             return f"compute_{older}"
         return f"sm_{arch}a" if self.specific and arch >= 90 else f"sm_{arch}"
 
-    def compile(self, name: str, arch: int) -> CompiledCubin:
-        """The code of one kernel for `sm_<arch>`, from the disk cache if it is there."""
+    def compile(self, name: str, arch: int, cache_dir: Path | None = None) -> CompiledCubin:
+        """The code of one kernel for `sm_<arch>`, from the disk cache if it is there: the user's, or `cache_dir`."""
         source = self.source_path.read_text(encoding="utf-8")
         reason = can_compile()
         if reason is not None:
             raise CompileError(f"{self.source_path.name}: {reason}")
-        path = env.cache_dir() / "cuda" / f"{self._digest(source, name, arch)}.json"
+        path = (cache_dir or env.cache_dir()) / "cuda" / f"{self._digest(source, name, arch)}.json"
         compiled = nvrtc.read_cached(path, name)
         if compiled is None:
             file_name, options = self.source_path.name, self.options

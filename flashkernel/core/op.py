@@ -198,6 +198,8 @@ class Op:
     benches: tuple[Case, ...]
     cost: Callable[[Case, torch.dtype], Mapping[str, Cost]]  # by direction: "fwd", "bwd"
     tolerance: Tolerance = Tolerance()
+    # How many products a sum adds, for float32 results of 16-bit inputs: tensor cores truncate as they add.
+    sum_length: Callable[[Case], int] | None = None
     baselines: tuple[Baseline, ...] = ()
     differentiable: bool = True
     backward: str | None = "backward"  # the function of a kernel module that the gradient needs; None: it needs none
@@ -221,6 +223,18 @@ class Op:
     @cached_property
     def plain(self) -> Callable[..., Any]:
         return resolve(self.reference)
+
+    def tolerance_of(self, case: Case, dtype: torch.dtype) -> Tolerance:
+        """The tolerance of a case whose inputs have `dtype`.
+
+        Tensor cores add 16 products at a time to a float32 sum and truncate it: half a rounding each time, of a sum
+        that has half its final size on average. This shows where the result is not rounded to 16 bits.
+        """
+        eight_bits = any(other.itemsize == 1 for other in case.dtype_of.values())
+        if self.sum_length is None or dtype.itemsize != 2 or eight_bits:
+            return self.tolerance
+        floor = self.tolerance.floor if self.tolerance.floor32 is None else self.tolerance.floor32
+        return replace(self.tolerance, floor32=floor + self.sum_length(case) / 64)
 
     def backend(self, name: str) -> Backend:
         for backend in self.backends:

@@ -10,8 +10,9 @@ the L2 cache (`rotation` gives the number of sets). It has three modes:
   spread is that of replays, which is narrower than that of single calls.
 - `cpu`: the host's clock around each call.
 
-`auto` times with events, and again with a graph where calls are short or the host fell behind the device. If the calls
-cannot be captured, it returns the times by events, and `Timing.notes` has the reason.
+`auto` times long calls with events. Where calls are short, or the host is slower than the device, it takes a few events
+first; if they confirm it, a graph is timed instead. If the calls cannot be captured, it returns the times by events,
+and `Timing.notes` has the reason.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MAX_BATCH = 256  # calls queued at once, each some kernels and two events: the d
 BATCH_MS = 250.0  # long calls go in smaller batches, so that progress shows and Ctrl-C works
 CYCLES_PER_MS = 2_500_000  # of torch.cuda._sleep on a fast GPU; a slower clock only sleeps longer
 GRAPH_BELOW_MS = 0.2  # calls longer than this gain nothing from a graph
+SAMPLE = 20  # events that decide whether a graph is timed
 GRAPH_CALLS, GRAPH_MS, MAX_GRAPH_CALLS = 20, 0.2, 400  # a graph holds at least so many calls and so much work
 COLD_L2 = 3  # a rotation touches this many times the L2 cache
 MAX_SETS = 64
@@ -115,8 +117,7 @@ def measure(
     with torch.cuda.device(device):
         if mode == "graph":
             return _measure_graph(request)
-        timing = _measure_events(request)
-        return timing if mode == "events" else _prefer_graph(request, timing)
+        return _measure_events(request) if mode == "events" else _measure_auto(request)
 
 
 def peak_bytes(call: Call, device: torch.device | str) -> int | None:
@@ -186,14 +187,18 @@ def _measure_cpu(request: _Request) -> Timing:
     return _summary(samples, "cpu")
 
 
-def _measure_events(request: _Request) -> Timing:
+def _measure_events(request: _Request, sample: int | None = None) -> Timing:
+    """Times calls by events; with at most `sample` of them where calls are short or the host issues them slowly."""
     calls = request.calls()
     host_ms, call_ms = _probe(calls)
-    _run(calls, request.warmups(call_ms / 1e3))
+    warmups = request.warmups(call_ms / 1e3)
+    _run(calls, warmups if sample is None else min(warmups, sample))
     host_ms, call_ms = _probe(calls)  # again, now that nothing compiles
     wanted = request.samples(call_ms / 1e3)
     # Where the device is slower than the host it has work queued anyway, and may start as soon as two calls wait.
     outrun = call_ms < 2 * host_ms
+    if sample is not None and (outrun or call_ms < GRAPH_BELOW_MS):
+        wanted = min(wanted, sample)
     batch = min(MAX_BATCH, wanted, max(MIN_REPEATS, int(BATCH_MS / call_ms)))
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
     for start, end in pairs:
@@ -246,15 +251,18 @@ def _run_batch(calls: Sequence[Call], pairs: Sequence[tuple[Any, Any]], first: i
     return caught_up
 
 
-def _prefer_graph(request: _Request, timing: Timing) -> Timing:
+def _measure_auto(request: _Request) -> Timing:
+    timing = _measure_events(request, SAMPLE)
+    complete = timing.repeats != SAMPLE or request.repeats <= SAMPLE
     if timing.p50 >= GRAPH_BELOW_MS and not timing.notes:  # where the host fell behind, the call itself may be short
-        return timing
+        return timing if complete else _measure_events(request)
     try:
         return _measure_graph(request)
     except Exception as error:  # the call does something that cannot be captured; the note has the message
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        notes = (*timing.notes, f"timed with events, since a CUDA graph could not be captured: {reason}")
-        return Timing(**{**asdict(timing), "notes": notes})
+    timing = timing if complete else _measure_events(request)
+    notes = (*timing.notes, f"timed with events, since a CUDA graph could not be captured: {reason}")
+    return Timing(**{**asdict(timing), "notes": notes})
 
 
 def _measure_graph(request: _Request) -> Timing:

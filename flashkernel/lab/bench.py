@@ -2,7 +2,7 @@
 
 Each implementation is checked against the reference in the same run before it is timed. A wrong one is timed too, but
 its record says so and its times are not compared. Calls rotate over several input sets so that the L2 cache is cold;
-all implementations get the same sets. One that raises or runs out of memory gives a record with an `error`.
+all implementations get the same values. One that raises or runs out of memory gives a record with an `error`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,11 @@ from flashkernel.core.device import properties
 from flashkernel.core.op import Baseline, Case, Op, resolve
 from flashkernel.lab import builds, selection
 from flashkernel.lab.results import STATISTICS, Record
+from flashkernel.lab.verification import Verifier
 
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 MEMORY_SHARE = 0.25  # of the free memory: limit of the rotating input sets
+CACHED_SHARE = 0.3  # of the GPU's memory: what torch's allocator may hold from one implementation to the next
 
 Inputs = Mapping[str, torch.Tensor]
 Function = Callable[..., Any]
@@ -48,6 +50,7 @@ class BenchOptions:
             reference and the builds.
         budget_s: seconds of timing for each measurement.
         baselines: timed in addition to those that the operator declares.
+        verifier: remembers the checks of the run.
         on_progress: called with what is about to be measured.
         on_note: called with what is left out, and why.
     """
@@ -58,6 +61,7 @@ class BenchOptions:
     implementations: Sequence[str] | None = None
     budget_s: float = 1.0
     baselines: Sequence[Baseline] = ()
+    verifier: Verifier = field(default_factory=Verifier)
     on_progress: Log = lambda text: None
     on_note: Log = lambda text: None
 
@@ -88,8 +92,8 @@ def bench(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iter
         options: device, directions, implementations and time budget.
     """
     possible = [name for name in directions_of(op, case, dtype) if name in (options.directions or DIRECTIONS)]
-    candidates = list(_candidates(op, case, dtype, options)) if possible else []
-    for candidate in candidates:
+    sets: list[Inputs] | None = None
+    for candidate in candidates(op, case, dtype, options) if possible else ():
         directions = [name for name in possible if name == "fwd" or not candidate.forward_only]
         if not directions:
             options.on_note(f"{op.name}: {candidate.name} left out: it has no backward pass")
@@ -98,19 +102,23 @@ def bench(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iter
         empty = _empty_record(op, case, dtype, candidate)
         verify = partial(_verify, op, case, dtype, candidate, directions, options)
         failure, reports = _attempt(partial(_as_built, candidate, verify))
-        if failure is None:  # made for each candidate, with the same values: some baselines overwrite their inputs
+        if failure is None and sets is None:
             failure, sets = _attempt(partial(input_sets, op, case, dtype, options.device))
-        if failure is not None:
+        if failure is not None or sets is None:
             yield from (replace(empty, direction=direction, error=failure) for direction in directions)
             continue
         for direction in directions:
             options.on_progress(f"{op.name} {case.name} {empty.dtype} {direction}: {candidate.name}")
             wrong = [report.message for report in reports if not report.ok and _affects(report, direction)]
             record = replace(empty, direction=direction, correct=not wrong, note=wrong[0] if wrong else None)
-            time = partial(_timed, record, op, case, dtype, candidate, sets, options)
-            failure, timed = _attempt(partial(_as_built, candidate, time))
+            failure, timed = _attempt(
+                partial(_as_built, candidate, partial(_timed, record, op, case, dtype, candidate, sets, options))
+            )
             yield timed if failure is None else replace(record, error=failure)
-        del sets
+        if candidate.kind == "baseline":  # some overwrite their inputs; the next one gets new sets of the same values
+            sets = None
+    del sets
+    options.verifier.forget_expected()
     _reset(options.device)
 
 
@@ -130,7 +138,7 @@ def input_sets(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> 
     return sets + [op.make_inputs(case, dtype, device, seed) for seed in range(1, wanted)]
 
 
-def _candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iterator[Candidate]:
+def candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> Iterator[Candidate]:
     """Yields our backends, the one that dispatch picks first, then builds that are asked for, then the baselines."""
     kind = options.device.type
     answer = selection.explain_case(op, case, dtype, properties(options.device))
@@ -178,7 +186,7 @@ def _builds(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) -> It
             options.on_note(f"{op.name}: {name} left out: {reason}")
             continue
         function = partial(op.call, backend=builds.CUDA)
-        yield Candidate(name, "backend", function, case.options, function)
+        yield Candidate(name, "backend", function, case.options, builds.CUDA)
 
 
 def _as_built(candidate: Candidate, work: Callable[[], Any]) -> Any:
@@ -209,24 +217,29 @@ def _verify(
 ) -> list[check.Report]:
     options.on_progress(f"{op.name} {case.name} {str(dtype).removeprefix('torch.')}: checking {candidate.name}")
     small = case.at(**case.check_axes)
+    prepare = partial(_first_call, op, small, dtype, candidate, directions, options)
     with _keeping_buffers("bwd" if "bwd" in directions else "fwd"):
-        return _checked(op, small, dtype, candidate, directions, options)
+        return options.verifier.verify(
+            op, small, dtype, candidate.name, candidate.checked, options.device,
+            gradients=list(directions) != ["fwd"], prepare=prepare,
+        )  # fmt: skip
 
 
-def _checked(
+def _first_call(
     op: Op, small: Case, dtype: torch.dtype, candidate: Candidate, directions: Sequence[str], options: BenchOptions
-) -> list[check.Report]:
-    if candidate.kind == "baseline":  # its first call compiles; that must not happen under the check's poisoned memory
-        inputs = op.make_inputs(small, dtype, options.device)
-        function = partial(candidate.function, **candidate.options)
-        wanted = check.wanted_gradients(op, small, inputs) if list(directions) != ["fwd"] else []
-        if "bwd" in directions:
-            _backward(function, inputs, wanted, 0)()
-        elif wanted:
-            _whole_step(function, inputs, wanted, 0)()
-        else:
-            function(**inputs)
-    return check.verify(op, small, dtype, candidate.checked, options.device, gradients=list(directions) != ["fwd"])
+) -> None:
+    """Calls a baseline, which may compile; that must not happen under the check's poisoned memory."""
+    if candidate.kind != "baseline":
+        return
+    inputs = op.make_inputs(small, dtype, options.device)
+    function = partial(candidate.function, **candidate.options)
+    wanted = check.wanted_gradients(op, small, inputs) if list(directions) != ["fwd"] else []
+    if "bwd" in directions:
+        _backward(function, inputs, wanted, 0)()
+    elif wanted:
+        _whole_step(function, inputs, wanted, 0)()
+    else:
+        function(**inputs)
 
 
 def _affects(report: check.Report, direction: str) -> bool:
@@ -358,23 +371,31 @@ def _allowance(device: torch.device) -> float:
     """Bytes that further input sets may use."""
     if device.type != "cuda":
         return 0.0  # one input set on a CPU: its caches are not flushed
-    return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch's allocator
+    return MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def _reset(device: torch.device) -> None:
-    """Frees the memory of the last implementation and clears dynamo's cache, which has a limit of recompilations."""
+    """Frees the memory of the last implementation and clears dynamo's cache, which has a limit of recompilations.
+
+    torch's allocator keeps some: to get memory from the driver again takes longer than most measurements.
+    """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    free_memory(device)
+    free_memory(device, CACHED_SHARE)
 
 
-def free_memory(device: torch.device) -> None:
-    """Collects garbage and empties the allocator's cache; DeviceLostError where the CUDA context is unusable."""
+def free_memory(device: torch.device, kept: float = 0.0) -> None:
+    """Collects garbage, and empties the allocator's cache where it is above `kept`, a share of the GPU's memory.
+
+    Raises DeviceLostError where the CUDA context is unusable.
+    """
     gc.collect()
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+        if torch.cuda.memory_reserved(device) > kept * torch.cuda.mem_get_info(device)[1]:
+            torch.cuda.empty_cache()
     except RuntimeError as error:
         raise DeviceLostError(f"this process can no longer use the GPU: {_summary(error)}") from None

@@ -66,10 +66,10 @@ def tasks(
                     yield _outcome(task, "declined", message=reason)
 
 
-def run(task: Task, device: torch.device) -> Outcome:
-    """Runs one check; an exception is a failure."""
+def run(task: Task, device: torch.device, expected_on: torch.device | None = None) -> Outcome:
+    """Runs one check, with expected results computed on the device or on `expected_on`; an exception is a failure."""
     try:
-        reports = check.verify(task.op, task.case, task.dtype, task.backend, device)
+        reports = check.verify(task.op, task.case, task.dtype, task.backend, device, expected_on=expected_on)
     except Exception as error:  # the kernel under test may raise anything
         return _outcome(task, "failed", message=f"{type(error).__name__}: {error}")
     wrong = [report.message for report in reports if not report.ok]

@@ -34,7 +34,7 @@ OURS, THEIRS = "flashkernel", "torch"
 SHARE, ALONE_US = 1.3, 25.0
 ATTENTION_US = {"fwd": 60.0, "bwd": 100.0}
 ROUNDS, CALLS = 15, 60  # the calls of a round fit the launch queue
-_WARMUP = replay.RECORD_AFTER + 6
+WARMUP = replay.RECORD_AFTER + 6
 
 Make = Callable[[torch.device, torch.dtype], "Call"]
 
@@ -59,7 +59,7 @@ class Case:
     make: Make
 
 
-def _call(
+def make_call(
     function: str, shapes: Sequence[tuple[int, ...]], own: Callable[..., Any] | None = None,
     differentiable: bool = True, **options: Any,
 ) -> Make:  # fmt: skip
@@ -146,47 +146,48 @@ def _append(device: torch.device, dtype: torch.dtype) -> Call:
 
 def _rope(device: torch.device, dtype: torch.dtype) -> Call:
     frequencies = fk.Frequencies.plain(64)
-    return _call("rope", [_HEADS, _KV], frequencies=frequencies)(device, dtype)
+    return make_call("rope", [_HEADS, _KV], frequencies=frequencies)(device, dtype)
 
 
 def _rope_tables(device: torch.device, dtype: torch.dtype) -> Call:
     """RoPE as Transformers calls it: with cos and sin of each token."""
     cos, sin = (torch.randn(1, 256, 64, device=device).to(dtype) for _ in range(2))
-    call = _call("rope", [_HEADS, _KV])(device, dtype)
+    call = make_call("rope", [_HEADS, _KV])(device, dtype)
     return Call(lambda q, k, **options: fk.rope(q, k, cos, sin, **options), call.tensors, dict)
 
 
 CASES = (
-    Case("rms_norm", "rms_norm", _call("rms_norm", [_X, _W], lambda x, w: F.rms_norm(x, (1024,), w, 1e-6))),
-    Case("rms_norm-residual", "rms_norm", _call("rms_norm", [_X, _W], residual=lambda: _RESIDUAL[0])),
-    Case("layer_norm", "layer_norm", _call("layer_norm", [_X, _W, _W], lambda x, w, b: F.layer_norm(x, (1024,), w, b))),
-    Case("gelu", "gelu", _call("gelu", [_X], F.gelu)),
-    Case("silu", "silu", _call("silu", [_X], F.silu)),
-    Case("relu", "relu", _call("relu", [_X], F.relu)),
-    Case("squared_relu", "squared_relu", _call("squared_relu", [_X])),
-    Case("swiglu", "swiglu", _call("swiglu", [_X, _X])),
-    Case("geglu", "geglu", _call("geglu", [_X, _X])),
-    Case("reglu", "reglu", _call("reglu", [_X, _X])),
-    Case("gpt_oss_glu", "gpt_oss_glu", _call("gpt_oss_glu", [(64, 2048)])),
-    Case("sum", "sum", _call("sum", [_X], lambda x: torch.sum(x, -1))),
-    Case("mean", "mean", _call("mean", [_X], lambda x: torch.mean(x, -1))),
-    Case("max", "max", _call("max", [_X], lambda x: torch.amax(x, -1))),
-    Case("logsumexp", "logsumexp", _call("logsumexp", [_X], lambda x: torch.logsumexp(x, -1))),
-    Case("softmax", "softmax", _call("softmax", [_X], lambda x: torch.softmax(x, -1))),
-    Case("weighted_sum", "weighted_sum", _call("weighted_sum", [_X, _W], torch.mv)),
+    Case("rms_norm", "rms_norm", make_call("rms_norm", [_X, _W], lambda x, w: F.rms_norm(x, (1024,), w, 1e-6))),
+    Case("rms_norm-residual", "rms_norm", make_call("rms_norm", [_X, _W], residual=lambda: _RESIDUAL[0])),
+    Case("layer_norm", "layer_norm",
+         make_call("layer_norm", [_X, _W, _W], lambda x, w, b: F.layer_norm(x, (1024,), w, b))),
+    Case("gelu", "gelu", make_call("gelu", [_X], F.gelu)),
+    Case("silu", "silu", make_call("silu", [_X], F.silu)),
+    Case("relu", "relu", make_call("relu", [_X], F.relu)),
+    Case("squared_relu", "squared_relu", make_call("squared_relu", [_X])),
+    Case("swiglu", "swiglu", make_call("swiglu", [_X, _X])),
+    Case("geglu", "geglu", make_call("geglu", [_X, _X])),
+    Case("reglu", "reglu", make_call("reglu", [_X, _X])),
+    Case("gpt_oss_glu", "gpt_oss_glu", make_call("gpt_oss_glu", [(64, 2048)])),
+    Case("sum", "sum", make_call("sum", [_X], lambda x: torch.sum(x, -1))),
+    Case("mean", "mean", make_call("mean", [_X], lambda x: torch.mean(x, -1))),
+    Case("max", "max", make_call("max", [_X], lambda x: torch.amax(x, -1))),
+    Case("logsumexp", "logsumexp", make_call("logsumexp", [_X], lambda x: torch.logsumexp(x, -1))),
+    Case("softmax", "softmax", make_call("softmax", [_X], lambda x: torch.softmax(x, -1))),
+    Case("weighted_sum", "weighted_sum", make_call("weighted_sum", [_X, _W], torch.mv)),
     Case("rope", "rope", _rope),
     Case("rope-tables", "rope", _rope_tables),
     Case("cross_entropy", "cross_entropy", _cross_entropy),
     Case("linear_cross_entropy", "linear_cross_entropy", _linear_cross_entropy),
-    Case("linear-1", "linear", _call("linear", [(1, 1024), (1024, 1024)], F.linear)),
-    Case("linear-64", "linear", _call("linear", [(64, 1024), (1024, 1024)], F.linear)),
-    Case("linear-1-swiglu", "linear", _call("linear", [(1, 1024), (2048, 1024)], activation="swiglu")),
-    Case("attention", "attention", _call("attention", [_HEADS, _KV, _KV], _sdpa(False))),
-    Case("attention-causal", "attention", _call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=_CAUSAL)),
+    Case("linear-1", "linear", make_call("linear", [(1, 1024), (1024, 1024)], F.linear)),
+    Case("linear-64", "linear", make_call("linear", [(64, 1024), (1024, 1024)], F.linear)),
+    Case("linear-1-swiglu", "linear", make_call("linear", [(1, 1024), (2048, 1024)], activation="swiglu")),
+    Case("attention", "attention", make_call("attention", [_HEADS, _KV, _KV], _sdpa(False))),
+    Case("attention-causal", "attention", make_call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=_CAUSAL)),
     Case("attention-mask-anew", "attention",
-         _call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=lambda: fk.causal() & fk.window(64))),
+         make_call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=lambda: fk.causal() & fk.window(64))),
     Case("attention-gpt-oss", "attention",
-         _call("attention", [_OSS, _OSS_KV, _OSS_KV], mask=_SLIDING, sinks=lambda: _SINKS[0])),
+         make_call("attention", [_OSS, _OSS_KV, _OSS_KV], mask=_SLIDING, sinks=lambda: _SINKS[0])),
     Case("decode_attention", "decode_attention", _decode),
     Case("paged_attention", "paged_attention", _paged),
     Case("append_kv", "append_kv", _append),
@@ -225,26 +226,26 @@ class _Identity(torch.autograd.Function):
 
 def _autograd_us(device: torch.device) -> float:
     """Host time of torch.autograd.grad on an identity function, in us."""
-    step = _step(_Identity.apply, (torch.zeros(8, device=device),), "bwd")
-    return float(np.median([_seconds(step, device) for _ in range(ROUNDS)])) * 1e6
+    step = make_step(_Identity.apply, (torch.zeros(8, device=device),), "bwd")
+    return float(np.median([host_seconds(step, device) for _ in range(ROUNDS)])) * 1e6
 
 
 def _measure(case: Case, device: torch.device, dtype: torch.dtype, autograd_us: float) -> list[Record]:
     call = case.make(device, dtype)
-    wrong = _check(registry()[case.op], call)
+    wrong = check_result(registry()[case.op], call)
     records: list[Record] = []
     for direction in ("fwd", "fwd-grad", "bwd") if call.differentiable else ("fwd",):
         times: dict[str, list[float]] = {}
         runners = {OURS: lambda *given: call.function(*given, **call.options())}
         if call.torch_own is not None:
             runners[THEIRS] = call.torch_own
-        steps = {name: _step(run, call.tensors, direction) for name, run in runners.items()}
+        steps = {name: make_step(run, call.tensors, direction) for name, run in runners.items()}
         for step in steps.values():
-            for _ in range(_WARMUP):
+            for _ in range(WARMUP):
                 step()
         for _ in range(ROUNDS):  # alternately: a busy host slows both alike
             for name, step in steps.items():
-                times.setdefault(name, []).append(_seconds(step, device))
+                times.setdefault(name, []).append(host_seconds(step, device))
         own = float(np.median(times[THEIRS])) * 1e6 if THEIRS in times else None
         for name, seconds in times.items():
             ours, kind = name == OURS, str(dtype).removeprefix("torch.")
@@ -265,7 +266,7 @@ def _limit(case: Case, direction: str, own_us: float | None, autograd_us: float)
     return ALONE_US + (autograd_us if direction == "bwd" else 0.0)
 
 
-def _step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) -> Callable[[], Any]:
+def make_step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) -> Callable[[], Any]:
     if direction == "fwd":
         leaves = tuple(tensor.detach() for tensor in tensors)
         return lambda: run(*leaves)
@@ -278,7 +279,7 @@ def _step(run: Callable[..., Any], tensors: tuple[Tensor, ...], direction: str) 
     return lambda: torch.autograd.grad(roots, leaves, weights, retain_graph=True)
 
 
-def _seconds(step: Callable[[], Any], device: torch.device) -> float:
+def host_seconds(step: Callable[[], Any], device: torch.device) -> float:
     """Host seconds of a call; waits for the device before it starts."""
     _synchronize(device)
     began = time.perf_counter()
@@ -292,11 +293,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _check(op: Op, call: Call) -> str | None:
+def check_result(op: Op, call: Call) -> str | None:
     """The error of the function's result against the reference in float64; None where it is right."""
     options = call.options()
     with torch.no_grad():
-        for _ in range(_WARMUP):  # so that the replayed launch that is timed is also the one checked
+        for _ in range(WARMUP):  # so that the replayed launch that is timed is also the one checked
             found = call.function(*call.tensors, **options)
         wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in options.items()}
         exact = call.function(*[tensor.double() for tensor in call.tensors], **wide, backend="reference")

@@ -1,4 +1,4 @@
-"""Tables of the host time of calls: flashkernel against torch's own function for the same operation, in us."""
+"""Tables of the host time of calls in us: flashkernel against torch's own function, and CUDA C++ against Triton."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 OP = "host"  # the records' operator name, and the file's
 HEADINGS = ("function", "direction", "flashkernel, us", "torch, us", "limit, us")
+CUDA, TRITON = "cuda", "triton"  # implementations of the records of lab/launch_cost.py
+NO_REPLAY = "fwd-no-replay"
+LAUNCH_HEADINGS = ("function", "replayed: CUDA C++, us", "Triton, us", "not replayed: CUDA C++, us", "Triton, us")
 DIRECTIONS = "fwd: forward under no_grad, fwd-grad: forward that records a graph, bwd: backward"
 
 
@@ -35,11 +38,43 @@ def markdown(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+def launch_rows(records: Iterable[Record]) -> list[list[str]]:
+    """The cells of `LAUNCH_HEADINGS` for each function that was called by CUDA C++ and by Triton."""
+    found = {(one.case, one.direction, one.implementation): _us(one.host_us) for one in records}
+    cases = dict.fromkeys(case for case, _, name in found if name == CUDA)
+    return [
+        [case.removeprefix("launch-"), *(found.get((case, direction, name), "")
+         for direction in ("fwd", NO_REPLAY) for name in (CUDA, TRITON))]
+        for case in cases
+    ]  # fmt: skip
+
+
+def launch_table(records: Sequence[Record], device: str = "") -> Table:
+    """A terminal table: host us of calls by CUDA C++ and by Triton."""
+    from rich.table import Table
+
+    title = "host time of a call by CUDA C++ and by Triton in us (median)" + (f", GPU: {device}" if device else "")
+    table = Table(title=title, title_justify="left")
+    for heading in LAUNCH_HEADINGS:
+        table.add_column(heading, justify="right" if heading.endswith("us") else "left")
+    for cells in launch_rows(records):
+        table.add_row(*cells)
+    return table
+
+
+def launch_markdown(records: Sequence[Record]) -> str | None:
+    """The same table in markdown; None without figures."""
+    rows = launch_rows(records)
+    lines = ["| " + " | ".join(LAUNCH_HEADINGS) + " |", "| --- | ---: | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)]) if rows else None
+
+
 def side_by_side(records: Iterable[Record]) -> list[tuple[Record, Record | None]]:
     """(flashkernel's record, torch's record or None) of each function and direction."""
     grouped: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
-        grouped.setdefault((record.case, record.direction), {})[record.kind] = record
+        if record.implementation not in (CUDA, TRITON):
+            grouped.setdefault((record.case, record.direction), {})[record.kind] = record
     return [(found["backend"], found.get("baseline")) for found in grouped.values() if "backend" in found]
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flashkernel.lab import generation_tables, host_tables, ladder_tables, tables
+from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables, tables
 from flashkernel.lab.progress import FILE_WIDTH, log
 from flashkernel.lab.results import AnyRecord, GenerationRecord, Record
 
@@ -64,7 +64,10 @@ def show_records(
     for op in dict.fromkeys(record.op for record in measured):
         of_op = [record for record in measured if record.op == op]
         if op == host_tables.OP:
-            shown.append(host_tables.rich_table(of_op, device))
+            shown += host_rich_tables(of_op, device)
+            continue
+        if op == first_use_tables.OP:
+            shown.append(first_use_tables.rich_table(of_op, device))
             continue
         if op == ladder_tables.OP:
             shown.append(ladder_tables.rich_table(of_op, device))
@@ -78,6 +81,12 @@ def show_records(
     if format is Format.table:
         for message in (*tables.failure_messages(measured), *generation_tables.failure_messages(generated)):
             log(message)
+
+
+def host_rich_tables(records: Sequence[Record], device: str) -> list[Table]:
+    """A table against torch, and one of CUDA C++ against Triton where it was measured."""
+    launches = [host_tables.launch_table(records, device)] if host_tables.launch_rows(records) else []
+    return [host_tables.rich_table(records, device), *launches]
 
 
 def check_summary(outcomes: Sequence[Outcome]) -> Table:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashkernel.lab import estimates, profile_tables, results, turing_tables
+from flashkernel.lab import estimates, first_use_tables, host_tables, profile_tables, results, turing_tables
 
 BLOCK = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
 UNMEASURED = "_Not measured yet._"
@@ -25,6 +25,14 @@ def _success(files: Files, profiles: Files) -> str | None:
 
 def _speedups(files: Files, profiles: Files) -> str | None:
     return turing_tables.speedups(files)
+
+
+def _cuda_launches(files: Files, profiles: Files) -> str | None:
+    return host_tables.launch_markdown(files[host_tables.OP]["records"]) if host_tables.OP in files else None
+
+
+def _first_use(files: Files, profiles: Files) -> str | None:
+    return first_use_tables.markdown(files[first_use_tables.OP]["records"]) if first_use_tables.OP in files else None
 
 
 def _profiles(files: Files, profiles: Files) -> str | None:
@@ -44,6 +52,8 @@ REPORTS: dict[str, tuple[str, Callable[[Files, Files], str | None]]] = {
     "turing_success": ("Measured on one {device}", _success),
     "turing_speedups": ("Measured on one {device}", _speedups),
     "t4_estimates": ("Estimated for a Tesla T4 from measurements on one {device}", _t4),
+    "cuda_launches": ("Measured on one {device}", _cuda_launches),
+    "first_use": ("Compiled for {device}", _first_use),
     "profiles": ("Profiled on one {device}", _profiles),
 }
 

@@ -190,6 +190,21 @@ class ResultsFile:
         return {**self.header, **({"earlier": earlier} if earlier else {}), "records": kept + self.mine}
 
 
+def finished(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str, str], set[str]]:
+    """By record key, the implementations that a run of the same commit and versions has measured; {} without a file."""
+    if not path.exists():
+        return {}
+    found = load(path)
+    earlier = found.get("earlier", ())
+    claimed = {tuple(case): run for run in earlier for case in run["cases"]}
+    done: dict[tuple[str, str, str], set[str]] = {}
+    for record in found["records"]:
+        run = claimed.get(record.key[1:], found)
+        if all(run[name] == header[name] for name in ("commit", "versions")):
+            done.setdefault(record.key, set()).add(record.implementation)
+    return done
+
+
 def load(path: Path) -> dict[str, Any]:
     """The contents of a results file, its records as dataclasses; ValueError if it is not one."""
     try:

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashkernel.lab import generation_tables, host_tables, ladder_tables
+from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables
 from flashkernel.lab.generation_tables import RATIO
 from flashkernel.lab.results import CUDA_RESOURCES, GenerationRecord, Record, load_folder
 
@@ -281,6 +281,8 @@ def _described(op: str, records: Sequence[Any], statistic: str, ceilings: Mappin
     bandwidth = f"copy {ceilings.get('copy_tbs', 0.0):.2f} TB/s"
     if op == host_tables.OP:
         return f"median host time of a call in us ({host_tables.DIRECTIONS})", host_tables.markdown(records)
+    if op == first_use_tables.OP:
+        return "time of a kernel's first use", first_use_tables.markdown(records)
     if op == ladder_tables.OP:
         products = ", ".join(dict.fromkeys(f"M = N = K = {record.case}, {record.dtype}" for record in records))
         return f"{products}; TFLOP/s of the median time", ladder_tables.markdown(records)

@@ -57,7 +57,8 @@ def speedups(files: Files) -> str | None:
     if not records:
         return None
     lines = [
-        "| kernel | dtype | implementation | cases | over eager: least, median, most | over max-autotune: median |",
+        "| kernel | dtype | implementation | cases | over eager: least, median, most "
+        "| over max-autotune: median (cases) |",
         "| --- | --- | --- | ---: | ---: | ---: |",
     ]
     for op, kernel in KERNELS.items():
@@ -69,7 +70,7 @@ def speedups(files: Files) -> str | None:
             spread = (
                 ", ".join(f"{value:.2f}x" for value in (over[0], _median(over), over[-1])) if over else NOT_MEASURED
             )
-            best = f"{_median(tuned):.2f}x" if tuned else NOT_MEASURED
+            best = f"{_median(tuned):.2f}x ({len(tuned)})" if tuned else NOT_MEASURED
             timed = sum(record.comparable for record in chosen)
             lines.append(f"| {kernel} | {dtype} | {name} | {timed} of {len(chosen)} | {spread} | {best} |")
     return "\n".join(lines)

@@ -216,7 +216,7 @@ def tiled_backward(
     wide = lse.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     dbias = None if extras.bias is None else torch.zeros(extras.bias.shape, dtype=wide, device=q.device)
-    dslopes = None if extras.slopes is None else torch.zeros_like(extras.slopes)
+    slope_sums = None if extras.slopes is None else SlopeSums.zeros(lse)
     dout = torch.zeros_like(out) if dout is None else dout
     delta = (dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)  # [B, Hq, Sq]
     if dlse is not None:
@@ -241,16 +241,49 @@ def tiled_backward(
         dproduct, dbias_part, dslopes_part = transform_backward(ds)
         if dbias is not None and dbias_part is not None:
             _bias_part(dbias, tile).add_(dbias_part)
-        if dslopes is not None and dslopes_part is not None:
-            dslopes += dslopes_part
+        if slope_sums is not None and dslopes_part is not None:
+            slope_sums.add(queries, ds, dslopes_part, transform_backward(p)[2])
         dproduct = call.by_kv_head(dproduct * call.params.scale)  # [B, Hkv, group_size * BM, BN]
         dq[:, queries] += call.by_head(dproduct @ columns).transpose(1, 2)
         dk[:, keys] += (dproduct.transpose(2, 3) @ rows).transpose(1, 2)
-    dsinks = None
+    dsinks, ds_sink = None, torch.zeros_like(delta)
     if extras.sinks is not None:  # the sink is a column without a value: dP is 0 there
         p_sink = torch.exp(extras.sinks.squeeze(-1) - finite).masked_fill(lse == -math.inf, 0)  # [B, Hq, Sq]
-        dsinks = -(p_sink * delta).sum((0, 2))
+        ds_sink = -p_sink * delta
+        dsinks = ds_sink.sum((0, 2))
+    dslopes = None
+    if extras.slopes is not None and slope_sums is not None:
+        dslopes = slope_sums.gradient(dlse, ds_sink).sum_to_size(extras.slopes.shape)
     return dq, dk, dv, dbias, dsinks, dslopes
+
+
+@dataclass
+class SlopeSums:
+    """Sums over the keys of each row [B, Hq, Sq], from which the gradient of the slopes comes.
+
+    delta = dO . O is rounded, and long distances would multiply its error. dS of a row, with that of its sink, adds up
+    to dLSE: what it adds up to beside that is the error of delta, and is put right.
+    """
+
+    ds: Tensor
+    slopes: Tensor  # gradients of the slopes, by row
+    slopes_of_p: Tensor  # the same with P in the place of dS
+
+    @staticmethod
+    def zeros(lse: Tensor) -> SlopeSums:
+        return SlopeSums(torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse))
+
+    def add(self, queries: slice, ds: Tensor, slopes: Tensor, slopes_of_p: Tensor | None) -> None:
+        """Adds a tile: dS [B, Hq, BM, BN] and gradients of the slopes [B, Hq, BM, 1]."""
+        assert slopes_of_p is not None
+        self.ds[:, :, queries] += ds.sum(-1)
+        self.slopes[:, :, queries] += slopes.squeeze(-1)
+        self.slopes_of_p[:, :, queries] += slopes_of_p.squeeze(-1)
+
+    def gradient(self, dlse: Tensor | None, ds_sink: Tensor) -> Tensor:
+        """The gradient of the slopes, [B, Hq, 1, 1]."""
+        delta_error = (0 if dlse is None else dlse) - self.ds - ds_sink
+        return (self.slopes + delta_error * self.slopes_of_p).sum(-1, keepdim=True).unsqueeze(-1)
 
 
 TransformBackward = Callable[[Tensor], "tuple[Tensor, Tensor | None, Tensor | None]"]
@@ -259,7 +292,7 @@ TransformBackward = Callable[[Tensor], "tuple[Tensor, Tensor | None, Tensor | No
 def _differentiable(
     call: TiledAttention, product: Tensor, extras: Extras, tile: Tile
 ) -> tuple[Tensor, TransformBackward]:
-    """(scores of a tile, function from their gradient to the gradients of (product, bias part, slopes)).
+    """(scores of a tile, function from their gradient to the gradients of (product, bias part, slopes by row)).
 
     Softcap, ALiBi and bias are left to autograd, on a graph that holds this tile alone. Pairs without a gradient have
     none before the score function either, whatever its derivative is there: it may be infinite.
@@ -268,7 +301,8 @@ def _differentiable(
     if bias is None and extras.slopes is None and score is None and not call.params.softcap:
         return product, lambda gradient: (gradient, None, None)
     product = product.detach().requires_grad_()
-    bias, slopes = (None if x is None else x.detach().requires_grad_() for x in (bias, extras.slopes))
+    rows = None if extras.slopes is None else extras.slopes.expand(*product.shape[:3], 1)
+    bias, slopes = (None if x is None else x.detach().requires_grad_() for x in (bias, rows))
     with torch.enable_grad():
         before = call.before_score(product, bias, slopes, tile)
     given = before.detach()
@@ -279,7 +313,7 @@ def _differentiable(
             gradient = torch.where(gradient == 0, 0.0, gradient * score_grad)
         leaves = (product, bias, slopes)
         present = [leaf for leaf in leaves if leaf is not None]
-        found = iter(torch.autograd.grad(before, present, gradient))
+        found = iter(torch.autograd.grad(before, present, gradient, retain_graph=True))
         dproduct, dbias, dslopes = (None if leaf is None else next(found) for leaf in leaves)
         assert dproduct is not None
         return dproduct, dbias, dslopes

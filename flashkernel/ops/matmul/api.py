@@ -11,11 +11,9 @@ from flashkernel.blocks.epilogue import Activation, Gate, activation_piece, stan
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
-from flashkernel.core.op import FLOATS
 from flashkernel.core.replay import replayed
 from flashkernel.ops.matmul import checks, library, spec
-from flashkernel.ops.matmul.configs import MAX_GROUPS
-from flashkernel.ops.matmul.reference import default_dtype, offsets_of_counts
+from flashkernel.ops.matmul.reference import default_dtype
 
 
 @replayed
@@ -210,119 +208,3 @@ def matmul_dact(
     return library.matmul_dact(
         chosen.target, a, b, preactivation, dz_out, text, packed, torch.backends.cuda.matmul.allow_tf32
     )
-
-
-@replayed
-def grouped_matmul(
-    x: Tensor,
-    weights: Tensor,
-    group_offsets: Tensor,
-    *,
-    gather: Tensor | None = None,
-    scatter: Tensor | None = None,
-    row_weights: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_rows: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """Multiplies each group of rows by the group's own weight, in one launch: the products of a mixture of experts.
-
-    y[scatter[r]] = row_weights[r] * (x[gather[r]] @ weights[g] + bias[g]), where row r belongs to group g. The group
-    sizes stay on the GPU: there is no host sync. x, weights, row_weights and bias are differentiable.
-
-    Args:
-        x: (tokens, K), float32, float16 or bfloat16. Without `gather` its rows are sorted by group.
-        weights: (groups, K, N) in x's dtype, with any strides: `weights.transpose(1, 2)` of weights (groups, N, K).
-        group_offsets: integers (groups + 1,): group g has the rows from group_offsets[g] to group_offsets[g + 1]. The
-            first is 0. Or (groups,): the number of rows of each. Rows after the last group give zeros.
-        gather: integers (rows,): which row of x row r is; rows may repeat. None: row r.
-        scatter: integers (rows,), all different: which row of the output row r is. None: row r.
-        row_weights: (rows,) factors, or None.
-        bias: (groups, N), or None.
-        out_rows: rows of the output with `scatter`; as many as there are rows unless given. Others are zero.
-        out_dtype: the output's dtype; x's unless given.
-        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
-
-    Returns:
-        (out_rows, N).
-
-    Example:
-        >>> import torch, flashkernel as fk
-        >>> x, weights = torch.randn(5, 8), torch.randn(3, 8, 4)
-        >>> y = fk.grouped_matmul(x, weights, torch.tensor([0, 2, 2, 5]))  # the second group is empty
-        >>> torch.allclose(y[2:], x[2:] @ weights[2], atol=1e-5)
-        True
-    """
-    lower = autocast_dtype(x)
-    if lower is not None:
-        x, weights = autocast(x, lower), autocast(weights, lower)
-    rows = _check_groups(x, weights, group_offsets, gather, scatter, row_weights, bias)
-    if out_rows is not None and (scatter is None or out_rows < rows):
-        raise ValueError(
-            f"grouped_matmul: out_rows is {out_rows} for {rows} rows; give a scatter index, and at least as many"
-        )
-    if out_dtype is not None and not out_dtype.is_floating_point:
-        raise ValueError(f"grouped_matmul: out_dtype is {out_dtype}; it must be a float dtype")
-    gradients = needs_gradients(x, weights, row_weights, bias)
-    chosen = choose(spec.GROUPED_MATMUL, backend, x.device, x.dtype, gradients)
-    if chosen.composite:
-        with without_autocast(x):
-            return chosen.run(
-                x, weights, group_offsets, gather=gather, scatter=scatter, row_weights=row_weights, bias=bias,
-                out_rows=out_rows, out_dtype=out_dtype,
-            )  # fmt: skip
-    offsets = group_offsets if group_offsets.shape[0] == weights.shape[0] + 1 else offsets_of_counts(group_offsets)
-    return library.grouped_matmul(
-        chosen.target, x, weights, offsets, gather, scatter, row_weights, bias,
-        rows if out_rows is None else out_rows, x.dtype if out_dtype is None else out_dtype,
-        torch.backends.cuda.matmul.allow_tf32,
-    )  # fmt: skip
-
-
-def _check_groups(
-    x: Tensor,
-    weights: Tensor,
-    group_offsets: Tensor,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-    row_weights: Tensor | None,
-    bias: Tensor | None,
-) -> int:
-    """The number of rows."""
-    if x.ndim != 2 or weights.ndim != 3 or weights.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"grouped_matmul: x is {tuple(x.shape)} and weights {tuple(weights.shape)}; they must be (tokens, K) and "
-            "(groups, K, N)"
-        )
-    if x.dtype != weights.dtype or x.dtype not in (*FLOATS, torch.float64):
-        raise ValueError(f"grouped_matmul: x is {x.dtype} and weights {weights.dtype}; they must be one float dtype")
-    groups = weights.shape[0]
-    if groups >= MAX_GROUPS:
-        raise ValueError(f"grouped_matmul: {groups} groups; there may be up to {MAX_GROUPS - 1}")
-    if group_offsets.ndim != 1 or group_offsets.shape[0] not in (groups, groups + 1):
-        raise ValueError(
-            f"grouped_matmul: group_offsets is {tuple(group_offsets.shape)}; for {groups} groups it must be "
-            f"({groups + 1},), or ({groups},) row counts"
-        )
-    rows = gather.shape[0] if gather is not None else scatter.shape[0] if scatter is not None else x.shape[0]
-    if gather is None and rows != x.shape[0]:
-        raise ValueError(f"grouped_matmul: scatter has {rows} indices for {x.shape[0]} rows; give one for each")
-    integers = {"group_offsets": group_offsets, "gather": gather, "scatter": scatter}
-    for name, index in integers.items():
-        if index is not None and (index.dtype not in (torch.int32, torch.int64) or index.device != x.device):
-            raise ValueError(
-                f"grouped_matmul: {name} is {index.dtype} on {index.device}; it must be int32 or int64 on {x.device}"
-            )
-    shapes = {"gather": (gather, (rows,)), "scatter": (scatter, (rows,)), "row_weights": (row_weights, (rows,)),
-              "bias": (bias, (groups, weights.shape[2]))}  # fmt: skip
-    for name, (given, shape) in shapes.items():
-        if given is None:
-            continue
-        floats = name in ("row_weights", "bias")
-        if tuple(given.shape) != shape or given.device != x.device or given.is_floating_point() != floats:
-            raise ValueError(
-                f"grouped_matmul: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; it must be "
-                f"{'float' if floats else 'integers'} {shape} on {x.device}"
-            )
-    return rows

@@ -21,6 +21,24 @@ def compiled(op: Op, case: Case) -> Callable[..., Any]:
     return _of_tensors(case, torch.compile(matmul, dynamic=False))
 
 
+def max_autotune(op: Op, case: Case) -> Callable[..., Any]:
+    """Inductor's choice among cuBLAS and its own Triton templates, with the epilogue fused."""
+    if case.options.get("activation") is None:
+        raise ValueError("written for products with an activation")
+    return _of_tensors(case, torch.compile(matmul, dynamic=False, mode="max-autotune-no-cudagraphs"))
+
+
+def addmm_activation(op: Op, case: Case) -> Callable[..., Any]:
+    """cuBLASLt's epilogue: bias and GeLU in one launch."""
+    if case.options != {"activation": "gelu_tanh"} or case.present != ("bias",):
+        raise ValueError("torch._addmm_activation is GeLU (tanh) with a bias")
+
+    def run(a: Tensor, b: Tensor, bias: Tensor, activation: str) -> Tensor:
+        return torch._addmm_activation(bias, a, b, use_gelu=True)
+
+    return run
+
+
 def _of_tensors(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
     if {"up", "out"} & set(case.present):
         raise ValueError("written for one b and a new output")
@@ -32,29 +50,3 @@ def eager_dact(op: Op, case: Case) -> Callable[..., Any]:
     if case.present or "in_place" in case.options:
         raise ValueError("written for a new dz")
     return matmul_dact
-
-
-def torch_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:
-    """torch._grouped_mm on rows that are sorted by group."""
-    if case.present or case.options:
-        raise ValueError("torch._grouped_mm has no gather, scatter, row weights or bias")
-
-    def run(x: Tensor, weights: Tensor, group_offsets: Tensor) -> Tensor:
-        return torch._grouped_mm(x, weights, offs=group_offsets[1:])
-
-    return run
-
-
-def loop(op: Op, case: Case) -> Callable[..., Any]:
-    """A product for each group, with the offsets on the host ahead of time."""
-    if case.present or case.options:
-        raise ValueError("written for rows that are sorted by group")
-    known: dict[int, list[int]] = {}
-
-    def run(x: Tensor, weights: Tensor, group_offsets: Tensor) -> Tensor:
-        bounds = known.setdefault(group_offsets.data_ptr(), [])
-        if not bounds:
-            bounds += group_offsets.tolist()
-        return torch.cat([x[first:last] @ matrix for first, last, matrix in zip(bounds, bounds[1:], weights)])
-
-    return run

@@ -12,9 +12,10 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Gate, activation_width
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.core import backends
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, integers, normal
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.matmul.grouped.spec import GROUPED_MATMUL
 
 _ROOM = "flashkernel.ops.matmul"
 _HALF = (torch.bfloat16,)
@@ -278,17 +279,49 @@ def _gated_bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (
     return replace(case, axes={**case.axes, **columns[0]}, check_axes={**case.check_axes, **columns[1]})
 
 
+# Models whose projections are timed, by the name that their cases have.
+_PROJECTED = {
+    "llama-1b": MODELS["llama-3.2-1b"], "llama-8b": MODELS["llama-3.1-8b"], "llama-70b": MODELS["llama-3.1-70b"],
+    "gpt-oss": MODELS["gpt-oss-20b"],
+}  # fmt: skip
+
+
+def _projections(name: str) -> dict[str, tuple[int, int]]:
+    """(N, K) of a model's projections; gpt-oss has experts in the place of the MLP's."""
+    model = _PROJECTED[name]
+    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found = {"qkv": (heads + 2 * kv_heads, model.hidden), "o": (model.hidden, heads)}
+    if name != "gpt-oss":
+        found |= {"gate-up": (2 * model.intermediate, model.hidden), "down": (model.hidden, model.intermediate)}
+    return found
+
+
+def _scaled_bench(name: str, kind: str, m: int, n: int, k: int) -> Case:
+    small = _axes(512, 512, 1024)
+    return replace(
+        _scaled(f"fp8-{kind}-{name}", FP8, _axes(m, n, k), kind), dtypes=_HALF, layout_of={"b": "transposed"},
+        check_axes={"m": 512, "n": 512, "k": 1024, **_scale_axes(small, kind)},
+    )  # fmt: skip
+
+
 def _benches() -> tuple[Case, ...]:
-    llama, gpt_oss = MODELS["llama-3.1-8b"], MODELS["gpt-oss-20b"]
-    qkv = (llama.heads + 2 * llama.kv_heads) * llama.head_dim
-    layers = {"qkv": (qkv, llama.hidden), "gate-up": (2 * llama.intermediate, llama.hidden),
-              "down": (llama.hidden, llama.intermediate)}  # fmt: skip
+    """Squares, the projections of models over 512 to 16,384 rows, GeLU after the up projection, and FP8."""
+    llama, gpt_oss, gpt2 = _PROJECTED["llama-8b"], _PROJECTED["gpt-oss"], MODELS["gpt2"]
+    gelu = {"llama-8b": llama, "llama-1b": _PROJECTED["llama-1b"], "gpt2": gpt2}
+    swiglu = _packed(8192, llama.intermediate, llama.hidden)
+    large = {"8192x8192x8192": (8192, 8192, 8192), "4096x4096x4096": (4096, 4096, 4096)} | {
+        f"llama-8b-{layer}-4096": (4096, n, k) for layer, (n, k) in _projections("llama-8b").items()
+    }
     return (
         *(_bench(f"{size}x{size}x{size}", size, size, size) for size in (4096, 8192)),
-        *(_bench(f"llama-8b-{layer}-{rows}", rows, n, k) for layer, (n, k) in layers.items()
-          for rows in (512, 4096, 16384)),
-        _bench("llama-8b-gelu-16384", 16384, llama.intermediate, llama.hidden, ("bias",), activation="gelu_tanh"),
-        _bench("gpt-oss-o-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim, ("bias", "residual")),
+        *(_bench(f"{model}-{layer}-{rows}", rows, n, k) for model in _PROJECTED
+          for layer, (n, k) in _projections(model).items() for rows in (512, 4096, 16384)),
+        *(_bench(f"{name}-gelu-{rows}", rows, model.intermediate, model.hidden, ("bias",), activation="gelu_tanh")
+          for name, model in gelu.items() for rows in (4096, 16384)),
+        Case("llama-8b-swiglu-8192", swiglu, {"activation": "swiglu"}, dtypes=_HALF, layout_of={"b": "transposed"},
+             check_axes=_packed(512, 512, 1024)),
+        _bench("gpt-oss-o-bias-residual-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim,
+               ("bias", "residual")),
         *(_gated_bench(f"llama-8b-swiglu-{rows}", rows, llama.intermediate, llama.hidden, activation="swiglu")
           for rows in (512, 4096, 16384)),
         _gated_bench("llama-8b-swiglu-z-16384", 16384, llama.intermediate, llama.hidden, activation="swiglu",
@@ -297,14 +330,7 @@ def _benches() -> tuple[Case, ...]:
                      packed="interleaved"),
         replace(_bench("llama-8b-down-added-16384", llama.hidden, llama.intermediate, 16384, ("out",), accumulate=True),
                 layout_of={"a": "transposed"}, dtype_of={"out": torch.float32}, gradients=False),
-        *(
-            replace(
-                _scaled(f"fp8-{kind}-8192x8192x8192", FP8, _axes(8192, 8192, 8192), kind),
-                dtypes=_HALF, layout_of={"b": "transposed"},
-                check_axes={"m": 512, "n": 512, "k": 1024, **_scale_axes(_axes(512, 512, 1024), kind)},
-            )
-            for kind in ("row", "block")
-        ),
+        *(_scaled_bench(name, kind, *sizes) for name, sizes in large.items() for kind in ("tensor", "row", "block")),
     )  # fmt: skip
 
 
@@ -348,7 +374,13 @@ MATMUL = Op(
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
     random_case=_random_case,
     random_share=3,
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
+    sum_length=lambda case: case.axes["k"],
+    baselines=(
+        Baseline("eager", f"{_ROOM}.baselines:eager"),
+        Baseline("compile", f"{_ROOM}.baselines:compiled"),
+        Baseline("max_autotune", f"{_ROOM}.baselines:max_autotune", forward_only=True),
+        Baseline("addmm_activation", f"{_ROOM}.baselines:addmm_activation", forward_only=True),
+    ),
 )
 
 
@@ -450,135 +482,4 @@ MATMUL_DACT = Op(
 )
 
 
-def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    """Offsets of groups of uneven sizes: "empty" of the first are empty, and the last "tail" rows are in no group."""
-    last = max(0, axes["rows"] - axes["tail"])
-    inner = torch.randint(0, last + 1, shape, generator=generator, device=generator.device)
-    inner[1 : 1 + axes["empty"]] = 0
-    inner[-1:] = last
-    inner[:1] = 0
-    return inner.sort().values.to(torch.int32)
-
-
-def _permutation(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    rows = axes["rows"] if axes["out_rows"] is None else axes["out_rows"]
-    order = torch.rand(rows, generator=generator, device=generator.device).argsort()
-    return order[: shape[0]].to(torch.int32)
-
-
-class _Rows(Input):
-    """Rows of x: as many as there are rows, or as an axis "tokens" says where they are gathered."""
-
-    def shape(self, axes: Axes) -> tuple[int, ...]:
-        return (axes["tokens"] if axes["tokens"] is not None else axes["rows"], axes["k"])
-
-
-class _Offsets(Input):
-    """One more than there are groups."""
-
-    def shape(self, axes: Axes) -> tuple[int, ...]:
-        return (axes["groups"] + 1,)
-
-
-_GROUPED_INPUTS = {
-    "x": _Rows(("rows", "k")),
-    "weights": Input(("groups", "k", "n"), draw=normal(0.1)),
-    "group_offsets": _Offsets(("groups",), torch.int32, _offsets, grad=False),
-    "gather": Input(("rows",), torch.int32, integers("tokens"), grad=False, optional=True),
-    "scatter": Input(("rows",), torch.int32, _permutation, grad=False, optional=True),
-    "row_weights": Input(("rows",), torch.float32, optional=True),
-    "bias": Input(("groups", "n"), optional=True),
-}
-
-
-def _groups(
-    rows: int, groups: int, n: int, k: int, *, tokens: int | None = None, out_rows: int | None = None, empty: int = 1,
-    tail: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "rows": rows, "groups": groups, "n": n, "k": k, "tokens": tokens, "out_rows": out_rows, "empty": empty,
-        "tail": tail,
-    }  # fmt: skip
-
-
-_FEW = _groups(50, 5, 24, 40)
-_GROUPED_CASES = (
-    Case("plain", _FEW),
-    Case("even", _groups(64, 4, 32, 32, empty=0)),
-    Case("one-group", _groups(37, 1, 20, 24, empty=0)),
-    Case("all-but-one-empty", _groups(33, 7, 20, 24, empty=6)),
-    Case("odd", _groups(29, 3, 13, 7)),
-    Case("several-tiles", _groups(150, 3, 70, 48)),
-    Case("tail", _groups(60, 4, 24, 40, tail=17)),
-    Case("gather", _groups(50, 4, 24, 40, tokens=20), present=("gather",)),
-    Case("scatter", _FEW, present=("scatter",)),
-    Case("scatter-into-more", _groups(40, 4, 24, 40, out_rows=100), {"out_rows": 100}, present=("scatter", "bias")),
-    Case("bias", _FEW, present=("bias",)),
-    Case("row-weights", _FEW, present=("row_weights",)),
-    Case("everything", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather", "scatter", "row_weights", "bias")),
-    Case("float32-out", _FEW, {"out_dtype": torch.float32}),
-    Case("padded", _FEW, present=("bias",), layout="padded"),
-    Case("transposed", _FEW, present=("bias",), layout="transposed"),
-    Case("no-rows", _groups(0, 3, 24, 40)),
-    Case("no-columns", _groups(9, 3, 0, 40)),
-    Case("no-k", _groups(9, 3, 24, 0), present=("bias",)),
-    Case("no-groups", _groups(9, 0, 24, 8, tail=9)),
-)
-
-
-def _random_groups(rng: Rng, case: Case) -> Case:
-    axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key != "out_rows"}
-    rows = axes["rows"]
-    axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
-             "tail": rng.call.randint(0, rows) if rng.maybe(0.2) else 0,
-             "tokens": rng.size(1, 50) if "gather" in case.present else None}  # fmt: skip
-    if "scatter" in case.present and rng.maybe():
-        axes["out_rows"] = options["out_rows"] = rows + rng.call.randint(0, 9)
-    return replace(case, axes=axes, options=options)
-
-
-def _grouped_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
-    axes = case.axes
-    rows, groups, n, k = axes["rows"], axes["groups"], axes["n"], axes["k"]
-    moved = (rows * (n + k) + groups * n * k) * dtype.itemsize
-    return {"fwd": Cost(2.0 * rows * n * k, moved), "bwd": Cost(4.0 * rows * n * k, 2 * moved)}
-
-
-def _even_bench(name: str, rows: int, groups: int, n: int, k: int, **more: Any) -> Case:
-    small = {"rows": 512, "groups": 4, "n": 256, "k": 256}
-    if more.get("tokens"):
-        small["tokens"] = 128
-    present = more.pop("present", ())
-    return Case(name, _groups(rows, groups, n, k, **more), dtypes=_HALF, present=present, check_axes=small)
-
-
-_GROUPED_BENCHES = (
-    _even_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),
-    _even_bench("32x65536x5760x2880-gather", 65536, 32, 5760, 2880, tokens=16384, present=("gather",)),
-    _even_bench("128x65536x1536x2048", 65536, 128, 1536, 2048),
-)
-
-GROUPED_MATMUL = Op(
-    name="grouped_matmul",
-    backward="grouped_weight_gradient",
-    summary="a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
-    function=f"{_ROOM}.api:grouped_matmul",
-    reference=f"{_ROOM}.reference:grouped_matmul",
-    inputs=_GROUPED_INPUTS,
-    backends=(
-        backends.triton(f"{_ROOM}.triton", min_arch=80),
-        backends.torch_native(f"{_ROOM}.torch:grouped_matmul"),
-        backends.reference(f"{_ROOM}.reference:grouped_matmul"),
-    ),
-    cases=_GROUPED_CASES,
-    benches=_GROUPED_BENCHES,
-    cost=_grouped_cost,
-    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 1), "k": (0, 70, 1)},
-    random_case=_random_groups,
-    random_share=2,
-    baselines=(
-        Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"),
-        Baseline("loop", f"{_ROOM}.baselines:loop"),
-    ),
-)
 OPS = (MATMUL, MATMUL_DACT, GROUPED_MATMUL)

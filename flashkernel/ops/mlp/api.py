@@ -124,12 +124,13 @@ def mlp(
                 recompute=recompute and gradients,
             )  # fmt: skip
             return y if out is None else out.copy_(y)
-        if chosen.name == "triton" and spec.unfused(properties(x.device)):
+        old = chosen.name == "triton" and spec.unfused(properties(x.device))
+        if old and main_grads is None:
             norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "norm_offset": norm_offset}
             piece: Any = activation_piece(activation)
             extras = (gate_up_bias, down_bias, residual, piece, packed, norm)
             return unfused.mlp(x, up, weights[-1], *extras, out_dtype=out_dtype, out=out)
-        if not gradients or quantized:
+        if not gradients or quantized or (chosen.name == "cuda" and main_grads is None):
             few, inner = spec.few(x.shape[:-1].numel()), None if quantized else backend
             hidden = _linear(
                 x, up, gate_up_bias, None, norm_weight, activation=activation, packed=packed, norm_eps=norm_eps,
@@ -145,7 +146,7 @@ def mlp(
         return library.mlp(
             spec.PRODUCTS, x, weights[:-1], weights[-1], biases, down_bias, residual, _three(main_grads),
             activation_piece(activation).text, packed, x.dtype if out_dtype is None else out_dtype,  # type: ignore[union-attr]
-            recompute, chosen.name if chosen.composite else backend,
+            recompute, chosen.name if chosen.composite else None if old or chosen.name == "cuda" else backend,
         )  # fmt: skip
 
 

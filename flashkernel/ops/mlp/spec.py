@@ -68,8 +68,8 @@ def _triton(call: Call) -> str | None:
 
 
 def _cuda(call: Call) -> str | None:
-    if call.gradients or call.facts["rows"] != _FEW or call.facts["weight"] != "plain":
-        return f"its kernels are those of linear, for up to {FEW_ROWS} rows, plain weights and no gradients"
+    if call.facts["rows"] != _FEW or call.facts["weight"] != "plain":
+        return f"its kernels are those of linear, for up to {FEW_ROWS} rows and plain weights"
     return None
 
 

@@ -98,8 +98,8 @@ def _backward_queries(
     )  # fmt: skip
     launch(
         attention_backward_queries, (tiles * heads * batch,),
-        *sources, o, sinks, Bias.of(bias), Bias.of(dbias), stats, gradients, ScoreTerms.of(params, alibi_slopes),
-        Dropout.of(params), Ranges.of(ranges), Sizes.of(q, k),
+        *sources, o, sinks, Bias.of(bias), Bias.gradient_of(dbias), stats, gradients,
+        ScoreTerms.of(params, alibi_slopes), Dropout.of(params), Ranges.of(ranges), Sizes.of(q, k),
         Strides.of(q), Strides.of(k), Strides.of(v), Strides.of(do), functions.score_tables, functions.mask_tables,
         MASK=functions.mask, SCORE=functions.score, SCORE_GRAD=functions.score_grad, TMA=tma,
         **_constants(inputs, params, config),

@@ -40,19 +40,27 @@ class Strides(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A bias, or its gradient, with strides that are 0 along the dims it is broadcast along."""
+    """A bias, or its gradient, with strides that are 0 along the dims it is broadcast along.
+
+    The gradient's strides along queries and keys are None there: a tile's sum is added, not its elements one by one.
+    """
 
     tensor: Any
     batch: int = 0
     head: int = 0
-    q: int = 0
-    k: int = 0
+    q: int | None = 0
+    k: int | None = 0
 
     @classmethod
     def of(cls, bias: Tensor | None) -> Bias:
         if bias is None:
             return cls(None)
         return cls(bias, *(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())))
+
+    @classmethod
+    def gradient_of(cls, dbias: Tensor | None) -> Bias:
+        found = cls.of(dbias)
+        return found._replace(q=found.q or None, k=found.k or None)
 
 
 class ScoreTerms(NamedTuple):

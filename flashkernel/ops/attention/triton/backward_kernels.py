@@ -81,6 +81,26 @@ def _score_gradient(
 
 
 @triton.jit
+def _add_bias_gradient(dbias, ds, at, sizes):
+    """Adds dS [BLOCK_M, BLOCK_N] to the bias's gradient; along dims that the bias has once, the tile's sum."""
+    inside = (at.q < sizes.seqlen_q) & (at.k < sizes.seqlen_k)
+    target = dbias.tensor + at.b * dbias.batch + at.h.to(tl.int64) * dbias.head
+    if dbias.q is None or dbias.k is None:
+        ds = tl.where(inside, ds, 0.0)
+    if dbias.q is None:
+        ds, inside = tl.sum(ds, 0, keep_dims=True), at.k < sizes.seqlen_k
+    if dbias.k is None:
+        ds = tl.sum(ds, 1, keep_dims=True)
+        inside = (at.q < sizes.seqlen_q) if dbias.q is not None else tl.full([1, 1], True, tl.int1)
+    offset = tl.zeros(ds.shape, tl.int64)
+    if dbias.q is not None:
+        offset += at.q.to(tl.int64) * dbias.q
+    if dbias.k is not None:
+        offset += at.k.to(tl.int64) * dbias.k
+    tl.atomic_add(target + offset, ds, mask=inside, sem="relaxed")
+
+
+@triton.jit
 def attention_backward_queries(
     q, k, v, do, o, sinks, bias, dbias, stats, gradients, terms, dropout, ranges, sizes,
     q_strides, k_strides, v_strides, do_strides, score_tables, mask_tables,
@@ -143,10 +163,7 @@ def attention_backward_queries(
                     p, dp, delta, capped, before, at, sizes, terms, dropout, score_tables, SCORE_GRAD
                 )
                 if dbias.tensor is not None:
-                    offset = b * dbias.batch + h.to(tl.int64) * dbias.head + at.q.to(tl.int64) * dbias.q
-                    target = dbias.tensor + offset + at.k.to(tl.int64) * dbias.k
-                    inside = (at.q < sizes.seqlen_q) & (at.k < sizes.seqlen_k)
-                    tl.atomic_add(target, ds, mask=inside, sem="relaxed")
+                    _add_bias_gradient(dbias, ds, at, sizes)
                 if terms.alibi_slopes is not None:
                     distance = tl.abs(at.q + (sizes.seqlen_k - sizes.seqlen_q) - at.k)
                     dslope += tl.sum(ds * distance, 1)

@@ -16,15 +16,17 @@ from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 PRODUCER_REGISTERS = 24  # per thread of the producer warp
 MAX_STAGES = 8  # as many named barriers are free (core/gluon.py)
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
-STORE_STAGES = 2  # chunks of C in shared memory, per consumer, while TMA stores them
+_STORE_STAGES = 2  # chunks of C in shared memory, per consumer, while TMA stores them
 _CHUNK_BYTES = 8192  # of a chunk: larger ones take more registers than the epilogue has
 GROUP_M = 8
 _BARRIER_BYTES = 1024  # mbarriers, and alignment of the buffers
 _MAX_SPLITS = 16
 _MMA_RATE = 4096  # bytes of K, times rows and columns of C: per clock cycle and SM
 _L2_RATE = 56  # bytes per clock cycle and SM
+_SECOND_TILE = 1.03  # the rate's loss to a second tile of B, whose products read A again
 _TILE_CYCLES = 1500  # of an epilogue's and a pipeline's start, whatever their size
 _STORE_RATE = 16  # elements of C per clock cycle
+_STREAM_CYCLES = 6000  # of clearing Stream-K's flags and waiting for other programs
 _REDUCE_CYCLES = 6000  # of another launch
 _REDUCE_RATE = 16  # bytes per clock cycle and SM
 
@@ -41,6 +43,7 @@ class HopperMatmul:
         pingpong: consumers take work tiles in turn; else they share one.
         group_m: tiles of rows that are worked on at the same time (L2 swizzle).
         num_splits: parts of K, which are summed by a second kernel.
+        stream_k: the tiles that do not divide evenly among the programs are shared out along K.
     """
 
     rows: int
@@ -50,6 +53,7 @@ class HopperMatmul:
     pingpong: bool = False
     group_m: int = GROUP_M
     num_splits: int = 1
+    stream_k: bool = False
 
     @property
     def block_m(self) -> int:
@@ -57,9 +61,21 @@ class HopperMatmul:
         return self.rows * (1 if self.pingpong else self.num_consumers)
 
 
+def second_columns(block_n: int, block_scaled: bool) -> int:
+    """Returns the columns of a work tile's second tile of B; 0 if it has one tile."""
+    if block_scaled:
+        return max(0, block_n - 128)
+    return 64 if block_n == 192 else 0
+
+
 def chunk_columns(rows: int, out_bytes: int) -> int:
     """Returns the columns of a staged chunk of C: 128 bytes of 64 rows, or 64 bytes of 128 rows (one swizzle)."""
     return _CHUNK_BYTES // (rows * out_bytes)
+
+
+def store_stages(chunks: int) -> int:
+    """Returns how many chunks of C a consumer stages; it divides the chunks of a work tile."""
+    return min(chunks, 3 if chunks % _STORE_STAGES else _STORE_STAGES)
 
 
 def _stage_bytes(config: HopperMatmul) -> int:
@@ -67,7 +83,7 @@ def _stage_bytes(config: HopperMatmul) -> int:
 
 
 def _shared_bytes(config: HopperMatmul) -> int:
-    staged = config.num_consumers * STORE_STAGES * _CHUNK_BYTES
+    staged = config.num_consumers * (3 if config.block_n == 192 else _STORE_STAGES) * _CHUNK_BYTES
     return config.num_stages * _stage_bytes(config) + staged + _BARRIER_BYTES
 
 
@@ -79,12 +95,17 @@ def _tiles(config: HopperMatmul, shape: Mapping[str, int]) -> int:
     return shape["batch"] * ceil_div(shape["m"], config.block_m) * ceil_div(shape["n"], config.block_n)
 
 
+def num_streamed(tiles: int, num_programs: int) -> int:
+    """Returns how many tiles are shared out along K."""
+    return tiles % num_programs
+
+
 def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> str | None:
     needed = _shared_bytes(config)
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
-    if config.rows not in (64, 128) or config.block_n not in (64, 128, 256):
-        return f"{config}: a consumer has 64 or 128 rows and 64, 128 or 256 columns"
+    if config.rows not in (64, 128) or config.block_n not in (64, 128, 192, 256):
+        return f"{config}: a consumer has 64 or 128 rows and 64, 128, 192 or 256 columns"
     if config.num_consumers not in CONSUMER_REGISTERS or (config.pingpong and config.num_consumers < 2):
         return f"{config}: a tile has one to three consumers, with pingpong two or three"
     # The accumulator, and what an instruction needs beside it, must fit into what a thread has before the warps divide
@@ -92,18 +113,20 @@ def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> st
     entry_registers = 65536 // (128 * (config.num_consumers + 1))
     if config.rows * config.block_n // 128 + 32 > entry_registers:
         return f"{config}: an accumulator of {config.rows} x {config.block_n} does not fit into the registers"
-    if shape["block_scaled"] and (config.pingpong or config.block_n > 128 or config.rows * config.block_n > 64 * 128):
-        return (
-            f"{config}: with block scales the consumers share a tile, each 64 x 128 of it, beside a second accumulator"
-        )
-    if shape.get("gated") and (config.block_n < 128 or shape["block_scaled"]):
-        return f"{config}: gate and up take 64 columns each, and no block scales"
-    if shape.get("quantized") and (config.rows != 64 or config.block_n // (1 + shape.get("gated", 0)) < 128):
-        return f"{config}: an output with scales of 1 x 128 takes tiles of 64 rows and 128 columns, or more of these"
+    if shape["block_scaled"] and (config.pingpong or config.block_n == 192 or config.rows > 64):
+        return f"{config}: with block scales the consumers share a tile, each 64 rows and 64, 128 or 256 columns of it"
+    if shape.get("gated") and (config.block_n not in (128, 256) or shape["block_scaled"]):
+        return f"{config}: gate and up take 64 or 128 columns each, and no block scales"
+    if shape.get("quantized") and (
+        config.rows != 64 or config.block_n // (1 + shape.get("gated", 0)) not in (128, 256)
+    ):
+        return f"{config}: an output with scales of 1 x 128 takes tiles of 64 rows and 128 or 256 columns"
     if shape["integer"] and config.block_n > 128:
         return f"{config}: WGMMA of int8 operands has up to 128 columns in Triton"
     if not 2 <= config.num_stages <= MAX_STAGES:
         return f"{config} must have 2 to {MAX_STAGES} stages"
+    if config.stream_k and (config.pingpong or config.num_splits > 1 or shape["integer"]):
+        return f"{config}: Stream-K has consumers that share a tile and partial sums in float32, and no split-K"
     if not 1 <= config.num_splits <= max(1, _blocks(shape)):
         return f"K has {_blocks(shape)} blocks and cannot be split in {config.num_splits}"
     return None
@@ -118,9 +141,16 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
     """Returns about how many clock cycles a call takes."""
     steps = ceil_div(_blocks(shape), config.num_splits)
     products = config.block_m * config.block_n * 128 / _MMA_RATE
+    if second_columns(config.block_n, bool(shape["block_scaled"])):
+        products *= _SECOND_TILE
     step = max(products, _stage_bytes(config) / _L2_RATE)
     epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
     tiles = _tiles(config, shape) * config.num_splits
+    if config.stream_k:
+        blocks = num_streamed(tiles, device.sms) * steps / device.sms  # of the streamed tiles, for each program
+        partials = 2 * config.block_m * config.block_n * 4 / _L2_RATE  # written by one program and read by another
+        time = tiles // device.sms * (steps * step + epilogue)
+        return time + blocks * step + epilogue + partials + _STREAM_CYCLES if blocks else time
     if config.pingpong:  # the epilogue of one consumer runs beside the products of the others
         time = ceil_div(tiles, device.sms) * max(steps * step, epilogue / config.num_consumers) + epilogue
     else:
@@ -133,6 +163,7 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
 
 def _tile_shapes() -> Iterator[HopperMatmul]:
     yield HopperMatmul(64, 256, 2, 0)
+    yield HopperMatmul(64, 192, 2, 0)
     yield HopperMatmul(128, 128, 2, 0)
     yield HopperMatmul(64, 128, 2, 0)
     yield HopperMatmul(128, 128, 2, 0, pingpong=True)
@@ -154,6 +185,7 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> HopperMatmul:
         for config in _tile_shapes()
         for splits in _splits(config, device, shape)
     ]
+    candidates += [replace(config, stream_k=True) for config in candidates if config.num_splits == 1]
     candidates = [config for config in candidates if _valid(config, device, shape) is None]
     return min(candidates, key=lambda config: _cycles(config, device, shape))
 
@@ -165,6 +197,8 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:
             for group_m in (4, 8, 16):
                 for splits in _splits(config, device, shape):
                     yield replace(config, num_stages=num_stages, group_m=group_m, num_splits=splits)
+                if not config.pingpong:
+                    yield replace(config, num_stages=num_stages, group_m=group_m, stream_k=True)
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:

@@ -15,9 +15,11 @@ from flashkernel.ops.matmul.hopper.configs import (
     CONSUMER_REGISTERS,
     HOPPER_MATMUL,
     PRODUCER_REGISTERS,
-    STORE_STAGES,
     HopperMatmul,
     chunk_columns,
+    num_streamed,
+    second_columns,
+    store_stages,
 )
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
@@ -120,7 +122,8 @@ def _multiply(
     a_operand, a_k_major = load_operand(a, 1, a.element_size() != 2)
     b_operand, b_k_major, up_operand = _right_operands(b, up)
     tma_store = tma_compatible(c)
-    chunk_n = min(tile_n, chunk_columns(config.rows, c.element_size()))
+    second_n = second_columns(config.block_n, scaling.kind == "block")
+    chunk_n = min(second_n or tile_n, chunk_columns(config.rows, c.element_size()))
     if epilogue.dz is not None:
         chunk_n = min(chunk_n, _GRADIENT_ELEMENTS // config.rows)
     if not tma_store:
@@ -131,17 +134,24 @@ def _multiply(
     if epilogue.block_scales is not None:
         quantize, chunk_n = "block", SCALE_BLOCK
     m, k, n = a.shape[1], a.shape[2], b.shape[2]
+    m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, tile_n)
+    entries = c.shape[0] // (matrices if partial else 1)
+    tiles, sms = m_tiles * n_tiles * entries, device.properties(a.device).sms
+    num_programs = sms if config.stream_k else min(sms, tiles)
+    streamed = num_streamed(tiles, num_programs) if config.stream_k else 0
     residual = epilogue.residual
     traits = MatmulTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
+        SECOND_N=second_n,
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
         PINGPONG=config.pingpong,
+        STREAM_K=streamed > 0,
         GROUP_M=config.group_m,
         CHUNK_N=chunk_n,
-        STORE_STAGES=min(STORE_STAGES, tile_n // chunk_n),
+        STORE_STAGES=store_stages(tile_n // chunk_n),
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
         A_BATCHED=a.shape[0] > 1,
@@ -162,19 +172,27 @@ def _multiply(
         PACKED=epilogue.packed,
         QUANTIZE=quantize,
     )
-    m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, tile_n)
-    entries = c.shape[0] // (matrices if partial else 1)
-    num_programs = min(device.properties(a.device).sms, m_tiles * n_tiles * entries)
+    partials, flags = None, None
+    if streamed:
+        size = (num_programs, config.block_m, config.block_n)
+        partials = torch.empty(size, dtype=torch.float32, device=a.device)
+        flags = torch.zeros((num_programs, config.num_consumers), dtype=torch.int32, device=a.device)
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
-    b_box = (tile_n, block_k) if b_k_major else (block_k, tile_n)
+    second = (b_operand, second_n) if up_operand is None else (up_operand, tile_n)
     launch(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
-        tile_descriptor(b_operand, b_box), None if up_operand is None else tile_descriptor(up_operand, b_box),
-        target, *epilogue.pointers[1:], *scaling.tensors, *epilogue.strides, *scaling.strides,
-        m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits,
+        _right_tile(b_operand, tile_n - second_n, b_k_major), _right_tile(*second, b_k_major), target,
+        *epilogue.pointers[1:], *scaling.tensors, partials, flags, *epilogue.strides, *scaling.strides,
+        m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits, streamed,
         TRAITS=traits, num_warps=4,
     )  # fmt: skip
+
+
+def _right_tile(operand: Tensor, columns: int, k_major: bool) -> Any:
+    """The TMA descriptor of a tile of B with so many columns; None if it has none."""
+    block_k = 128 // operand.element_size()
+    return tile_descriptor(operand, (columns, block_k) if k_major else (block_k, columns)) if columns else None
 
 
 def _right_operands(b: Tensor, up: Tensor | None) -> tuple[Tensor, bool, Tensor | None]:

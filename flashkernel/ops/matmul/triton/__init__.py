@@ -1,4 +1,4 @@
-"""Matrix products in Triton, for all GPUs from sm_80 on: dense and batched (dense.py), grouped (grouped.py).
+"""Matrix products in Triton, for all GPUs from sm_80 on: dense and batched (dense.py).
 
 Tiles are loaded by TMA where the GPU has it and the strides allow (descriptors.py), else by pointers with bounds. All
 four transpose combinations are strides of views. Split-K is deterministic: partial sums go to a workspace, and a second
@@ -26,11 +26,10 @@ from flashkernel.ops.matmul.triton.descriptors import (
     precision,
     transposed,
 )
-from flashkernel.ops.matmul.triton.grouped import grouped_forward, grouped_weight_gradient
 from flashkernel.ops.matmul.triton.quantize import quantize_rows
 from flashkernel.ops.matmul.triton.split_k import add_partials
 
-__all__ = ["activation_gradient", "dact", "forward", "grouped_forward", "grouped_weight_gradient", "quantize_rows"]
+__all__ = ["activation_gradient", "dact", "forward", "quantize_rows"]
 _Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of A, B and up
 _ELEMENTWISE = (16, 128)  # tile of the activation's gradient
 

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
-from flashkernel.ops.matmul.params import GroupedParams
+from flashkernel.ops.matmul.grouped.params import GroupedParams
 from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
 from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
@@ -36,21 +37,44 @@ def _load_rows(base, row, inside, row_stride, column, columns, column_stride):
 
 
 @triton.jit
-def grouped_matmul_kernel(
-    x, x_descriptor, weights, weights_descriptor, y, offsets, gather, scatter, row_weights, bias,
-    x_strides, weight_strides, bias_strides, rows, groups, N, K,
-    PRECISION: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+def _scaled_and_biased(
+    value, x_scale, weight_scale, bias, x_row, group, column, in_rows, in_columns, x_scale_stride,
+    weight_scale_strides, bias_strides,
 ):  # fmt: skip
-    # Rows after the last group form one more, whose products are zero. GROUPS > groups is a power of two.
-    group_id = tl.arange(0, GROUPS)
+    """value [rows, columns], a sum, times its scales, plus its bias."""
+    if x_scale is not None:
+        left = tl.load(x_scale + x_row * x_scale_stride, mask=in_rows, other=0.0)
+        scales = weight_scale + group.to(tl.int64) * weight_scale_strides[0] + column * weight_scale_strides[1]
+        value *= left[:, None] * tl.load(scales, mask=in_columns, other=0.0)[None, :]
+    if bias is not None:
+        vector = bias + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+        value += tl.load(vector, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    x, x_descriptor, weights, weights_descriptor, y, offsets, gather, scatter, row_weights, bias, x_scale,
+    weight_scale, preactivation, x_strides, weight_strides, bias_strides, x_scale_stride, weight_scale_strides,
+    rows, groups, N, K, columns,
+    PRECISION: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr,
+    W_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, GROUPS: tl.constexpr, GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program computes every num_programs-th tile [BLOCK_M, BLOCK_N] of the products of all groups.
+
+    GATE "halves": a tile is BLOCK_N columns of gate and of up, with an accumulator each. "interleaved": BLOCK_N / 2.
+    """
+    HALVES: tl.constexpr = GATE == "halves"
+    group_id = tl.arange(0, GROUPS)  # [GROUPS], a power of two above groups
     begins = tl.load(offsets + group_id, mask=group_id <= groups, other=0)
     ends = tl.load(offsets + group_id + 1, mask=group_id < groups, other=0)
     ends = tl.where(group_id == groups, rows, ends)
     tiles_of = tl.where(ends > begins, (ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
     tiles_until = tl.cumsum(tiles_of, 0)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    product_columns = columns if HALVES else N  # that have a tile of their own
+    tiles_n = tl.cdiv(product_columns, BLOCK_N)
 
     for work in tl.range(tl.program_id(0), tl.sum(tiles_of, 0) * tiles_n, tl.num_programs(0)):
         tile_m, first_n = work // tiles_n, work % tiles_n * BLOCK_N
@@ -60,12 +84,13 @@ def grouped_matmul_kernel(
         begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
         first_m = begin + (tile_m - first_tile) * BLOCK_M
         row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-        in_rows, in_columns = row < end, column < N
+        in_rows, in_columns = row < end, column < product_columns
         x_row = _row_index(gather, row, in_rows)
         real = group < groups
         weight_group = tl.where(real, group, 0)
         weight = weights + weight_group.to(tl.int64) * weight_strides[0]
         value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = value
         for step in tl.range(0, tl.where(real, tl.cdiv(K, BLOCK_K), 0), num_stages=NUM_STAGES):
             k = step * BLOCK_K
             if X_TMA:  # rows of the next group are read too, and not stored
@@ -80,27 +105,53 @@ def grouped_matmul_kernel(
                 BLOCK_K, BLOCK_N, not EVEN_K, True, W_TMA, True, W_TRANSPOSED,
             )  # fmt: skip
             value = tl.dot(x_tile, w_tile, value, input_precision=PRECISION)
-        if bias is not None:
-            vector = bias + weight_group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
-            value += tl.load(vector, mask=in_columns & real, other=0.0).to(tl.float32)[None, :]
+            if HALVES:
+                up_tile = load_tile(
+                    weight, weights_descriptor, weight_group, k, first_n + columns, K, N, weight_strides[1],
+                    weight_strides[2], BLOCK_K, BLOCK_N, not EVEN_K, True, W_TMA, True, W_TRANSPOSED,
+                )  # fmt: skip
+                up = tl.dot(x_tile, up_tile, up, input_precision=PRECISION)
+        value = _scaled_and_biased(
+            value, x_scale, weight_scale, bias, x_row, weight_group, column, in_rows, in_columns, x_scale_stride,
+            weight_scale_strides, bias_strides,
+        )  # fmt: skip
+        inside = in_rows[:, None] & in_columns[None, :]
+        z_place = row.to(tl.int64)[:, None] * N + column[None, :]
+        if preactivation is not None:
+            tl.store(preactivation + z_place, value.to(preactivation.dtype.element_ty), mask=inside & real)
+        if HALVES:
+            up = _scaled_and_biased(
+                up, x_scale, weight_scale, bias, x_row, weight_group, column + columns, in_rows, in_columns,
+                x_scale_stride, weight_scale_strides, bias_strides,
+            )  # fmt: skip
+            if preactivation is not None:
+                tl.store(preactivation + z_place + columns, up.to(preactivation.dtype.element_ty), mask=inside & real)
+        y_column, in_y = column, in_columns
+        if GATE == "interleaved":
+            value, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N // 2, 2]))
+            y_column = first_n // 2 + tl.arange(0, BLOCK_N // 2)
+            in_y = y_column < columns
+        value = apply_epilogue(
+            value, up, row, y_column, y_column, in_rows, in_y, bias, bias, 0, bias, 0, ACTIVATION
+        )  # fmt: skip
         if row_weights is not None:
             value *= tl.load(row_weights + row, mask=in_rows, other=0.0)[:, None]
+        value = tl.where(real, value, 0.0)
         y_row = _row_index(scatter, row, in_rows)
         tl.store(
-            y + y_row[:, None] * N + column[None, :], value.to(y.dtype.element_ty),
-            mask=in_rows[:, None] & in_columns[None, :],
+            y + y_row[:, None] * columns + y_column[None, :], value.to(y.dtype.element_ty),
+            mask=in_rows[:, None] & in_y[None, :],
         )  # fmt: skip
 
 
 @triton.jit
 def grouped_weight_gradient_kernel(
-    x, x_descriptor, dy, dy_descriptor, dw, offsets, gather, scatter, row_weights,
-    x_strides, dy_strides, rows, groups, N, K,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, DY_TRANSPOSED: tl.constexpr,
+    x, x_descriptor, dz, dz_descriptor, dw, offsets, gather, x_strides, dz_strides, rows, groups, N, K,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, DZ_TRANSPOSED: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dW[g] [K, N]: a tile is BLOCK_M features of x by BLOCK_N of dy; the sum goes over BLOCK_K rows at a time."""
+    """dW[g] [K, N]: a tile is BLOCK_M features of x by BLOCK_N of dz; the sum goes over BLOCK_K rows at a time."""
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_k * tiles_n
     for work in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0)):
@@ -117,11 +168,11 @@ def grouped_weight_gradient_kernel(
                     x, x_descriptor, 0, first, first_k, rows, K, 0, 0,
                     BLOCK_K, BLOCK_M, False, False, True, False, X_TRANSPOSED,
                 )  # fmt: skip
-                dy_tile = load_tile(
-                    dy, dy_descriptor, 0, first, first_n, rows, N, 0, 0,
-                    BLOCK_K, BLOCK_N, False, False, True, False, DY_TRANSPOSED,
+                dz_tile = load_tile(
+                    dz, dz_descriptor, 0, first, first_n, rows, N, 0, 0,
+                    BLOCK_K, BLOCK_N, False, False, True, False, DZ_TRANSPOSED,
                 )  # fmt: skip
-                value = tl.dot(x_tile.T, dy_tile, value, input_precision=PRECISION)
+                value = tl.dot(x_tile.T, dz_tile, value, input_precision=PRECISION)
             rest = full
         else:
             rest = begin
@@ -129,12 +180,8 @@ def grouped_weight_gradient_kernel(
             row = first + tl.arange(0, BLOCK_K)
             inside = row < end
             x_tile = _load_rows(x, _row_index(gather, row, inside), inside, x_strides[0], k, K, x_strides[1])
-            dy_row = _row_index(scatter, row, inside)
-            dy_tile = _load_rows(dy, dy_row, inside, dy_strides[0], column, N, dy_strides[1])
-            if row_weights is not None:
-                factor = tl.load(row_weights + row, mask=inside, other=0.0)
-                x_tile = (x_tile.to(tl.float32) * factor[:, None]).to(dy_tile.dtype)
-            value = tl.dot(x_tile.T, dy_tile, value, input_precision=PRECISION)
+            dz_tile = _load_rows(dz, row.to(tl.int64), inside, dz_strides[0], column, N, dz_strides[1])
+            value = tl.dot(x_tile.T, dz_tile, value, input_precision=PRECISION)
         target = dw + (group.to(tl.int64) * K + k.to(tl.int64))[:, None] * N + column[None, :]
         tl.store(target, value.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (column < N)[None, :])
 
@@ -148,14 +195,17 @@ def grouped_forward(
     scatter: Tensor | None,
     row_weights: Tensor | None,
     bias: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    preactivation: Tensor | None,
 ) -> Tensor:
-    """y [out_rows, N]; `GroupedMatmulKernels.grouped_forward` documents the arguments."""
+    """y [out_rows, columns]; `GroupedMatmulKernels.grouped_forward` documents the arguments."""
     groups, k, n = weights.shape
     rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
-    size = (params.out_rows, n)
+    columns = params.out_columns(n)
     # As many different indices as rows name every row: all are written.
     whole = scatter is None or rows == params.out_rows
-    y = (torch.empty if whole else torch.zeros)(size, dtype=params.out_dtype, device=x.device)
+    y = (torch.empty if whole else torch.zeros)((params.out_rows, columns), dtype=params.out_dtype, device=x.device)
     if y.numel() == 0 or rows == 0:
         return y
     if groups == 0:
@@ -164,50 +214,57 @@ def grouped_forward(
     shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": False,
              "blocks": False, "aligned": aligned(x) and aligned(weights)}  # fmt: skip
     config = tune.pick(GROUPED, props, shape)
-    x_tma, w_tma = gather is None and describable(x), describable(weights)
-    most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * tune.ceil_div(n, config.block_n)
+    # Offsets of tiles are multiples of 16 bytes, those of up as well.
+    up_aligned = params.gate != "halves" or columns * x.element_size() % 16 == 0
+    x_tma, w_tma = gather is None and describable(x), describable(weights) and up_aligned
+    # Gate and up share the registers of one accumulator.
+    block_n = max(16, config.block_n // 2) if params.gate == "halves" else config.block_n
+    tiles_n = tune.ceil_div(columns if params.gate == "halves" else n, block_n)
+    most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * tiles_n
     launch(
         grouped_matmul_kernel, (min(most_tiles, props.sms) if config.persistent else most_tiles,),
         x, describe(x, config.block_m, config.block_k) if x_tma else x,
-        weights, describe(weights, config.block_k, config.block_n) if w_tma else weights,
-        y, offsets, gather, scatter, row_weights, bias, x.stride(), weights.stride(),
-        (0, 0) if bias is None else bias.stride(), rows, groups, n, k,
+        weights, describe(weights, config.block_k, block_n) if w_tma else weights,
+        y, offsets, gather, scatter, row_weights, bias, x_scale, weight_scale, preactivation, x.stride(),
+        weights.stride(), (0, 0) if bias is None else bias.stride(), *scale_strides(x_scale, weight_scale),
+        rows, groups, n, k, columns,
         PRECISION=precision(x, params.tf32), X_TMA=x_tma, W_TMA=w_tma, X_TRANSPOSED=x_tma and transposed(x),
         W_TRANSPOSED=w_tma and transposed(weights), EVEN_K=k % config.block_k == 0,
-        GROUPS=tune.power_of_2(groups + 1), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        GROUPS=tune.power_of_2(groups + 1), GATE=params.gate, ACTIVATION=params.activation, BLOCK_M=config.block_m,
+        BLOCK_N=block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return y
 
 
+def scale_strides(x_scale: Tensor | None, weight_scale: Tensor | None) -> tuple[int, tuple[int, int]]:
+    """Strides of x's scales [rows or 1] and of the weights' [groups, N or 1]; 0 for a dim that is broadcast."""
+    if x_scale is None or weight_scale is None:
+        return 0, (0, 0)
+    columns = 0 if weight_scale.shape[1] == 1 else weight_scale.stride(1)
+    return 0 if x_scale.shape[0] == 1 else x_scale.stride(0), (weight_scale.stride(0), columns)
+
+
 def grouped_weight_gradient(
-    x: Tensor,
-    dy: Tensor,
-    offsets: Tensor,
-    params: GroupedParams,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-    row_weights: Tensor | None,
+    x: Tensor, dz: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None
 ) -> Tensor:
     """dW [groups, K, N]; `GroupedMatmulKernels.grouped_weight_gradient` documents the arguments."""
-    groups, k, n = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
+    groups, k, n = offsets.shape[0] - 1, x.shape[1], dz.shape[1]
     dw = torch.empty((groups, k, n), dtype=params.out_dtype, device=x.device)
     if dw.numel() == 0:
         return dw
-    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
     props = device.properties(x.device)
-    shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": True,
-             "blocks": False, "aligned": aligned(x) and aligned(dy)}  # fmt: skip
+    shape = {"rows": dz.shape[0], "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": True,
+             "blocks": False, "aligned": aligned(x) and aligned(dz)}  # fmt: skip
     config = tune.pick(GROUPED, props, shape)
-    tma = gather is None and scatter is None and row_weights is None and describable(x) and describable(dy)
+    tma = gather is None and describable(x) and describable(dz)
     tiles = tune.ceil_div(k, config.block_m) * tune.ceil_div(n, config.block_n) * groups
     launch(
         grouped_weight_gradient_kernel, (min(tiles, props.sms) if config.persistent else tiles,),
         x, describe(x, config.block_k, config.block_m) if tma else x,
-        dy, describe(dy, config.block_k, config.block_n) if tma else dy,
-        dw, offsets, gather, scatter, row_weights, x.stride(), dy.stride(), rows, groups, n, k,
+        dz, describe(dz, config.block_k, config.block_n) if tma else dz,
+        dw, offsets, gather, x.stride(), dz.stride(), dz.shape[0], groups, n, k,
         PRECISION=precision(x, params.tf32), TMA=tma, X_TRANSPOSED=tma and transposed(x),
-        DY_TRANSPOSED=tma and transposed(dy), GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        DZ_TRANSPOSED=tma and transposed(dz), GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return dw

@@ -1,0 +1,152 @@
+"""Launches the grouped products on Hopper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashkernel.core import device, tune
+from flashkernel.core.launch import launch
+from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped
+from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_matmul_kernel
+from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
+from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
+from flashkernel.ops.matmul.grouped.params import GroupedParams
+from flashkernel.ops.matmul.grouped.triton import scale_strides
+from flashkernel.ops.matmul.hopper.configs import CONSUMER_REGISTERS, GROUP_M, PRODUCER_REGISTERS, chunk_columns
+from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
+
+_CHUNK_ELEMENTS = 4096  # of a chunk of the epilogue: larger ones take more registers than it has
+_UNALIGNED_ELEMENTS = 1024  # if elements of a row of y have an address each
+_MIN_GROUPS = 128  # of the vectors over groups: an element for each thread
+
+
+def grouped_forward(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    params: GroupedParams,
+    gather: Tensor | None,
+    scatter: Tensor | None,
+    row_weights: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    preactivation: Tensor | None,
+) -> Tensor:
+    """y [out_rows, columns]; `GroupedMatmulKernels.grouped_forward` documents the arguments."""
+    groups, k, n = weights.shape
+    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
+    whole = scatter is None or rows == params.out_rows  # as many different indices as rows name every row
+    size = (params.out_rows, params.out_columns(n))
+    y = (torch.empty if whole else torch.zeros)(size, dtype=params.out_dtype, device=x.device)
+    if y.numel() == 0 or rows == 0:
+        return y
+    if groups == 0:
+        return y.zero_()
+    if k == 0:  # sums of one zero: TMA takes no empty tensors
+        x, weights, k = x.new_zeros((x.shape[0], 1)), weights.new_zeros((groups, 1, n)), 1
+    if gather is not None:
+        x = _gathered(x, gather)
+        x_scale = x_scale.index_select(0, gather) if x_scale is not None and x_scale.shape[0] > 1 else x_scale
+    shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 0,
+             "halves": int(params.gate == "halves")}  # fmt: skip
+    config: HopperGrouped = tune.pick(HOPPER_GROUPED, device.properties(x.device), shape)
+    _multiply(x, weights, offsets, y, params, scatter, row_weights, bias, x_scale, weight_scale, preactivation, config)
+    return y
+
+
+def _multiply(
+    x: Tensor, weights: Tensor, offsets: Tensor, y: Tensor, params: GroupedParams, scatter: Tensor | None,
+    row_weights: Tensor | None, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None,
+    preactivation: Tensor | None, config: HopperGrouped,
+) -> None:  # fmt: skip
+    (rows, k), (groups, _, n) = x.shape, weights.shape
+    block_k = 128 // x.element_size()
+    only_k_major = x.element_size() != 2
+    x_operand, a_k_major = load_operand(x[None], 1, only_k_major)
+    weights_operand, b_k_major = load_operand(weights, 2, only_k_major)
+    parts = 2 if params.gate == "halves" else 1  # gate and up have an accumulator each, and a chunk
+    box_n = config.block_n // parts
+    aligned = n % 16 == 0 and y.shape[1] % 16 == 0
+    traits = GroupedTraits(
+        ROWS=config.rows,
+        BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
+        NUM_CONSUMERS=config.num_consumers,
+        NUM_STAGES=config.num_stages,
+        CHUNK_N=min(box_n, (_CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS) // config.rows // parts),
+        GROUPS=max(_MIN_GROUPS, tune.power_of_2(groups + 1)),
+        A_K_MAJOR=a_k_major,
+        B_K_MAJOR=b_k_major,
+        GATE=params.gate,
+        ACTIVATION=params.activation,
+        SCALED=x_scale is not None,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+    x_scale_stride, weight_scale_strides = scale_strides(x_scale, weight_scale)
+    n_tiles = tune.ceil_div(y.shape[1] if params.gate == "halves" else n, box_n)
+    most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
+    launch(
+        grouped_matmul_kernel, (min(device.properties(x.device).sms, most_tiles),),
+        tile_descriptor(x_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
+        tile_descriptor(weights_operand, (box_n, block_k) if b_k_major else (block_k, box_n)),
+        offsets, y, preactivation, scatter, row_weights, bias, (0, 0) if bias is None else bias.stride(),
+        x_scale, x_scale_stride, weight_scale, weight_scale_strides,
+        n, y.shape[1], rows, groups, n_tiles, tune.ceil_div(k, block_k), TRAITS=traits, num_warps=4,
+    )  # fmt: skip
+
+
+def grouped_weight_gradient(
+    x: Tensor, dz: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None
+) -> Tensor:
+    """dW [groups, K, N]; `GroupedMatmulKernels.grouped_weight_gradient` documents the arguments."""
+    groups, k, n = offsets.shape[0] - 1, x.shape[1], dz.shape[1]
+    dw = torch.empty((groups, k, n), dtype=params.out_dtype, device=x.device)
+    if dw.numel() == 0:
+        return dw
+    if dz.shape[0] == 0:
+        return dw.zero_()
+    x = x if gather is None else _gathered(x, gather)
+    props = device.properties(x.device)
+    shape = {"rows": dz.shape[0], "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 1,
+             "halves": 0}  # fmt: skip
+    config: HopperGrouped = tune.pick(HOPPER_GROUPED, props, shape)
+    tma_store = tma_compatible(dw)
+    chunk_n = chunk_columns(config.rows, dw.element_size()) if tma_store else _UNALIGNED_ELEMENTS // 2 // config.rows
+    traits = GradientTraits(
+        ROWS=config.rows,
+        BLOCK_N=config.block_n,
+        BLOCK_K=128 // x.element_size(),
+        NUM_CONSUMERS=config.num_consumers,
+        NUM_STAGES=config.num_stages,
+        GROUP_M=GROUP_M,
+        CHUNK_N=chunk_n,
+        STORE_STAGES=1,
+        TMA_STORE=tma_store,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+    m_tiles, n_tiles = tune.ceil_div(k, config.block_m), tune.ceil_div(n, config.block_n)
+    launch(
+        grouped_weight_gradient_kernel, (min(props.sms, groups * m_tiles * n_tiles),),
+        ragged_descriptor(_by_rows(x), (traits.BLOCK_K, config.rows)),
+        ragged_descriptor(_by_rows(dz), (traits.BLOCK_K, config.block_n)),
+        tile_descriptor(dw, (config.rows, chunk_n)) if tma_store else dw,
+        offsets, groups, k, n, m_tiles, n_tiles, TRAITS=traits, num_warps=4,
+    )  # fmt: skip
+    return dw
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]; torch does not index fp8."""
+    return x.view(torch.uint8).index_select(0, index).view(x.dtype) if x.element_size() == 1 else x[index]
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Returns x [rows, columns], copied unless TMA can load it with its columns side by side."""
+    if tma_compatible(x[None]):
+        return x
+    copy = padded_empty((1, *x.shape), x.dtype, x.device)[0]
+    return copy.copy_(x)

@@ -1,0 +1,53 @@
+"""What a kernel module of grouped products offers.
+
+The gradient of x is a product of `grouped_forward`, with transposed weights.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from flashkernel.ops.matmul.grouped.params import GroupedParams
+
+
+class GroupedMatmulKernels(Protocol):
+    """A module such as `triton` or `hopper`."""
+
+    def grouped_forward(
+        self, x: Tensor, weights: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None,
+        scatter: Tensor | None, row_weights: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+        weight_scale: Tensor | None, preactivation: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Returns y [params.out_rows, columns]: y[scatter[r]] = row_weights[r] * activation(z[r]).
+
+        z[r] = x[gather[r]] weights[g] + bias[g], where row r belongs to group g: offsets[g] <= r < offsets[g + 1]. Rows
+        of y that no r writes are zero. There are as many columns as z has; half as many with a gate.
+
+        Args:
+            x: [tokens, K], a view with any strides.
+            weights: [groups, K, N] in x's dtype, a view with any strides.
+            offsets: int32 [groups + 1], contiguous, not decreasing. It stays on the GPU: no host sync.
+            params: Output dtype and rows, activation.
+            gather: int32 [rows], contiguous, or None: row r of x is read.
+            scatter: int32 [rows], contiguous, all different, or None: row r of y is written.
+            row_weights: float32 [rows], contiguous, or None.
+            bias: [groups, N] in any float dtype, any strides, or None.
+            x_scale: float32 [1] or [tokens], contiguous, for 8-bit operands; it multiplies the sum ahead of the bias.
+            weight_scale: float32 [groups, 1] or [groups, N], any strides; given if x_scale is.
+            preactivation: None, or an empty contiguous tensor [rows, N], to which the kernel writes z, rounded to its
+                dtype. Rows after the last group are not written.
+        """
+
+    def grouped_weight_gradient(
+        self, x: Tensor, dz: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None
+    ) -> Tensor:
+        """Returns dW [groups, K, N]: the sum over the rows r of group g of x[gather[r]]^T dz[r].
+
+        An empty group's gradient is zero. dz is [rows, N] with unit stride along N. Of params, the output dtype and
+        tf32 are used.
+        """
+
+
+PROTOCOLS = {"grouped_matmul": GroupedMatmulKernels}

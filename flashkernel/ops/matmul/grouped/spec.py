@@ -1,0 +1,218 @@
+"""The declaration of the grouped product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue import GATES, Gate
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.blocks.gate_up import PACKINGS
+from flashkernel.core import backends
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, integers, normal
+from flashkernel.core.random_case import Rng
+
+_ROOM = "flashkernel.ops.matmul.grouped"
+_HALF = (torch.bfloat16,)
+
+
+def _hopper(call: Call) -> str | None:
+    if call.gradients and call.dtype not in FLOATS:
+        return "products of 8-bit operands are forward only"
+    return None
+
+
+def _triton(call: Call) -> str | None:
+    if call.gradients and call.dtype not in FLOATS:
+        return "products of 8-bit operands are forward only"
+    if call.dtype == FP8 and call.device.kind == "cuda" and call.device.arch < 89:
+        return f"FP8 products need sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
+    return None
+
+
+def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    """Offsets of groups of uneven sizes: "empty" of the first are empty, and the last "tail" rows are in no group."""
+    last = max(0, axes["rows"] - axes["tail"])
+    inner = torch.randint(0, last + 1, shape, generator=generator, device=generator.device)
+    inner[1 : 1 + axes["empty"]] = 0
+    inner[-1:] = last
+    inner[:1] = 0
+    return inner.sort().values.to(torch.int32)
+
+
+def _permutation(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    rows = axes["rows"] if axes["out_rows"] is None else axes["out_rows"]
+    order = torch.rand(rows, generator=generator, device=generator.device).argsort()
+    return order[: shape[0]].to(torch.int32)
+
+
+def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    return 0.5 + torch.rand(shape, generator=generator, device=generator.device)
+
+
+class _Rows(Input):
+    """Rows of x: as many as there are rows, or as an axis "tokens" says where they are gathered."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return (axes["tokens"] if axes["tokens"] is not None else axes["rows"], axes["k"])
+
+
+class _Offsets(Input):
+    """One more than there are groups."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return (axes["groups"] + 1,)
+
+
+_INPUTS = {
+    "x": _Rows(("rows", "k")),
+    "weights": Input(("groups", "k", "n"), draw=normal(0.1)),
+    "group_offsets": _Offsets(("groups",), torch.int32, _offsets, grad=False),
+    "gather": Input(("rows",), torch.int32, integers("tokens"), grad=False, optional=True),
+    "scatter": Input(("rows",), torch.int32, _permutation, grad=False, optional=True),
+    "row_weights": Input(("rows",), torch.float32, optional=True),
+    "bias": Input(("groups", "n"), optional=True),
+    "x_scale": Input(("*x_scales",), torch.float32, _positive, grad=False, optional=True),
+    "weight_scale": Input(("*weight_scales",), torch.float32, _positive, grad=False, optional=True),
+}
+
+
+def _groups(
+    rows: int, groups: int, n: int, k: int, *, tokens: int | None = None, out_rows: int | None = None, empty: int = 1,
+    tail: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "rows": rows, "groups": groups, "n": n, "k": k, "tokens": tokens, "out_rows": out_rows, "empty": empty,
+        "tail": tail, "x_scales": (), "weight_scales": (),
+    }  # fmt: skip
+
+
+def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    tokens = axes["rows"] if axes["tokens"] is None else axes["tokens"]
+    kinds: dict[str, dict[str, tuple[int, ...]]] = {
+        "tensor": {"x_scales": (), "weight_scales": ()},
+        "group": {"x_scales": (tokens,), "weight_scales": (axes["groups"],)},
+        "column": {"x_scales": (tokens,), "weight_scales": (axes["groups"], axes["n"])},
+    }
+    return kinds[kind]
+
+
+def _scaled(name: str, axes: dict[str, Any], kind: str, present: tuple[str, ...] = (), **options: Any) -> Case:
+    """An FP8 product. Its tensor cores keep about 13 bits of partial sums: float32 is not better than float16."""
+    return Case(
+        name, {**axes, **_scale_axes(axes, kind)}, options, present=(*present, "x_scale", "weight_scale"),
+        gradients=False, dtype_of={"x": FP8, "weights": FP8},
+        through=torch.float16 if options.get("out_dtype") == torch.float32 else None,
+    )  # fmt: skip
+
+
+_FEW = _groups(50, 5, 24, 40)
+_CASES = (
+    Case("plain", _FEW),
+    Case("even", _groups(64, 4, 32, 32, empty=0)),
+    Case("one-group", _groups(37, 1, 20, 24, empty=0)),
+    Case("all-but-one-empty", _groups(33, 7, 20, 24, empty=6)),
+    Case("odd", _groups(29, 3, 13, 7)),
+    Case("several-tiles", _groups(150, 3, 70, 48)),
+    Case("one-row-groups", _groups(5, 9, 24, 40, empty=3), present=("scatter", "row_weights")),
+    Case("tail", _groups(60, 4, 24, 40, tail=17)),
+    Case("gather", _groups(50, 4, 24, 40, tokens=20), present=("gather",)),
+    Case("scatter", _FEW, present=("scatter",)),
+    Case("scatter-into-more", _groups(40, 4, 24, 40, out_rows=100), {"out_rows": 100}, present=("scatter", "bias")),
+    Case("bias", _FEW, present=("bias",)),
+    Case("row-weights", _FEW, present=("row_weights",)),
+    Case("everything", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather", "scatter", "row_weights", "bias")),
+    Case("float32-out", _FEW, {"out_dtype": torch.float32}),
+    Case("padded", _FEW, present=("bias",), layout="padded"),
+    Case("transposed", _FEW, present=("bias",), layout="transposed"),
+    Case("silu", _FEW, {"activation": "silu"}, present=("bias",)),
+    Case("gelu-tail", _groups(60, 4, 24, 40, tail=17), {"activation": "gelu_tanh"}, present=("scatter", "row_weights")),
+    *(Case(f"{gate.replace('_', '-')}-{packed}", _groups(50, 4, 48, 40, tokens=20, tail=3),
+           {"activation": gate, "packed": packed}, present=present)
+      for gate, present in (("swiglu", ("gather",)), ("gpt_oss_glu", ("gather", "scatter", "row_weights", "bias")))
+      for packed in PACKINGS),
+    Case("gate-odd", _groups(29, 3, 26, 7), {"activation": Gate("gpt_oss", 1.5, 0.5), "packed": "interleaved"},
+         present=("bias",), dtypes=(torch.float32,)),  # z is often near the limit; rounded, it may be beyond it
+    Case("gate-no-groups", _groups(9, 0, 24, 8, tail=9), {"activation": "swiglu"}),
+    _scaled("fp8-tensor", _groups(50, 4, 48, 64), "tensor"),
+    _scaled("fp8-group", _groups(50, 4, 32, 80, tokens=20, tail=3), "group", ("gather", "scatter", "row_weights")),
+    _scaled("fp8-column", _groups(50, 4, 48, 33), "column", ("bias",), activation="swiglu", out_dtype=torch.float32),
+    Case("no-rows", _groups(0, 3, 24, 40)),
+    Case("no-columns", _groups(9, 3, 0, 40)),
+    Case("no-k", _groups(9, 3, 24, 0), present=("bias",)),
+    Case("no-groups", _groups(9, 0, 24, 8, tail=9)),
+)  # fmt: skip
+
+
+def _random_groups(rng: Rng, case: Case) -> Case:
+    """Sizes that fit, scales for FP8 operands only, and no gradients where rounding may cross a kink."""
+    axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key != "out_rows"}
+    rows, activation = axes["rows"], options.get("activation")
+    present = [name for name in case.present if not name.endswith("_scale")]
+    axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
+             "tail": rng.call.randint(0, rows) if rng.maybe(0.2) else 0,
+             "tokens": rng.size(1, 50) if "gather" in present else None}  # fmt: skip
+    if isinstance(activation, Gate) or activation in GATES:
+        axes["n"] += axes["n"] % 2
+    if "scatter" in present and rng.maybe():
+        axes["out_rows"] = options["out_rows"] = rows + rng.call.randint(0, 9)
+    eight_bits = "x" in case.dtype_of
+    if eight_bits:
+        present += ["x_scale", "weight_scale"]
+        axes |= _scale_axes(axes, rng.one(("tensor", "group", "column")))
+    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in ("x", "weights", *present)}
+    kinked = isinstance(activation, Gate) and case.dtypes[0] != torch.float32
+    through = torch.float16 if eight_bits and options.get("out_dtype") == torch.float32 else None
+    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
+                   gradients=not eight_bits and not kinked, through=through)  # fmt: skip
+
+
+def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    axes = case.axes
+    rows, groups, n, k = axes["rows"], axes["groups"], axes["n"], axes["k"]
+    moved = (rows * (n + k) + groups * n * k) * dtype.itemsize
+    return {"fwd": Cost(2.0 * rows * n * k, moved), "bwd": Cost(4.0 * rows * n * k, 2 * moved)}
+
+
+def _even_bench(name: str, rows: int, groups: int, n: int, k: int, **more: Any) -> Case:
+    small = {"rows": 512, "groups": 4, "n": 256, "k": 256}
+    if more.get("tokens"):
+        small["tokens"] = 128
+    present = more.pop("present", ())
+    return Case(name, _groups(rows, groups, n, k, **more), dtypes=_HALF, present=present, check_axes=small)
+
+
+_BENCHES = (
+    _even_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),
+    _even_bench("32x65536x5760x2880-gather", 65536, 32, 5760, 2880, tokens=16384, present=("gather",)),
+    _even_bench("128x65536x1536x2048", 65536, 128, 1536, 2048),
+)
+
+GROUPED_MATMUL = Op(
+    name="grouped_matmul",
+    backward="grouped_weight_gradient",
+    summary="a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
+    function=f"{_ROOM}.api:grouped_matmul",
+    reference=f"{_ROOM}.reference:grouped_matmul",
+    inputs=_INPUTS,
+    backends=(
+        backends.hopper(f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8)),
+        backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8), min_arch=80),
+        backends.torch_native(f"{_ROOM}.torch:grouped_matmul"),
+        backends.reference(f"{_ROOM}.reference:grouped_matmul"),
+    ),
+    cases=_CASES,
+    benches=_BENCHES,
+    cost=_cost,
+    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 1), "k": (0, 70, 1)},
+    random_case=_random_groups,
+    random_share=2,
+    baselines=(
+        Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"),
+        Baseline("loop", f"{_ROOM}.baselines:loop"),
+    ),
+)
