@@ -35,6 +35,16 @@ def row_class(rows: int) -> str:
     return _FEW if few(rows) else _MANY
 
 
+def linear_backends(requested: str | None, rows: int) -> tuple[str | None, str | None]:
+    """The backends of the two calls of `linear` that make up a call on a requested one.
+
+    Few rows have no kernels of Hopper's own, and the second product of many rows has no activation: `linear` chooses.
+    """
+    if few(rows):
+        return (None, None) if requested == "hopper" else (requested, requested)
+    return requested, None
+
+
 def layouts(weights: list[Any]) -> str:
     """The different layouts of a call's weights."""
     found: list[str] = []

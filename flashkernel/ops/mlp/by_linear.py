@@ -1,6 +1,7 @@
-"""An MLP as three operators, for GPUs whose tensor cores Triton does not use.
+"""An MLP as calls of `linear`: two of them, or three operators where the activation is a kernel of its own.
 
-The products are those of `linear`, which has cuBLAS and CUDA C++ there; the activation is a kernel of its own.
+Two serve few rows and quantized weights. Three serve GPUs whose tensor cores Triton does not use: `linear` has cuBLAS
+and CUDA C++ there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,25 @@ _GATED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def mlp(
+def fused(
+    x: Tensor,
+    gate_up: Any,
+    down: Any,
+    gate_up_bias: Any,
+    down_bias: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation | Gate,
+    packed: str,
+    norm: dict[str, Any],
+    backends: tuple[str | None, str | None],
+    **output: Any,
+) -> Tensor:
+    """Two calls on these backends; `norm` and `output` as in `unfused`."""
+    hidden = _linear(x, gate_up, gate_up_bias, activation=activation, packed=packed, **norm, backend=backends[0])
+    return _linear(hidden, down, down_bias, residual, **output, backend=backends[1])
+
+
+def unfused(
     x: Tensor,
     gate_up: Any,
     down: Any,
@@ -37,7 +56,7 @@ def mlp(
     norm: dict[str, Any],
     **output: Any,
 ) -> Tensor:
-    """Differentiable; `norm` has linear's norm_weight, norm_eps and norm_offset, `output` its out and out_dtype."""
+    """Three operators; `norm` has linear's norm_weight, norm_eps and norm_offset, `output` its out and out_dtype."""
     products = _linear(x, gate_up, gate_up_bias, **norm)
     if isinstance(activation, Gate):
         options: dict[str, Any] = {"packed": packed} if isinstance(products, Tensor) else {}
