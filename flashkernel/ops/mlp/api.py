@@ -136,7 +136,7 @@ def mlp(
         return library.mlp(
             spec.PRODUCTS, x, weights[:-1], weights[-1], biases, down_bias, residual, _three(main_grads),
             piece.text, packed, x.dtype if out_dtype is None else out_dtype,
-            recompute, chosen.name if chosen.composite else None if old or chosen.name == "cuda" else backend,
+            recompute, None if old or chosen.name == "cuda" else chosen.name,
         )  # fmt: skip
 
 
