@@ -196,6 +196,7 @@ LOWER = {
     "attention": ("q", "k", "v", "bias"),
     "linear": ("x", "weight"),
     "linear_cross_entropy": ("x", "weight", "bias"),
+    "mlp": ("x", "gate_up", "down"),
     "matmul": ("a", "b"),
     "matmul_dact": ("a", "b"),
     "grouped_matmul": ("x", "weights"),

@@ -118,6 +118,7 @@ def _gradient_in_place(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return fk.matmul_dact(X, MATRIX.T, z, activation="swiglu", dz_out=z, backend="triton")
 
 
+LINEAR, MLP = fk.FusedLinear(32, 8, activation="geglu"), fk.FusedMLP(32, 16)
 CALLS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: fk.attention_varlen(Q[0], K[0], V[0], LENGTHS, causal=True, window=4, backend="triton"),
     "rotary": lambda: fk.rotary_attention(Q, K, V, torch.ones(16, 8), torch.zeros(16, 8), causal=True),
@@ -134,6 +135,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear": lambda: fk.linear(X, MATRIX, activation=Gate("gpt_oss", 1.5, 3.0), scale=2.0, backend="triton"),
     "linear_split": lambda: fk.linear(X, MATRIX, activation=Activation("gelu"), splits=(3, 5), backend="triton"),
     "linear_fp8": lambda: fk.linear(X, fk.Weight.quantize(MATRIX, "fp8", "row"), backend="triton"),
+    "mlp": lambda: fk.mlp(X, MATRIX, MATRIX[:, :4], activation="swiglu", backend="triton"),
+    "modules": lambda: (LINEAR(X), MLP(X)),
     "matmul": lambda: fk.matmul(X, MATRIX.T, bias=ROW[:8], activation="gelu", scale=2.0, backend="triton"),
     "matmul_gated": lambda: fk.matmul(
         X, MATRIX.T, activation=Gate("gpt_oss", 1.5, 3.0), packed="interleaved", return_preactivation=True,

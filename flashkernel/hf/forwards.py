@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import can_return_tuple
 
 from flashkernel.core.arguments import autocast_dtype
+from flashkernel.core.device import properties
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, sees_all
 from flashkernel.hf.families import Attention, Head, Norm
 from flashkernel.hf.quantized import QuantizedLinear
@@ -316,7 +317,10 @@ def _can_fuse(x: Tensor, layers: list[Any]) -> bool:
 
 
 def _can_fuse_mlp(x: Tensor, layers: list[Any], kind: type) -> bool:
-    """Whether `mlp` computes these layers: plain ones, in half precision (float32 products are cuBLAS's)."""
+    """Whether `mlp` computes these layers: plain ones, in half precision, on a GPU where their products are fused."""
+    device = properties(x.device)
+    if device.kind == "cuda" and device.arch < 80:
+        return False
     plain = [_is_plain(layer, kind) for layer in layers]
     if not all(plain) or len({layer.bias is None for layer in layers[:-1]}) > 1:
         return False

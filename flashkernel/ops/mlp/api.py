@@ -17,13 +17,11 @@ from flashkernel.core.arguments import (
     needs_gradients,
     without_autocast,
 )
+from flashkernel.core.device import properties
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
-from flashkernel.ops.gemm import linear
-from flashkernel.ops.mlp import library, spec
+from flashkernel.ops.mlp import by_linear, library, spec
 from flashkernel.ops.norm import rms_norm
-
-_linear: Any = linear  # returns one tensor or several, depending on its arguments
 
 
 @replayed
@@ -123,23 +121,22 @@ def mlp(
                 recompute=recompute and gradients,
             )  # fmt: skip
             return y if out is None else out.copy_(y)
-        if not gradients or quantized:
-            few, inner = spec.few(x.shape[:-1].numel()), None if quantized else backend
-            hidden = _linear(
-                x, up, gate_up_bias, None, norm_weight, activation=activation, packed=packed, norm_eps=norm_eps,
-                norm_offset=norm_offset, backend=None if few and inner == "hopper" else inner,
-            )  # fmt: skip
-            return _linear(
-                hidden, weights[-1], down_bias, residual, out_dtype=out_dtype, out=out,
-                backend=inner if few and inner != "hopper" else None,
-            )  # fmt: skip
+        piece: Any = activation_piece(activation)
+        norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "norm_offset": norm_offset}
+        given = (x, up, weights[-1], gate_up_bias, down_bias, residual, piece, packed, norm)
+        old = chosen.name == "triton" and spec.unfused(properties(x.device))
+        if old and main_grads is None:
+            return by_linear.unfused(*given, out_dtype=out_dtype, out=out)
+        if not gradients or quantized or (chosen.name == "cuda" and main_grads is None):
+            inner = spec.linear_backends(None if quantized else backend, x.shape[:-1].numel())
+            return by_linear.fused(*given, inner, out_dtype=out_dtype, out=out)
         if norm_weight is not None:
             norms = "torch" if x.device.type == "cpu" else "triton"
             x = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset, backend=norms)  # type: ignore[assignment]
         return library.mlp(
             spec.PRODUCTS, x, weights[:-1], weights[-1], biases, down_bias, residual, _three(main_grads),
-            activation_piece(activation).text, packed, x.dtype if out_dtype is None else out_dtype,  # type: ignore[union-attr]
-            recompute, chosen.name if chosen.composite else backend,
+            piece.text, packed, x.dtype if out_dtype is None else out_dtype,
+            recompute, None if old or chosen.name == "cuda" else chosen.name,
         )  # fmt: skip
 
 

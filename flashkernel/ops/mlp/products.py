@@ -5,7 +5,8 @@
     backward    dZ, h = (dy W_down) * activation'(Z), activation(Z)    one launch, dZ in the memory of Z
                 dW_down = dy^T h;  dx = dZ W_up;  dW_up = dZ^T x       a launch each
 
-`matmul` chooses a backend for each of them: its own kernels where there is an epilogue, cuBLAS where there is none.
+Products with an activation, its gradient or a residual in the epilogue run on the backend of the MLP; `matmul` chooses
+that of the others, which is cuBLAS's on a GPU.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ def forward(
     save: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, what went into the activation or None); `backend` is that of the product with the activation."""
+    """(y, what went into the activation or None); `backend` is that of products with an activation or a residual."""
     options = {"activation": activation, "packed": packed, "return_preactivation": save, "backend": backend}
     found = _matmul(x, _transposed(gate_up), bias=_alone(gate_up_bias), **options)
     hidden, preactivation = found if save else (found, None)
-    return _matmul(hidden, down.t(), bias=down_bias, residual=residual, out_dtype=dtype), preactivation
+    if residual is None and down_bias is not None and down_bias.dtype == hidden.dtype == dtype:
+        return torch.addmm(down_bias, hidden, down.t()), preactivation  # cuBLAS has an epilogue for a bias
+    fused = backend if residual is not None else None
+    return _matmul(hidden, down.t(), bias=down_bias, residual=residual, out_dtype=dtype, backend=fused), preactivation
 
 
 def backward(

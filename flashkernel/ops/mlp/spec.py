@@ -13,6 +13,7 @@ from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.weight import GRANULARITIES, Weight
 from flashkernel.core import backends
+from flashkernel.core.device import Device
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -32,6 +33,16 @@ def few(rows: int) -> bool:
 def row_class(rows: int) -> str:
     """All that the choice of a backend asks of the number of rows."""
     return _FEW if few(rows) else _MANY
+
+
+def linear_backends(requested: str | None, rows: int) -> tuple[str | None, str | None]:
+    """The backends of the two calls of `linear` that make up a call on a requested one.
+
+    Few rows have no kernels of Hopper's own, and the second product of many rows has no activation: `linear` chooses.
+    """
+    if few(rows):
+        return (None, None) if requested == "hopper" else (requested, requested)
+    return requested, None
 
 
 def layouts(weights: list[Any]) -> str:
@@ -55,21 +66,28 @@ def _hopper(call: Call) -> str | None:
     return None
 
 
+def unfused(device: Device) -> bool:
+    """Whether the activation is a kernel of its own: Triton's products need tensor cores, from sm_80 on."""
+    return device.kind == "cuda" and device.arch < 80
+
+
 def _triton(call: Call) -> str | None:
-    if call.device.kind == "cuda" and call.device.arch < 80:
-        return f"its products need tensor cores, which Triton has from sm_80 on; {call.device.name} is older"
+    if unfused(call.device) and call.facts["weight"] != "plain":
+        return f"it reads 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
     return None
 
 
 def _cuda(call: Call) -> str | None:
-    if call.gradients or call.facts["rows"] != _FEW or call.facts["weight"] != "plain":
-        return f"its kernels are those of linear, for up to {FEW_ROWS} rows, plain weights and no gradients"
+    if call.facts["rows"] != _FEW or call.facts["weight"] != "plain":
+        return f"its kernels are those of linear, for up to {FEW_ROWS} rows and plain weights"
     return None
 
 
 def _cublas_is_faster(call: Call) -> str | None:
     if call.dtype == torch.float32 and not _by_linear(call):
         return "cuBLAS serves float32 products better"
+    if unfused(call.device) and _by_linear(call):
+        return "before sm_80 few rows are served by CUDA C++"
     return None
 
 
@@ -77,7 +95,14 @@ def _triton_is_faster(call: Call) -> str | None:
     return "Triton's kernels serve few rows from sm_80 on" if call.device.arch >= 80 else None
 
 
-class _Scales(Input):
+class _Input(Input):
+    """An axis "wide" is "inner", or twice that where "packed" says that gate and up are in one."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return super().shape({**axes, "wide": axes["inner"] * (2 if axes["packed"] else 1)})
+
+
+class _Scales(_Input):
     """Scales of a weight in fp8; the axis "scales" says what shares one."""
 
     def shape(self, axes: Axes) -> tuple[int, ...]:
@@ -97,11 +122,11 @@ def _scales(rows: str, columns: str) -> Input:
 _WEIGHT = normal(0.1)
 _INPUTS = {
     "x": Input(("*rows", "columns")),
-    "gate_up": Input(("wide", "columns"), draw=_WEIGHT),  # "wide" is "inner", or twice that where it holds both
+    "gate_up": _Input(("wide", "columns"), draw=_WEIGHT),
     "down": Input(("outputs", "inner"), draw=normal(0.05)),  # float16's limit is for outputs of order one
-    "up": Input(("wide", "columns"), draw=_WEIGHT, optional=True),
-    "gate_up_bias": Input(("wide",), optional=True),
-    "up_bias": Input(("wide",), optional=True),
+    "up": _Input(("wide", "columns"), draw=_WEIGHT, optional=True),
+    "gate_up_bias": _Input(("wide",), optional=True),
+    "up_bias": _Input(("wide",), optional=True),
     "down_bias": Input(("outputs",), optional=True),
     "residual": Input(("*rows", "outputs"), optional=True),
     "norm_weight": Input(("columns",), draw=normal(0.3, 0.5), optional=True),
@@ -112,8 +137,8 @@ _INPUTS = {
 _PAIR_BIASES = ("up", "gate_up_bias", "up_bias", "down_bias")
 
 
-def _axes(rows: Any, columns: int, inner: int, outputs: int, doubled: bool) -> dict[str, Any]:
-    return {"rows": rows, "columns": columns, "inner": inner, "outputs": outputs, "wide": inner * (2 if doubled else 1)}
+def _axes(rows: Any, columns: int, inner: int, outputs: int, packed: bool) -> dict[str, Any]:
+    return {"rows": rows, "columns": columns, "inner": inner, "outputs": outputs, "packed": packed}
 
 
 def _case(
@@ -178,7 +203,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
         axes["rows"] = (*((2,) if rng.maybe(0.2) else ()), rng.call.choice(sizes))
     kind = rng.one(("packed", "pair", "plain"))
     options["activation"] = rng.one(ACTIVATIONS if kind == "plain" else tuple(GATES))
-    axes["wide"] = axes["inner"] * (2 if kind == "packed" else 1)
+    axes["packed"] = kind == "packed"
     if kind == "packed":
         options["packed"] = rng.one(("halves", "interleaved"))
     present: list[str] = [name for name in ("down_bias", "residual") if name in case.present]
@@ -194,9 +219,9 @@ def _random_case(rng: Rng, case: Case) -> Case:
 
 def _bench(name: str, model: str, rows: int, present: tuple[str, ...], gradients: bool = True, **options: Any) -> Case:
     sizes = MODELS[model]
-    doubled = options.get("activation", "swiglu") in GATES and "up" not in present
-    axes = _axes(rows, sizes.hidden, sizes.intermediate, sizes.hidden, doubled)
-    small = _axes(min(rows, 256), 256, 512, 256, doubled)
+    packed_weight = options.get("activation", "swiglu") in GATES and "up" not in present
+    axes = _axes(rows, sizes.hidden, sizes.intermediate, sizes.hidden, packed_weight)
+    small = _axes(min(rows, 256), 256, 512, 256, packed_weight)
     return Case(name, axes, options, dtypes=_HALF, present=present, check_axes=small, gradients=gradients)
 
 
@@ -226,7 +251,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     steps are timed forward and backward in one, which is how memory is used in training.
     """
     axes, rows = case.axes, count(case.axes["rows"])
-    wide = axes["wide"] * (2 if "up" in case.present else 1)
+    wide = axes["inner"] * (2 if axes["packed"] or "up" in case.present else 1)
     weights = wide * axes["columns"] + axes["inner"] * axes["outputs"]
     moved = weights + rows * (axes["columns"] + axes["inner"] + axes["outputs"])
     flops = 2.0 * rows * weights
