@@ -13,7 +13,13 @@ from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
 from flashkernel.ops.matmul.grouped.params import GroupedParams
 from flashkernel.ops.matmul.grouped.triton import scale_strides
-from flashkernel.ops.matmul.hopper.configs import CONSUMER_REGISTERS, GROUP_M, PRODUCER_REGISTERS, chunk_columns
+from flashkernel.ops.matmul.hopper.configs import (
+    CONSUMER_REGISTERS,
+    GROUP_M,
+    PRODUCER_REGISTERS,
+    STORE_STAGES,
+    chunk_columns,
+)
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 
 _CHUNK_ELEMENTS = 4096  # of a chunk of the epilogue: larger ones take more registers than it has
@@ -147,7 +153,7 @@ def grouped_weight_gradient(
         NUM_STAGES=config.num_stages,
         GROUP_M=GROUP_M,
         CHUNK_N=chunk_n,
-        STORE_STAGES=1,
+        STORE_STAGES=STORE_STAGES,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )

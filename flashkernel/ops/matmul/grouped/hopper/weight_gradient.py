@@ -45,7 +45,7 @@ class GradientTraits(NamedTuple):
     NUM_STAGES: int
     GROUP_M: int  # tiles of rows of dW that are worked on at the same time
     CHUNK_N: int  # columns of a staged chunk of dW
-    STORE_STAGES: int  # chunks in shared memory, per consumer; divides those of a work tile
+    STORE_STAGES: int  # chunks in shared memory, per consumer
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
     A_K_MAJOR: bool = False  # what `multiply` looks at
@@ -155,6 +155,8 @@ def _store(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
         buffer.reshape([ROWS, CHUNK_N]).store(value.to(args.dw.dtype))
         fence_async_shared()
         store_tile(args.dw, [tile.group, first_row, first_column], buffer)
+    if COUNT % TRAITS.STORE_STAGES != 0:  # the next work tile begins with the same buffer
+        tma.store_wait(0)
 
 
 @gluon.jit
