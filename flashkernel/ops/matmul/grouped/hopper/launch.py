@@ -50,6 +50,8 @@ def grouped_forward(
     if y.numel() == 0 or rows == 0:
         return y
     if groups == 0:
+        if preactivation is not None:
+            preactivation.zero_()
         return y.zero_()
     if k == 0:  # sums of one zero: TMA takes no empty tensors
         x, weights, k = x.new_zeros((x.shape[0], 1)), weights.new_zeros((groups, 1, n)), 1
