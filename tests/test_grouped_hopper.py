@@ -199,7 +199,7 @@ def test_gates(n: int, packed: str, config: HopperGrouped) -> None:
         y = hopper.grouped_forward(x, weights, _offsets(counts), params, None, None, row_weights, bias, None, None, z)
     exact: dict[str, Any] = {"group_offsets": _offsets(counts), "bias": bias.double()}
     expected = reference.grouped_matmul(x.double(), weights.double(), **exact)
-    _close(z[:-tail], expected[:-tail], 20 * torch.ones(()))
+    _close(z, expected, 20 * torch.ones(()))
     gated = Epilogue.parse(params.activation).pieces[0]
     expected = reference.grouped_matmul(
         x.double(), weights.double(), **exact, row_weights=row_weights.double(), activation=gated, packed=packed

@@ -37,7 +37,7 @@ class GroupedMatmulKernels(Protocol):
             x_scale: float32 [1] or [tokens], contiguous, for 8-bit operands; it multiplies the sum ahead of the bias.
             weight_scale: float32 [groups, 1] or [groups, N], any strides; given if x_scale is.
             preactivation: None, or an empty contiguous tensor [rows, N], to which the kernel writes z, rounded to its
-                dtype. Rows after the last group are not written.
+                dtype. Rows after the last group become zero.
         """
 
     def grouped_weight_gradient(

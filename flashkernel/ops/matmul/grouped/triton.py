@@ -118,14 +118,16 @@ def grouped_matmul_kernel(
         inside = in_rows[:, None] & in_columns[None, :]
         z_place = row.to(tl.int64)[:, None] * N + column[None, :]
         if preactivation is not None:
-            tl.store(preactivation + z_place, value.to(preactivation.dtype.element_ty), mask=inside & real)
+            z = tl.where(real, value, 0.0).to(preactivation.dtype.element_ty)
+            tl.store(preactivation + z_place, z, mask=inside)
         if HALVES:
             up = _scaled_and_biased(
                 up, x_scale, weight_scale, bias, x_row, weight_group, column + columns, in_rows, in_columns,
                 x_scale_stride, weight_scale_strides, bias_strides,
             )  # fmt: skip
             if preactivation is not None:
-                tl.store(preactivation + z_place + columns, up.to(preactivation.dtype.element_ty), mask=inside & real)
+                z = tl.where(real, up, 0.0).to(preactivation.dtype.element_ty)
+                tl.store(preactivation + z_place + columns, z, mask=inside)
         y_column, in_y = column, in_columns
         if GATE == "interleaved":
             value, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N // 2, 2]))
@@ -209,6 +211,8 @@ def grouped_forward(
     if y.numel() == 0 or rows == 0:
         return y
     if groups == 0:
+        if preactivation is not None:
+            preactivation.zero_()
         return y.zero_()
     props = device.properties(x.device)
     shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": False,

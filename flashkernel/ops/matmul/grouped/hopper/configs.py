@@ -13,7 +13,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 
 MAX_STAGES = 8  # as many named barriers are free (core/gluon.py)
-_CHUNK_BYTES = 8192  # of shared memory, per consumer, in which the epilogue changes a chunk's layout
+_CHUNK_BYTES = 16384  # of shared memory, per consumer, in which chunks are staged for TMA, or change their layout
 _RESERVED_BYTES = 2048  # mbarriers, alignment of the buffers, sums over groups
 _MMA_RATE = 4096  # bytes of K, times rows and columns: per clock cycle and SM
 _L2_RATE = 56  # bytes per clock cycle and SM

@@ -249,21 +249,20 @@ def _store_preactivation(value, up, ep, first_row, end, first_column, TRAITS: gl
 
 
 @gluon.jit
-def _store_zeros(ep, cursor, first_row, tile_column, TRAITS: gl.constexpr):
-    """Stores zeros to the rows of a work tile behind the last group."""
-    ROWS: gl.constexpr = TRAITS.ROWS
+def _store_zeros(target, index, first_row, end, first_column, count, width):
+    """Stores zeros to `count` columns of a target that has `width`, and to the rows that `index` names."""
     COLUMNS: gl.constexpr = 64
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    WIDTH: gl.constexpr = TRAITS.BLOCK_N if TRAITS.GATE == "" else TRAITS.BLOCK_N // 2
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    for first_column in range(tile_column * WIDTH, (tile_column + 1) * WIDTH, COLUMNS):
-        _store_rows(ep.y, zeros, ep.scatter, first_row, cursor.end, first_column, ep.columns, ep.columns)
+    zeros = gl.zeros([64, COLUMNS], gl.float32, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    for row in range(first_row, end, 64):
+        for column in range(first_column, first_column + count, COLUMNS):
+            _store_rows(target, zeros, index, row, end, column, width, width)
 
 
 @gluon.jit
 def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
     """Consumer warpgroup `w`: rows w ROWS to (w + 1) ROWS of all work tiles."""
     BLOCK_M: gl.constexpr = TRAITS.ROWS * TRAITS.NUM_CONSUMERS
+    OUT_N: gl.constexpr = TRAITS.BLOCK_N if TRAITS.GATE == "" else TRAITS.BLOCK_N // 2  # columns of y in a work tile
     schedule, k_blocks = args.schedule, args.k_blocks
     cursor = schedule.first
     position = gl.to_tensor(0)  # K blocks in the ring before this work tile
@@ -288,7 +287,12 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
                 release_unread(args, position, k_blocks, TRAITS)
             position += k_blocks
         else:
-            _store_zeros(args.epilogue, cursor, first_row, tile_column, TRAITS)
+            # Rows behind the last group. Zeros need no order of gate and up: work tiles have BLOCK_N columns of z each.
+            ep, end = args.epilogue, gl.minimum(cursor.end, first_row + TRAITS.ROWS)
+            _store_zeros(ep.y, ep.scatter, first_row, end, tile_column * OUT_N, OUT_N, ep.columns)
+            if ep.preactivation is not None:
+                first_column = tile_column * TRAITS.BLOCK_N
+                _store_zeros(ep.preactivation, None, first_row, end, first_column, TRAITS.BLOCK_N, ep.n)
 
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)

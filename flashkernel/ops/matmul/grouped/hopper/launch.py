@@ -13,7 +13,13 @@ from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
 from flashkernel.ops.matmul.grouped.params import GroupedParams
 from flashkernel.ops.matmul.grouped.triton import scale_strides
-from flashkernel.ops.matmul.hopper.configs import CONSUMER_REGISTERS, GROUP_M, PRODUCER_REGISTERS, chunk_columns
+from flashkernel.ops.matmul.hopper.configs import (
+    CONSUMER_REGISTERS,
+    GROUP_M,
+    PRODUCER_REGISTERS,
+    STORE_STAGES,
+    chunk_columns,
+)
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 
 _CHUNK_ELEMENTS = 4096  # of a chunk of the epilogue: larger ones take more registers than it has
@@ -44,6 +50,8 @@ def grouped_forward(
     if y.numel() == 0 or rows == 0:
         return y
     if groups == 0:
+        if preactivation is not None:
+            preactivation.zero_()
         return y.zero_()
     if k == 0:  # sums of one zero: TMA takes no empty tensors
         x, weights, k = x.new_zeros((x.shape[0], 1)), weights.new_zeros((groups, 1, n)), 1
@@ -88,6 +96,9 @@ def _multiply(
     parts = 2 if params.gate == "halves" else 1  # gate and up have an accumulator each, and a chunk
     box_n = config.block_n // parts
     aligned = n % 16 == 0 and y.shape[1] % 16 == 0
+    chunk_elements = _CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS
+    if gather is not None and preactivation is not None:  # consumers have fewer registers, and more to store
+        chunk_elements = chunk_elements // 2
     traits = GroupedTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
@@ -95,7 +106,7 @@ def _multiply(
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
-        CHUNK_N=min(box_n, (_CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS) // config.rows // parts),
+        CHUNK_N=min(box_n, chunk_elements // config.rows // parts),
         GROUPS=max(_MIN_GROUPS, tune.power_of_2(groups + 1)),
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
@@ -126,18 +137,15 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """dW [groups, K, N]; `GroupedMatmulKernels.grouped_weight_gradient` documents the arguments."""
     groups, k, n = offsets.shape[0] - 1, x.shape[1], dz.shape[1]
-    dw = torch.empty((groups, k, n), dtype=params.out_dtype, device=x.device)
-    if dw.numel() == 0:
-        return dw
-    if dz.shape[0] == 0:
-        return dw.zero_()
+    dw = padded_empty((groups, k, n), params.out_dtype, x.device)  # TMA stores rows of multiples of 16 bytes
+    if dw.numel() == 0 or dz.shape[0] == 0:
+        return torch.zeros((groups, k, n), dtype=params.out_dtype, device=x.device)
     x = x if gather is None else _gathered(x, gather)
     props = device.properties(x.device)
     shape = {"rows": dz.shape[0], "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 1,
              "halves": 0}  # fmt: skip
     config: HopperGrouped = tune.pick(HOPPER_GROUPED, props, shape)
-    tma_store = tma_compatible(dw)
-    chunk_n = chunk_columns(config.rows, dw.element_size()) if tma_store else _UNALIGNED_ELEMENTS // 2 // config.rows
+    chunk_n = chunk_columns(config.rows, dw.element_size())
     traits = GradientTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
@@ -147,8 +155,7 @@ def grouped_weight_gradient(
         NUM_STAGES=config.num_stages,
         GROUP_M=GROUP_M,
         CHUNK_N=chunk_n,
-        STORE_STAGES=1,
-        TMA_STORE=tma_store,
+        STORE_STAGES=STORE_STAGES,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
@@ -157,10 +164,9 @@ def grouped_weight_gradient(
         grouped_weight_gradient_kernel, (min(props.sms, groups * m_tiles * n_tiles),),
         ragged_descriptor(_by_rows(x), (traits.BLOCK_K, config.rows)),
         ragged_descriptor(_by_rows(dz), (traits.BLOCK_K, config.block_n)),
-        tile_descriptor(dw, (config.rows, chunk_n)) if tma_store else dw,
-        offsets, groups, k, n, m_tiles, n_tiles, TRAITS=traits, num_warps=4,
+        tile_descriptor(dw, (config.rows, chunk_n)), offsets, groups, k, m_tiles, n_tiles, TRAITS=traits, num_warps=4,
     )  # fmt: skip
-    return dw
+    return dw.contiguous()
 
 
 def _copies_rows(x: Tensor) -> bool:

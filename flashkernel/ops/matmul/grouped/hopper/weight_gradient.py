@@ -45,8 +45,7 @@ class GradientTraits(NamedTuple):
     NUM_STAGES: int
     GROUP_M: int  # tiles of rows of dW that are worked on at the same time
     CHUNK_N: int  # columns of a staged chunk of dW
-    STORE_STAGES: int  # chunks in shared memory, per consumer; divides those of a work tile
-    TMA_STORE: bool  # False: rows of dW are not a multiple of 16 bytes
+    STORE_STAGES: int  # chunks in shared memory, per consumer
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
     A_K_MAJOR: bool = False  # what `multiply` looks at
@@ -90,12 +89,11 @@ class _ProducerArgs(NamedTuple):
 
 
 class _ConsumerArgs(NamedTuple):
-    dw: Any  # TMA descriptor, or with TMA_STORE False an address
+    dw: Any  # TMA descriptor
     buffers: Any
     full: Any
     schedule: Any
     k: Any
-    n: Any
 
 
 @gluon.jit
@@ -153,18 +151,13 @@ def _store(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     for chunk in gl.static_range(COUNT):
         first_column = tile.column * TRAITS.BLOCK_N + chunk * CHUNK_N
         value = gl.convert_layout(chunks[chunk], LAYOUT)
-        if TRAITS.TMA_STORE:
-            buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + chunk % TRAITS.STORE_STAGES)
-            tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
-            buffer.reshape([ROWS, CHUNK_N]).store(value.to(args.dw.dtype))
-            fence_async_shared()
-            store_tile(args.dw, [tile.group, first_row, first_column], buffer)
-        else:
-            row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
-            first = (tile.group.to(gl.int64) * args.k + row.to(gl.int64)) * args.n  # of each row
-            inside = (row < args.k)[:, None] & (column < args.n)[None, :]
-            gl.store(args.dw + first[:, None] + column[None, :], value, mask=inside)
+        buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + chunk % TRAITS.STORE_STAGES)
+        tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
+        buffer.reshape([ROWS, CHUNK_N]).store(value.to(args.dw.dtype))
+        fence_async_shared()
+        store_tile(args.dw, [tile.group, first_row, first_column], buffer)
+    if COUNT % TRAITS.STORE_STAGES != 0:  # the next work tile begins with the same buffer
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -187,27 +180,24 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
         else:
             _store(multiply(args, position, steps, w, TRAITS)[0], args, tile, w, TRAITS)
         position += steps
-    if TRAITS.TMA_STORE:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
-def grouped_weight_gradient_kernel(x, dz, dw, offsets, groups, k, n, m_tiles, n_tiles, TRAITS: gl.constexpr):
-    """dW [groups, k, n]. x [rows, k] and dz [rows, n] are ragged descriptors; dw is one, or an address."""
+def grouped_weight_gradient_kernel(x, dz, dw, offsets, groups, k, m_tiles, n_tiles, TRAITS: gl.constexpr):
+    """dW [groups, k, n] of x [rows, k] and dz [rows, n]. All are TMA descriptors, those of x and dz ragged ones."""
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     a_buffers = gl.allocate_shared_memory(x.dtype, [NUM_STAGES * TRAITS.NUM_CONSUMERS] + x.block_shape, x.layout)
     b_buffers = gl.allocate_shared_memory(dz.dtype, [NUM_STAGES] + dz.block_shape, dz.layout)
-    c_buffers = a_buffers
-    if TRAITS.TMA_STORE:
-        c_buffers = gl.allocate_shared_memory(
-            dw.dtype, [TRAITS.NUM_CONSUMERS * TRAITS.STORE_STAGES] + dw.block_shape, dw.layout
-        )
+    c_buffers = gl.allocate_shared_memory(
+        dw.dtype, [TRAITS.NUM_CONSUMERS * TRAITS.STORE_STAGES] + dw.block_shape, dw.layout
+    )
     buffers = _Buffers(a_buffers, b_buffers, c_buffers)
     full = new_barriers(NUM_STAGES, 1)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = _Schedule(offsets, groups, m_tiles, n_tiles)
     specialize_warps(
-        _consume, (_ConsumerArgs(dw, buffers, full, schedule, k, n), TRAITS), TRAITS.NUM_CONSUMERS,
+        _consume, (_ConsumerArgs(dw, buffers, full, schedule, k), TRAITS), TRAITS.NUM_CONSUMERS,
         TRAITS.CONSUMER_REGISTERS, _produce, (_ProducerArgs(x, dz, buffers, full, schedule), TRAITS),
         TRAITS.PRODUCER_REGISTERS,
     )  # fmt: skip
