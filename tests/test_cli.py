@@ -30,7 +30,8 @@ BENCHES = tuple(
     for name, rows in (("first", 8), ("second", 4), ("third", 2))
 )
 COMMANDS = (
-    "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve", "quantize", "perplexity",
+    "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve",
+    "quantize", "perplexity",
     "tables", "plot",
     "tune", "profile", "roofline",
 )  # fmt: skip
