@@ -30,7 +30,9 @@ BENCHES = tuple(
     for name, rows in (("first", 8), ("second", 4), ("third", 2))
 )
 COMMANDS = (
-    "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve", "tables", "plot",
+    "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve",
+    "quantize", "perplexity",
+    "tables", "plot",
     "tune", "profile", "roofline",
 )  # fmt: skip
 

@@ -148,6 +148,20 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
     assert _tokens(tmp_path / "small") == _tokens(quantized)
 
 
+def test_the_older_file_of_autogptq(tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    quantized = _quantized(model, "int4", "1x16")
+    save_model(quantized, open_checkpoint(tmp_path / "plain"), tmp_path / "small", "gptq")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    found = config.pop("quantization_config")
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    settings = {"bits": found["bits"], "group_size": found["group_size"], "desc_act": False, "sym": True}
+    (tmp_path / "small" / "quantize_config.json").write_text(json.dumps(settings))
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    mine, theirs = again.layers[0].down_proj, quantized.layers[0].down_proj
+    assert torch.equal(mine.dequantize(torch.float32), theirs.dequantize(torch.float32))  # type: ignore[union-attr]
+
+
 def _change(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -103,6 +103,9 @@ def perplexity(
     compare: Annotated[
         bool, typer.Option("--compare", help="Quantize the model by every method and compare; takes minutes.")
     ] = False,
+    configuration: Annotated[
+        list[str] | None, typer.Option(help="Compare this configuration alone, such as int4-gptq; repeatable.")
+    ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="DIR", help="Merge the comparison into DIR/quality.json.")
     ] = None,
@@ -112,12 +115,13 @@ def perplexity(
 ) -> None:
     """Measure a model's perplexity on a text, and with --compare that of the model quantized by every method."""
     with progress.report_errors():
-        from flashkernel.lab import quality
+        from flashkernel.lab import quality, selection
         from flashkernel.quantization import CALIBRATION_TEXT, EVALUATION_TEXT
         from flashkernel.quantization import perplexity as measure
 
         if save is not None and not compare:
             raise ValueError("perplexity: --save keeps a comparison; add --compare")
+        names = selection.known_names("configuration", configuration, list(quality.CONFIGURATIONS))
         loaded, checkpoint = _load(model, device, dtype)
         tokens = _windows(checkpoint, text, EVALUATION_TEXT, length, windows)
         console = output.stdout_console()
@@ -128,14 +132,14 @@ def perplexity(
             return
         calibration = _windows(checkpoint, None, CALIBRATION_TEXT, length, quality.CALIBRATION_WINDOWS)
         records = []
-        with progress.progress_bar(len(quality.CONFIGURATIONS)) as bar:
+        with progress.progress_bar(len(names)) as bar:
 
             def on_progress(line: str) -> None:
                 bar.describe(line)
                 bar.log_line(line)
 
             name = Path(model).name
-            for record in quality.measure(name, loaded, tokens, calibration, list(quality.CONFIGURATIONS), on_progress):
+            for record in quality.measure(name, loaded, tokens, calibration, names, on_progress):
                 records.append(record)
                 bar.advance()
                 bar.log_line(f"{record.configuration}: perplexity {record.perplexity:.3f}, {record.bits:.2f} bits")

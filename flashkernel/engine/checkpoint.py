@@ -62,6 +62,9 @@ class SafetensorsCheckpoint:
         if generation.exists():
             stop = read_json(generation, "").get("eos_token_id")
             values = {**values, "eos_token_id": values.get("eos_token_id") if stop is None else stop}
+        older = path / "quantize_config.json"  # where AutoGPTQ's first files say how they are quantized
+        if older.exists() and values.get("quantization_config") is None:
+            values = {**values, "quantization_config": {"quant_method": "gptq", **read_json(older, "")}}
         self.config = HFConfig(values, str(path))
         self._files = tensor_files(path)
         self._open: dict[str, Any] = {}

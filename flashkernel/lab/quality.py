@@ -24,6 +24,7 @@ CALIBRATION_WINDOWS = 8
 CONFIGURATIONS: dict[str, tuple[Method, Scheme] | None] = {
     "bfloat16": None,
     "int8": (Method("rtn"), Scheme("int8", -1)),
+    "int8-activations": (Method("rtn"), Scheme("int8", -1, activation_dtype=torch.int8)),
     "int8-smoothquant": (Method("smoothquant"), Scheme("int8", -1, activation_dtype=torch.int8)),
     "fp8": (Method("rtn"), Scheme("fp8", -1)),
     "mxfp4": (Method("rtn"), Scheme("mxfp4", 32)),
@@ -145,9 +146,10 @@ def markdown(records: Sequence[QualityRecord]) -> str:
 
 
 def _method(record: QualityRecord) -> str:
-    names = {"rtn": "round to nearest", "gptq": "GPTQ", "awq": "AWQ", "smoothquant": "SmoothQuant, activations int8"}
-    act_order = ", act-order" if record.configuration.endswith("act-order") else ""
-    return names.get(record.method, "") + act_order
+    names = {"rtn": "round to nearest", "gptq": "GPTQ", "awq": "AWQ", "smoothquant": "SmoothQuant"}
+    more = ", act-order" if record.configuration.endswith("act-order") else ""
+    more += ", activations in int8" if record.configuration in ("int8-activations", "int8-smoothquant") else ""
+    return names.get(record.method, "") + more
 
 
 def block(results: Path) -> str | None:

@@ -37,14 +37,14 @@ def gptq(matrix: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
     scales, zeros = fit_grid(weight, scheme, importance.clamp_min(1e-12))
     order = importance.argsort(descending=True) if act_order else torch.arange(columns, device=weight.device)
     factor = _inverse_factor(hessian[order][:, order], dead[order], damping)
-    weight = weight[:, order]
+    weight, columns_in_order = weight[:, order], order.tolist()
     codes = torch.empty_like(weight, dtype=numbers.dtype)
     least, most = (numbers.least, numbers.most) if zeros is not None else _symmetric(numbers)
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
         errors = torch.empty_like(weight[:, start:stop])
         for j in range(start, stop):
-            column = int(order[j])
+            column = columns_in_order[j]
             group = column // size
             if not act_order and column % size == 0:  # the group as earlier corrections left it
                 part = slice(column, column + size)

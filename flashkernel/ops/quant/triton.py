@@ -35,7 +35,7 @@ def _group_scale(values, CODE: tl.constexpr):
 @triton.jit
 def _inverse(scale):
     """1 / scale, rounded to nearest."""
-    return tl.div_rn(scale * 0.0 + 1.0, scale)
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
