@@ -16,7 +16,7 @@ from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 PRODUCER_REGISTERS = 24  # per thread of the producer warp
 MAX_STAGES = 8  # as many named barriers are free (core/gluon.py)
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
-_STORE_STAGES = 2  # chunks of C in shared memory, per consumer, while TMA stores them
+STORE_STAGES = 2  # chunks of C in shared memory, per consumer, while TMA stores them
 _CHUNK_BYTES = 8192  # of a chunk: larger ones take more registers than the epilogue has
 GROUP_M = 8
 _BARRIER_BYTES = 1024  # mbarriers, and alignment of the buffers
@@ -79,7 +79,7 @@ def chunk_columns(rows: int, out_bytes: int) -> int:
 
 def store_stages(chunks: int) -> int:
     """Returns how many chunks of C a consumer stages; it divides the chunks of a work tile."""
-    return min(chunks, 3 if chunks % _STORE_STAGES else _STORE_STAGES)
+    return min(chunks, 3 if chunks % STORE_STAGES else STORE_STAGES)
 
 
 def _stage_bytes(config: HopperMatmul) -> int:
@@ -87,7 +87,7 @@ def _stage_bytes(config: HopperMatmul) -> int:
 
 
 def _shared_bytes(config: HopperMatmul) -> int:
-    staged = config.num_consumers * (3 if config.block_n == 192 else _STORE_STAGES) * _CHUNK_BYTES
+    staged = config.num_consumers * (3 if config.block_n == 192 else STORE_STAGES) * _CHUNK_BYTES
     return config.num_stages * _stage_bytes(config) + staged + _BARRIER_BYTES
 
 
