@@ -97,7 +97,7 @@ def _multiply(
     box_n = config.block_n // parts
     aligned = n % 16 == 0 and y.shape[1] % 16 == 0
     chunk_elements = _CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS
-    if gather is not None and preactivation is not None:  # consumers have fewer registers, and more to store
+    if gather is not None and preactivation is not None and parts == 1:  # fewer registers, and more to store
         chunk_elements = chunk_elements // 2
     traits = GroupedTraits(
         ROWS=config.rows,
