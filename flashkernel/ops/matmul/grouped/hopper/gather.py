@@ -15,6 +15,7 @@ from flashkernel.core.gluon import (
     load_tile,
     mbarrier,
     named_barrier_sync_warpgroup,
+    synchronize,
 )
 from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile
 
@@ -40,6 +41,7 @@ def _copy_rows(addresses, block, buffer, LAYOUT: gl.constexpr, TRAITS: gl.conste
 def _signal(args, loaded, NUM_STAGES: gl.constexpr):
     """Signals the stage of load number `loaded`, whose copies this thread has awaited."""
     fence_async_shared()
+    synchronize()  # one thread arrives for all
     mbarrier.arrive(args.full.index(loaded % NUM_STAGES), count=1)
 
 

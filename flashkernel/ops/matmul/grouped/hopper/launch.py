@@ -24,7 +24,7 @@ from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty
 
 _CHUNK_ELEMENTS = 4096  # of a chunk of the epilogue: larger ones take more registers than it has
 _UNALIGNED_ELEMENTS = 1024  # if elements of a row of y have an address each
-_GATHER_REGISTERS = (216, 72)  # per thread of a consumer, and of the producer warpgroup that gathers rows
+_GATHER_REGISTERS = (200, 104)  # per thread of a consumer, and of the producer warpgroup that gathers rows
 _MIN_GROUPS = 128  # of the vectors over groups: an element for each thread
 
 
@@ -97,7 +97,7 @@ def _multiply(
     box_n = config.block_n // parts
     aligned = n % 16 == 0 and y.shape[1] % 16 == 0
     chunk_elements = _CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS
-    if gather is not None and preactivation is not None:  # consumers have fewer registers, and more to store
+    if gather is not None and preactivation is not None and parts == 1:  # fewer registers, and more to store
         chunk_elements = chunk_elements // 2
     traits = GroupedTraits(
         ROWS=config.rows,
