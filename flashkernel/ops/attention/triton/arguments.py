@@ -42,7 +42,7 @@ class Strides(NamedTuple):
 class Bias(NamedTuple):
     """A bias, or its gradient, with strides that are 0 along the dims it is broadcast along.
 
-    The gradient's strides along queries and keys are None there: a tile's sum is added, not its elements one by one.
+    The gradient's strides along queries and keys are None there: sums are added, not elements one by one.
     """
 
     tensor: Any

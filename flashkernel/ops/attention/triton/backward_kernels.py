@@ -82,22 +82,25 @@ def _score_gradient(
 
 @triton.jit
 def _add_bias_gradient(dbias, ds, at, sizes):
-    """Adds dS [BLOCK_M, BLOCK_N] to the bias's gradient; along dims that the bias has once, the tile's sum."""
+    """Adds dS [BLOCK_M, BLOCK_N] to the gradient of a bias by keys; of one for all queries, the tile's sum."""
     inside = (at.q < sizes.seqlen_q) & (at.k < sizes.seqlen_k)
-    target = dbias.tensor + at.b * dbias.batch + at.h.to(tl.int64) * dbias.head
-    if dbias.q is None or dbias.k is None:
-        ds = tl.where(inside, ds, 0.0)
+    target = dbias.tensor + at.b * dbias.batch + at.h.to(tl.int64) * dbias.head + at.k.to(tl.int64) * dbias.k
     if dbias.q is None:
-        ds, inside = tl.sum(ds, 0, keep_dims=True), at.k < sizes.seqlen_k
-    if dbias.k is None:
-        ds = tl.sum(ds, 1, keep_dims=True)
-        inside = (at.q < sizes.seqlen_q) if dbias.q is not None else tl.full([1, 1], True, tl.int1)
-    offset = tl.zeros(ds.shape, tl.int64)
-    if dbias.q is not None:
-        offset += at.q.to(tl.int64) * dbias.q
-    if dbias.k is not None:
-        offset += at.k.to(tl.int64) * dbias.k
-    tl.atomic_add(target + offset, ds, mask=inside, sem="relaxed")
+        ds, inside = tl.sum(tl.where(inside, ds, 0.0), 0, keep_dims=True), at.k < sizes.seqlen_k
+    else:
+        target += at.q.to(tl.int64) * dbias.q
+    tl.atomic_add(target, ds, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _add_row_gradient(dbias, row_sum, b, h, row, sizes):
+    """Adds sums [BLOCK_M] over all keys to the gradient of a bias that is the same for all keys."""
+    inside = row < sizes.seqlen_q
+    target = dbias.tensor + b * dbias.batch + h.to(tl.int64) * dbias.head
+    if dbias.q is None:
+        tl.atomic_add(target, tl.sum(tl.where(inside, row_sum, 0.0), 0), sem="relaxed")
+    else:
+        tl.atomic_add(target + row.to(tl.int64) * dbias.q, row_sum, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -137,8 +140,12 @@ def attention_backward_queries(
     seed = seed_of(dropout)
     scale_log2 = exponent_scale(terms, PLAIN)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    SLOPES: tl.constexpr = terms.alibi_slopes is not None
+    BIAS_BY_ROW: tl.constexpr = dbias.tensor is not None and dbias.k is None
     dslope = tl.zeros([BLOCK_M], tl.float32)  # sum of ds * distance
-    ds_sum, p_sum, distance_sum = dslope, dslope, dslope  # of p (dp - delta), p, p * distance
+    drow = tl.zeros([BLOCK_M], tl.float32)  # sum of ds
+    # Of p (dp - delta), p, p * derivative * distance, p * derivative.
+    ds_sum, p_sum, distance_sum, weight_sum = dslope, dslope, dslope, dslope
     table_row = ranges_row(ranges, b, h, tile)
     for index in range(tl.load(ranges.counts + table_row)):
         begin, end, must_mask = load_range(ranges, table_row, index)
@@ -162,11 +169,12 @@ def attention_backward_queries(
                 dproduct, ds = _score_gradient(
                     p, dp, delta, capped, before, at, sizes, terms, dropout, score_tables, SCORE_GRAD
                 )
-                if dbias.tensor is not None:
+                if dbias.tensor is not None and not BIAS_BY_ROW:
                     _add_bias_gradient(dbias, ds, at, sizes)
-                if terms.alibi_slopes is not None:
+                if SLOPES or BIAS_BY_ROW:
                     distance = tl.abs(at.q + (sizes.seqlen_k - sizes.seqlen_q) - at.k)
                     dslope += tl.sum(ds * distance, 1)
+                    drow += tl.sum(ds, 1)
                     ds_sum += tl.sum(p * ((dp - delta) if dropout.threshold is not None else dp), 1)
                     p_sum += tl.sum(p, 1)
                     weighted = p
@@ -176,13 +184,14 @@ def attention_backward_queries(
                         )  # fmt: skip
                         weighted = tl.where(p == 0.0, 0.0, p * derivative)
                     distance_sum += tl.sum(weighted * distance, 1)
+                    weight_sum += tl.sum(weighted, 1)
                 dq = tl.dot(dproduct.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     column = tl.arange(0, BLOCK_D)[None, :]
     target = gradients.dq + ((b * sizes.seqlen_q + row[:, None]) * sizes.heads + h) * HEAD_DIM + column
     tl.store(target, dq * terms.softmax_scale, mask=(row < sizes.seqlen_q)[:, None] & (column < HEAD_DIM))
-    if terms.alibi_slopes is not None:
-        # delta and LSE are rounded, and long distances would multiply their errors. P must add up to 1 in each row, and
-        # the sum of p dp is delta without its error: both are put right.
+    if SLOPES or BIAS_BY_ROW:
+        # delta and LSE are rounded, and long distances or many rows would multiply their errors. P must add up to 1 in
+        # each row, and the sum of p dp is delta without its error: both are put right.
         norm = p_sum
         if sinks is not None:
             norm += p_sink
@@ -191,8 +200,11 @@ def attention_backward_queries(
         error = row_delta - (ds_sum + row_delta * p_sum) / norm
         if stats.dlse is not None:
             error += tl.load(stats.dlse + stats_row + row, mask=row < sizes.seqlen_q, other=0.0)
-        dslope = (dslope + error * distance_sum) / norm
-        tl.store(gradients.dslopes + (b * sizes.heads + h) * tiles + tile, -tl.sum(dslope, 0))
+        if SLOPES:
+            dslope = (dslope + error * distance_sum) / norm
+            tl.store(gradients.dslopes + (b * sizes.heads + h) * tiles + tile, -tl.sum(dslope, 0))
+        if BIAS_BY_ROW:
+            _add_row_gradient(dbias, (drow + error * weight_sum) / norm, b, h, row, sizes)
 
 
 @triton.jit

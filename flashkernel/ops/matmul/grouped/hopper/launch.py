@@ -53,8 +53,9 @@ def grouped_forward(
         if preactivation is not None:
             preactivation.zero_()
         return y.zero_()
-    if k == 0:  # sums of one zero: TMA takes no empty tensors
-        x, weights, k = x.new_zeros((x.shape[0], 1)), weights.new_zeros((groups, 1, n)), 1
+    if k == 0:  # sums of 16 bytes of zeros: TMA takes no empty tensors
+        k = 16 // x.element_size()
+        x, weights = x.new_zeros((x.shape[0], k)), weights.new_zeros((groups, k, n))
     if gather is not None and not _copies_rows(x):
         x, gathered = _gathered(x, gather), None
     else:
@@ -102,7 +103,8 @@ def _multiply(
     traits = GroupedTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
-        TAIL_N=tail_columns(n, config.block_n) if aligned and params.gate != "halves" else 0,
+        # Triton does not compile products with a part of a tile in 8 bits.
+        TAIL_N=tail_columns(n, config.block_n) if aligned and params.gate != "halves" and not only_k_major else 0,
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
