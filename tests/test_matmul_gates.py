@@ -210,13 +210,15 @@ def test_fp8_outputs_in_triton() -> None:
     _close(c, expected[0], 0.1)
 
 
-def _launches(m: int, n: int, k: int, call: str, backend: str, packed: str = "halves", **given: Any) -> list[Launch]:
+def _launches(
+    m: int, n: int, k: int, call: str, backend: str, packed: str = "halves", gpu: str = "h200", **given: Any
+) -> list[Launch]:  # fmt: skip
     """The launches of a call on tensors without data."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
-    with devices.pretend(H200), collect_launches() as launches:
+    with devices.pretend(devices.KNOWN[gpu]), collect_launches() as launches:
         if call == "dact":
             width = 2 if given["activation"] == "swiglu" else 1
             fk.matmul_dact(empty(m, k), empty(k, n), empty(m, width * n), packed=packed, backend=backend, **given)
@@ -262,6 +264,16 @@ COMPILED: dict[str, dict[str, Any]] = {
 def test_compiled(name: str, backend: str) -> None:
     """WGMMA, no spills, and shared memory that a block has."""
     _assert_lean(_launches(**COMPILED[name], backend=backend))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["gated", "gated-z", "gated-dropout", "gated-fp8", "dact", "dact-gated"])
+def test_compiled_for_ampere(name: str) -> None:
+    for one in _launches(**COMPILED[name], backend="triton", gpu="a100"):
+        code = compiled(one, 80)
+        assert code.stack <= PARKED
+        assert stack_traffic(code.sass).stores == 0
+        assert code.shared <= devices.KNOWN["a100"].shared_per_block
 
 
 def _assert_lean(launches: list[Launch]) -> None:
