@@ -13,6 +13,7 @@ Every operator is a function of this module. All of them take `backend=`, and `e
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
     activations              gelu, silu, relu, squared_relu, swiglu, geglu, reglu, gpt_oss_glu
+    quantization             quantize, dequantize, rms_norm_quantize, glu_quantize
     losses                   cross_entropy, linear_cross_entropy
     reductions               sum, mean, max, argmax, logsumexp, softmax, weighted_sum
     backends                 explain, Explanation, use_backend, BackendError
@@ -56,6 +57,7 @@ from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
 from flashkernel.ops.matmul import grouped_matmul, matmul, matmul_dact
 from flashkernel.ops.mlp import mlp
 from flashkernel.ops.norm import layer_norm, rms_norm
+from flashkernel.ops.quant import dequantize, glu_quantize, quantize, rms_norm_quantize
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
 
@@ -81,10 +83,12 @@ __all__ = [
     "cross_entropy",
     "custom",
     "decode_attention",
+    "dequantize",
     "documents",
     "explain",
     "geglu",
     "gelu",
+    "glu_quantize",
     "gpt_oss_glu",
     "grouped_matmul",
     "layer_norm",
@@ -98,10 +102,12 @@ __all__ = [
     "mlp",
     "paged_attention",
     "prefix",
+    "quantize",
     "quantize_fp8",
     "reglu",
     "relu",
     "rms_norm",
+    "rms_norm_quantize",
     "rope",
     "rotary_attention",
     "score_function",

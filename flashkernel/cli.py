@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashkernel import __version__
-from flashkernel.commands import bench, check, demo, machine, models, profile, report, text
+from flashkernel.commands import bench, check, demo, machine, models, profile, quantize, report, text
 
 app = typer.Typer(
     help="FlashKernel: kernels for LLMs. See what runs on this machine, check it, time it, and generate text with it.",
@@ -36,6 +36,8 @@ COMMANDS: dict[Callable[..., Any], str] = {  # each with an example, in the orde
     text.generate: 'generate "Write a line about the sea." --temperature 0.7',
     text.chat: "chat --model ~/models/Llama-3.2-1B-Instruct",
     text.serve: "serve ~/models/Llama-3.2-1B-Instruct --port 8000 --api-key-file key.txt",
+    quantize.quantize: "quantize ~/models/Llama-3.2-1B --method gptq --bits 4 --group-size 128 --out Llama-3.2-1B-int4",
+    quantize.perplexity: "perplexity smollm2 --compare --save results",
     report.tables: "tables --write",
     report.plot: "plot results/h200 --out charts",
     bench.tune: "tune rms_norm --case 16384x4096",

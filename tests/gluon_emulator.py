@@ -456,6 +456,35 @@ def _store_wait(pending: int) -> None:
     machine.events += later
 
 
+class Copies:
+    """cp.async of a thread: groups of copies, each of which happens at some moment up to its wait."""
+
+    @staticmethod
+    def copy(target: Shared, source: Pointer, mask: Any = None) -> None:
+        offset, wanted = source.places(mask)
+        value = torch.where(wanted, source.storage[offset].float(), 0).to(target.dtype)
+        target.data.fill_(_poison(target.dtype))
+        pending = [lambda: target.data.copy_(value.view(target.data.shape))]
+
+        def finish() -> None:
+            while pending:
+                pending.pop()()
+
+        _local.__dict__.setdefault("copies", []).append(finish)
+        _machine().later(finish)
+
+    @staticmethod
+    def commit() -> None:
+        _local.__dict__.setdefault("groups", []).append(_local.__dict__.pop("copies", []))
+
+    @staticmethod
+    def wait(left: int = 0) -> None:
+        groups = _local.__dict__.setdefault("groups", [])
+        while len(groups) > left:
+            for finish in groups.pop(0):
+                finish()
+
+
 def _specialize(functions: Any, warps: Any, registers: Any) -> None:
     machine = _machine()
 
@@ -558,6 +587,10 @@ _KNOWN: dict[str, Any] = {
     "specialize_warps": _specialize_warps,
     "reinterpret": _reinterpret, "fence_async_shared": lambda: None, "synchronize": lambda: None,
     "consumer_release": lambda barrier: _arrive(barrier, 128),
+    "async_copy": types.SimpleNamespace(
+        async_copy_global_to_shared=Copies.copy, commit_group=Copies.commit, wait_group=Copies.wait
+    ),
+    "named_barrier_sync_warpgroup": _named_barrier_sync,
     "named_barrier_arrive": _named_barrier_arrive, "named_barrier_sync": _named_barrier_sync,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,

@@ -226,7 +226,7 @@ class TestCheck:
 
         done: list[Any] = []
 
-        def stop_after_two(task: Any, device: torch.device) -> Any:
+        def stop_after_two(task: Any, device: torch.device, expected_on: Any = None) -> Any:
             if len(done) == 2:
                 raise KeyboardInterrupt
             done.append(task)

@@ -31,7 +31,7 @@ import pictures  # noqa: E402
 
 PAGES = [source for source in assemble.pages() if source.endswith(".md")]
 PUBLIC = ("flashkernel", "flashkernel.engine", "flashkernel.engine.server", "flashkernel.hf", "flashkernel.kvcache",
-          "flashkernel.compat.flash_attn")  # fmt: skip
+          "flashkernel.quantization", "flashkernel.compat.flash_attn")  # fmt: skip
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 NAMES = ("fk", "flashkernel", "LLM", "LLMEngine", "SamplingParams", "RequestOutput", "CompletionOutput")
 SPAN = re.compile(r"`([^`\n]+)`")

@@ -16,7 +16,7 @@ import torch
 import flashkernel
 
 PACKAGES = ("flashkernel", "flashkernel.engine", "flashkernel.hf", "flashkernel.kvcache",
-            "flashkernel.compat.flash_attn")  # fmt: skip
+            "flashkernel.quantization", "flashkernel.compat.flash_attn")  # fmt: skip
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Note):$")
 ENTRY = re.compile(r"^\*{0,2}(\w+)(?: \([^)]*\))?:(?: |$)")
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

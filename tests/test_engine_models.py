@@ -10,8 +10,9 @@ import pytest
 import tiny_models
 import torch
 
+from flashkernel import Weight
 from flashkernel.engine import LLM, ModelError, SamplingParams, hub
-from flashkernel.engine.checkpoint import SafetensorsCheckpoint, unpack_mxfp4
+from flashkernel.engine.checkpoint import SafetensorsCheckpoint
 
 KEPT_MODEL = hub.cached_model()  # the user's, before tests are given a cache of their own
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -95,7 +96,8 @@ def test_four_bit_experts_are_unpacked_as_transformers_does() -> None:
     blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(120, 130, (3, 8, 2), dtype=torch.uint8, generator=generator)
     expected = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.bfloat16)
-    assert torch.equal(unpack_mxfp4(blocks, scales), expected)
+    weight = Weight.pack(blocks, scales, format="mxfp4")  # (experts, out, in)
+    assert torch.equal(weight.dequantize(torch.bfloat16).transpose(1, 2), expected)
 
 
 def test_gpt_oss_with_four_bit_experts(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_gpt_oss_with_four_bit_experts(tmp_path: Path) -> None:
     save_file(stored, file)
     folder = SafetensorsCheckpoint(tmp_path)
     assert name in folder.names
-    assert folder.read(name).shape == (experts, hidden, rows)
+    assert folder.read(name).shape == (experts, rows, hidden)
     assert (
         len(LLM(tmp_path, device="cpu", kv_cache_tokens=256).generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids)
         == 12

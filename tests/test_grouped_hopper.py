@@ -117,8 +117,11 @@ def test_layouts_and_odd_sizes(size: tuple[int, int], transposed: tuple[bool, bo
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gather_and_scatter(out_dtype: torch.dtype) -> None:
-    _check("tail", gathered=True, scattered=True, out_dtype=out_dtype)
-    _check("uneven", gathered=True, scattered=True, out_dtype=out_dtype, config=CONFIGS["tall"])
+    """Rows that cp.async copies, and rows that are copied ahead: they are no multiples of BLOCK_K."""
+    for k in (192, 200):
+        _check("tail", k=k, gathered=True, scattered=True, out_dtype=out_dtype)
+        for name in ("wide", "tall", "one-consumer"):
+            _check("uneven", k=k, gathered=True, scattered=True, out_dtype=out_dtype, config=CONFIGS[name])
 
 
 def test_many_groups() -> None:
@@ -247,8 +250,8 @@ def test_the_cost_rule_chooses_valid_configs() -> None:
 def _launches(
     rows: int = 65536, groups: int = 32, n: int = 2880, k: int = 2880, activation: str = "", packed: str = "halves",
     dtype: torch.dtype = torch.bfloat16, extras: bool = False, saves: bool = False, scattered: bool = False,
-    transposed: bool = False, weight_gradient: bool = False, config: HopperGrouped | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    gathered: bool = False, transposed: bool = False, weight_gradient: bool = False,
+    config: HopperGrouped | None = None, out_dtype: torch.dtype = torch.bfloat16,
 ) -> list[Launch]:  # fmt: skip
     """The launches of a call, of which nothing runs."""
 
@@ -258,7 +261,7 @@ def _launches(
     rows = min(rows, 512)  # kernels are compiled for no number of rows; the config is chosen for the real one
     x = empty(rows, k, dtype=dtype)
     weights = empty(groups, n, k, dtype=dtype).transpose(1, 2) if transposed else empty(groups, k, n, dtype=dtype)
-    offsets = torch.zeros(groups + 1, dtype=torch.int32)
+    offsets, index = torch.zeros(groups + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     params = GroupedParams(out_dtype, rows, activation=activation, packed=packed)
     scales = (empty(rows, dtype=torch.float32), empty(groups, n, dtype=torch.float32)) if dtype == FP8 else (None,) * 2
     chosen = tune.override(HOPPER_GROUPED, config) if config is not None else nullcontext()
@@ -267,7 +270,7 @@ def _launches(
             hopper.grouped_weight_gradient(x, empty(rows, n, dtype=dtype), offsets, params, None)
         else:
             hopper.grouped_forward(
-                x, weights, offsets, params, None, torch.zeros(rows, dtype=torch.int32) if scattered else None,
+                x, weights, offsets, params, index if gathered else None, index if scattered else None,
                 torch.ones(rows) if extras else None, empty(groups, n) if extras else None, *scales,
                 empty(rows, n) if saves else None,
             )  # fmt: skip
@@ -295,6 +298,12 @@ COMPILED: dict[str, dict[str, Any]] = {
     "gpt-oss-tall": {"config": TALL, "n": 5760, "activation": GPT_OSS, "packed": "interleaved", "saves": True},
     "swiglu": {"config": WIDE, "n": 5760, "activation": SWIGLU, "saves": True, "extras": True, "scattered": True},
     "swiglu-narrow": {"config": NARROW, "n": 5760, "activation": SWIGLU},
+    "gather": {"config": WIDE, "gathered": True, "extras": True, "scattered": True},
+    "gather-gpt-oss": {"config": WIDE, "n": 5760, "activation": GPT_OSS, "packed": "interleaved", "gathered": True,
+                       "saves": True, "extras": True},
+    "gather-swiglu": {"config": WIDE, "n": 5760, "activation": SWIGLU, "gathered": True, "saves": True},
+    "gather-narrow": {"config": NARROW, "gathered": True},
+    "gather-fp8": {"config": WIDE, "k": 2816, "dtype": FP8, "transposed": True, "gathered": True},
     "many-groups": {"config": WIDE, "groups": 1000, "n": 256, "k": 256},
     "odd": {"config": WIDE, "n": 2881, "extras": True, "scattered": True, "saves": True},
     "odd-gate": {"config": WIDE, "n": 2882, "activation": GPT_OSS, "packed": "interleaved", "saves": True},
@@ -304,18 +313,20 @@ COMPILED: dict[str, dict[str, Any]] = {
     "gradient-tall": {"config": TALL, "weight_gradient": True},
     "gradient-narrow": {"config": NARROW, "weight_gradient": True},
     "gradient-odd": {"config": WIDE, "weight_gradient": True, "n": 2881},
-}
+}  # fmt: skip
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name: str) -> None:
-    """WGMMA, no spills, and shared memory that a block has."""
+    """WGMMA, several of them under way, no spills, and shared memory that a block has."""
     options = COMPILED[name]
     (one,) = _launches(**{"groups": 4, **options})
     code = compiled(one, 90)
     columns = options["config"].block_n // (2 if options.get("activation") == SWIGLU else 1)
     assert re.search(rf"(H|Q)GMMA.64x{columns}x", code.sass)
+    # ptxas waits for each product on its own where it does not understand the pipeline.
+    assert 2 * len(re.findall("WARPGROUP.DEPBAR", code.sass)) <= len(re.findall("[HQ]GMMA", code.sass))
     assert code.stack == 0
     assert stack_traffic(code.sass).stores == 0
     assert code.shared <= H200.shared_per_block
@@ -326,7 +337,9 @@ def test_compiled(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_a_gpu(name: str, sizes: str) -> None:
     for size in ((296, 136), (2880, 2880), (37, 61)):
-        _check(sizes, *size, config=CONFIGS[name], dtype=torch.bfloat16, device="cuda")
+        for moved in (False, True):
+            _check(sizes, *size, config=CONFIGS[name], dtype=torch.bfloat16, gathered=moved, scattered=moved,
+                   device="cuda")  # fmt: skip
 
 
 @pytest.mark.gpu

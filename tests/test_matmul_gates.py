@@ -210,13 +210,15 @@ def test_fp8_outputs_in_triton() -> None:
     _close(c, expected[0], 0.1)
 
 
-def _launches(m: int, n: int, k: int, call: str, backend: str, packed: str = "halves", **given: Any) -> list[Launch]:
+def _launches(
+    m: int, n: int, k: int, call: str, backend: str, packed: str = "halves", gpu: str = "h200", **given: Any
+) -> list[Launch]:  # fmt: skip
     """The launches of a call on tensors without data."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
-    with devices.pretend(H200), collect_launches() as launches:
+    with devices.pretend(devices.KNOWN[gpu]), collect_launches() as launches:
         if call == "dact":
             width = 2 if given["activation"] == "swiglu" else 1
             fk.matmul_dact(empty(m, k), empty(k, n), empty(m, width * n), packed=packed, backend=backend, **given)
@@ -264,6 +266,16 @@ def test_compiled(name: str, backend: str) -> None:
     _assert_lean(_launches(**COMPILED[name], backend=backend))
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["gated", "gated-z", "gated-dropout", "gated-fp8", "dact", "dact-gated"])
+def test_compiled_for_ampere(name: str) -> None:
+    for one in _launches(**COMPILED[name], backend="triton", gpu="a100"):
+        code = compiled(one, 80)
+        assert code.stack <= PARKED
+        assert stack_traffic(code.sass).stores == 0
+        assert code.shared <= devices.KNOWN["a100"].shared_per_block
+
+
 def _assert_lean(launches: list[Launch]) -> None:
     for one in launches:
         code = compiled(one, 90)
@@ -276,10 +288,10 @@ def _assert_lean(launches: list[Launch]) -> None:
 def _tiles() -> list[HopperMatmul]:
     """The tiles of the search space, with the most stages each."""
     shape = {"batch": 1, "m": 4096, "n": 8192, "k": 4096, "bytes": 2, "block_scaled": 0, "integer": 0, "gated": 1}
-    best: dict[tuple[int, int, bool], HopperMatmul] = {}
+    best: dict[tuple[int, int, bool, bool], HopperMatmul] = {}
     for config in HOPPER_MATMUL.space(H200, shape):
         if HOPPER_MATMUL.valid(config, H200, shape) is None:
-            key = (config.rows, config.block_n, config.pingpong)
+            key = (config.rows, config.block_n, config.pingpong, config.stream_k)
             best[key] = max(best.get(key, config), config, key=lambda config: config.num_stages)
     return list(best.values())
 

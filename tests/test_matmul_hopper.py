@@ -42,6 +42,7 @@ CONFIGS = {
     "pingpong-tall": HopperMatmul(128, 64, 2, 4, pingpong=True, group_m=1),
     "split-k": HopperMatmul(64, 64, 2, 2, num_splits=3),
     "stream-k": HopperMatmul(64, 64, 2, 3, stream_k=True),
+    "stream-k-wide": HopperMatmul(64, 256, 2, 4, stream_k=True),
     "stream-k-two-tiles": HopperMatmul(64, 192, 2, 3, stream_k=True),
     "pingpong-split-k": HopperMatmul(64, 64, 2, 3, pingpong=True, num_splits=2),
 }
@@ -208,22 +209,34 @@ def test_fp8(name: str, per_row: bool) -> None:
     _check(a, b, CONFIGS[name], Epilogue((Bias(),)).text, torch.randn(80), scales=scales, out_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["cooperative", "one-consumer", "three-consumers", "split-k", "wide"])
+BLOCK_SCALED = ["cooperative", "one-consumer", "three-consumers", "split-k", "wide", "stream-k-wide"]
+
+
+@pytest.mark.parametrize("name", BLOCK_SCALED)
 @pytest.mark.parametrize("batch", [(2, 2), (2, 1)], ids=str)
 def test_fp8_block_scales(batch: tuple[int, int], name: str) -> None:
+    _check_block_scales(batch, (100, 200, 400), CONFIGS[name], "cpu")
+
+
+def _check_block_scales(
+    batch: tuple[int, int], size: tuple[int, int, int], config: HopperMatmul, device: str, dtype=torch.float32
+) -> None:
     """A scale for each 1 x 128 of A and 128 x 128 of B; the last ones have fewer elements."""
-    a = _operand((batch[0], 100, 400), False, torch.float8_e4m3fn)
-    b = _operand((batch[1], 400, 200), True, torch.float8_e4m3fn)
-    a_scale = torch.rand(batch[0], 4, 100).transpose(1, 2) + 0.1
-    b_scale = torch.rand(1, 4, 2) + 0.1
-    chain = Epilogue((Bias(),)).text
-    bias = torch.randn(200)
-    with tune.override(HOPPER_MATMUL, CONFIGS[name]):
-        params = MatmulParams(torch.float32, chain, "block")
+    m, n, k = size
+    blocks, column_blocks = -(-k // 128), -(-n // 128)
+    a = _operand((batch[0], m, k), False, torch.float8_e4m3fn, device)
+    b = _operand((batch[1], k, n), True, torch.float8_e4m3fn, device)
+    a_scale = torch.rand(batch[0], blocks, m, device=device).transpose(1, 2) + 0.1
+    b_scale = torch.rand(1, blocks, column_blocks, device=device) + 0.1
+    bias = torch.randn(n, device=device)
+    with tune.override(HOPPER_MATMUL, config):
+        params = MatmulParams(dtype, Epilogue((Bias(),)).text, "block")
         c = hopper.forward(a, b, params, MatmulTensors(bias=bias, a_scale=a_scale, b_scale=b_scale))
-    wide_a = a.double() * a_scale.repeat_interleave(128, 2)[:, :, :400]
-    wide_b = b.double() * b_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :400, :200]
-    _close(c, wide_a @ wide_b + bias, wide_a.abs() @ wide_b.abs())
+    wide_a = a.double() * a_scale.repeat_interleave(128, 2)[:, :, :k]
+    wide_b = b.double() * b_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :k, :n]
+    expected, magnitude = wide_a @ wide_b + bias, wide_a.abs() @ wide_b.abs()
+    # FP8 tensor cores keep about 13 bits of the 128 products of a block.
+    _close(c, expected, magnitude * (1 if device == "cpu" else 64))
 
 
 @pytest.mark.parametrize("name", ["cooperative", "pingpong", "split-k"])
@@ -276,7 +289,7 @@ def test_the_cost_rule_chooses_valid_configs() -> None:
     large = {"batch": 1, "m": 8192, "n": 8192, "k": 8192, "bytes": 2, "block_scaled": 0, "integer": 0}
     assert replace(HOPPER_MATMUL.heuristic(H200, large), stream_k=False) == HopperMatmul(64, 256, 2, 4)
     assert not HOPPER_MATMUL.heuristic(H200, {**large, "n": 66 * 256}).stream_k  # 32 whole waves
-    assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 1024, "n": 133 * 32}).stream_k
+    assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 17 * 128, "n": 16 * 256}).stream_k  # one wave and a bit
     assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 64, "n": 512}).num_splits > 1
 
 
@@ -399,3 +412,9 @@ def test_sizes_on_a_gpu(size: tuple[int, int, int]) -> None:
     m, n, k = size
     a, b = _operand((1, m, k), False, torch.bfloat16, "cuda"), _operand((1, k, n), True, torch.bfloat16, "cuda")
     _check(a, b, config=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BLOCK_SCALED)
+def test_fp8_block_scales_on_a_gpu(name: str) -> None:
+    _check_block_scales((1, 1), (1800, 2504, 1096), CONFIGS[name], "cuda", torch.bfloat16)

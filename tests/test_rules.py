@@ -30,10 +30,11 @@ MAY_IMPORT = {
     "blocks": {"core", "blocks"},
     "ops": {"core", "blocks", "ops"},
     "kvcache": {"core", "blocks", "ops", "kvcache"},
-    "lab": {"core", "ops", "lab", "engine", "hf"},
+    "lab": {"core", "ops", "lab", "engine", "hf", "quantization"},
     "compat": {"core", "blocks", "ops", "compat"},
     "hf": {"core", "blocks", "ops", "compat", "hf"},
     "engine": {"core", "blocks", "kvcache", "engine"},  # operators by the package's own public names
+    "quantization": {"core", "blocks", "kvcache", "engine", "quantization"},
 }
 
 

@@ -111,7 +111,7 @@ def test_pack_takes_the_scales_of_checkpoints() -> None:
         (lambda: Weight(torch.ones(2, 3).to(FP8), format="fp8"), "the scales are missing"),
         (lambda: Weight(torch.ones(2, 3).to(FP8), torch.ones(3, 1), format="fp8"), r"float32 scales \(1, 1\)"),
         (lambda: Weight(torch.ones(2, 3), torch.ones(1, 1), format="fp8"), "must be a float8_e4m3fn matrix"),
-        (lambda: Weight(torch.ones(2, 3), format="fp7"), "there is no format 'fp7'; there are plain, fp8"),
+        (lambda: Weight(torch.ones(2, 3), format="fp7"), "there is no format 'fp7'; there are .*fp8"),
         (lambda: Weight.quantize(torch.ones(2, 3), granularity="column"), "granularity is 'column'"),
         (lambda: Weight.quantize(torch.ones(3)), "must be a float matrix"),
         (lambda: Weight.quantize(torch.ones(2, 3), activation_dtype=torch.int8), "activation_dtype is torch.int8"),
@@ -319,7 +319,10 @@ class _Ternary:
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         return (weight.data.float() * weight.scales).to(dtype)
 
-    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
+    def default_group(self, columns: int) -> tuple[int, int]:
+        return -1, -1
+
+    def quantize(self, tensor: Tensor, group_shape: tuple[int, int], symmetric: bool) -> Weight:
         scale = tensor.abs().mean().float()
         return Weight((tensor / scale).round().clamp(-1, 1).to(torch.int8), scale.view(1, 1), format="ternary")
 
@@ -530,22 +533,6 @@ def test_fp8_kernels_compile_without_spills(layer: str, rows: int) -> None:
         machine = compiled(launch, 90)
         assert machine.stack == 0, f"{launch.name} {launch.constants}: {machine.stack} bytes of stack"
         assert machine.shared <= devices.KNOWN["h200"].shared_per_block
-
-
-@pytest.mark.parametrize("columns", [-1, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_activations_are_quantized_in_one_launch_as_defined(columns: int, dtype: torch.dtype) -> None:
-    from flashkernel.blocks.quantize_triton import quantize_activations
-
-    for rows, width in ((3, 300), (5, 77), (2, 5000), (1, 1), (0, 8), (3, 0)):
-        x = torch.randn(rows, width).to(dtype) * 3
-        x[:1, :130] = 0  # a group of zeros
-        if rows > 1 and width > 4:
-            x[-1, 2], x[-1, 3] = float("nan"), 1e-7
-        data, scales = quantize_activations(x, columns)
-        expected, expected_scales = quantize_fp8_groups(x, (1, columns))
-        assert torch.equal(scales, expected_scales)
-        torch.testing.assert_close(data.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_products_in_fp8_are_those_of_rounded_activations() -> None:

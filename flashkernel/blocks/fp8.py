@@ -15,7 +15,6 @@ from torch import Tensor
 from flashkernel.core import device
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # the largest e4m3 value
 SCALE_BLOCK = 128  # elements of a dim that share a scale in block scaling, as DeepSeek-V3 stores its weights
 
 
@@ -32,23 +31,43 @@ def expand_scales(scales: Tensor, group_shape: Sequence[int], shape: Sequence[in
     return scales
 
 
-def quantize_fp8_groups(x: Tensor, group_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Returns x (..., rows, columns) in float8_e4m3fn and the scales of its groups: the largest element becomes 448.
+def in_groups(x: Tensor, group_shape: Sequence[int]) -> Tensor:
+    """Returns x (..., rows, columns) as (..., row groups, rows of one, column groups, columns of one).
 
+    Zeros fill up groups that the matrix does not.
+    """
+    sizes = x.shape[-2:]
+    each = [size if group == -1 else group for size, group in zip(sizes, group_shape)]
+    counts = [group_count(size, group) for size, group in zip(sizes, group_shape)]
+    padding = (0, counts[1] * each[1] - sizes[1], 0, counts[0] * each[0] - sizes[0])
+    padded = F.pad(x, padding) if any(padding) else x
+    return padded.unflatten(-1, (counts[1], each[1])).unflatten(-3, (counts[0], each[0]))
+
+
+def scales_for(largest: Tensor, most: float) -> Tensor:
+    """Returns the scales by which groups whose largest magnitudes are `largest` fit into [-most, most]; 1 for zeros."""
+    smallest = torch.finfo(torch.float32).tiny  # a quotient that rounds to 0 would divide by it
+    return torch.where(largest > 0, (largest * (1.0 / most)).clamp_min(smallest), 1.0)
+
+
+def quantize_fp8_groups(x: Tensor, group_shape: tuple[int, int], dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
+    """Returns x (..., rows, columns) in 8-bit floats and the scales of its groups.
+
+    The largest element of a group becomes the largest number of the dtype: 448 of float8_e4m3fn, 57344 of float8_e5m2.
     The scale of zeros is 1.
     """
-    rows, columns = x.shape[-2:]
-    each = [size if group == -1 else group for size, group in zip((rows, columns), group_shape)]
-    counts = [group_count(size, group) for size, group in zip((rows, columns), group_shape)]
-    wide = x.float()
+    wide, most = x.float(), torch.finfo(dtype).max
     if x.numel() == 0:
-        return x.to(FP8), wide.new_ones((*x.shape[:-2], *counts))
-    padding = (0, counts[1] * each[1] - columns, 0, counts[0] * each[0] - rows)
-    padded = F.pad(wide, padding) if any(padding) else wide
-    largest = padded.abs().unflatten(-1, (counts[1], each[1])).unflatten(-3, (counts[0], each[0])).amax((-3, -1))
-    smallest = torch.finfo(torch.float32).tiny  # a quotient that rounds to 0 would divide by it
-    scales = torch.where(largest > 0, (largest / FP8_MAX).clamp_min(smallest), 1.0)
-    return (wide / expand_scales(scales, group_shape, x.shape)).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+        counts = [group_count(size, group) for size, group in zip(x.shape[-2:], group_shape)]
+        return x.to(dtype), wide.new_ones((*x.shape[:-2], *counts))
+    scales = scales_for(in_groups(wide.abs(), group_shape).amax((-3, -1)), most)
+    return round_to_fp8(wide, scales, group_shape, dtype), scales
+
+
+def round_to_fp8(x: Tensor, scales: Tensor, group_shape: tuple[int, int], dtype: torch.dtype = FP8) -> Tensor:
+    """Returns x * (1 / scale) of each group in 8-bit floats, rounded to nearest; what is too large saturates."""
+    most = torch.finfo(dtype).max
+    return (x.float() * expand_scales(1 / scales, group_shape, x.shape)).clamp(-most, most).to(dtype)
 
 
 def scaled_mm_takes(b: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 A format is registered once (`register_format`): how its tensors become a matrix, how a matrix becomes its tensors, and
 which kernels read them as they are. Callers (linear layers, model loaders, the engine, `hf`) handle a `Weight` and name
-no format, so a new format changes none of them.
+no format, so a new format changes none of them. The library's own formats are in `blocks/weight_formats`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, group_count, quantize_fp8_groups
+from flashkernel.blocks.fp8 import SCALE_BLOCK, expand_scales, quantize_fp8_groups
+from flashkernel.blocks.integers import quantize_int8_groups
 
 # (rows, columns) of the matrix that share a scale; -1: all of them.
 GRANULARITIES = {"tensor": (-1, -1), "row": (1, -1), "group": (1, SCALE_BLOCK), "block": (SCALE_BLOCK, SCALE_BLOCK)}
@@ -27,19 +28,23 @@ _NAMES = {shape: name for name, shape in GRANULARITIES.items()}
 class Weight:
     """The matrix (out, in) that a linear layer multiplies by, in one of several formats.
 
-    Formats are "plain" (float32, float16 or bfloat16) and "fp8" (float8_e4m3fn with float32 scales). Element (i, j) of
-    an "fp8" matrix is data[i, j] * scales[i // rows, j // columns], where group_shape is (rows, columns).
+    Formats are "plain" (float32, float16 or bfloat16), "fp8" (float8_e4m3fn), "fp8_e5m2", "int8", "int4" (two to a
+    byte) and "mxfp4". Element (i, j) of a quantized matrix is (q[i, j] - zeros[g]) * scales[g], where q are the stored
+    values, g = (i // rows, j // columns) and group_shape is (rows, columns). The exact layouts are in the docstrings of
+    `flashkernel.blocks.weight_formats`.
     `flashkernel.linear` takes a Weight wherever it takes a tensor. A quantized Weight is frozen: gradients go through
     it to x, and it has none. torch.compile, torch.utils._pytree and state dicts (`WeightBuffers`) see its tensors.
 
     Args:
-        data: The stored elements, (out, in), or (experts, out, in) for a stack of matrices.
-        scales: float32, (out / rows, in / columns) rounded up, with the stack's dim before; None for "plain".
-        zeros: Zero points, for formats that have them; None otherwise.
+        data: The stored elements, (out, in), or (experts, out, in) for a stack of matrices; "int4" and "mxfp4" have
+            in / 2 bytes in a row.
+        scales: (out / rows, in / columns) rounded up, with the stack's dim before; float32, of "mxfp4" uint8 (powers of
+            two, biased by 127). None for "plain".
+        zeros: Zero points of asymmetric "int8" and "int4", of the scales' shape; None otherwise.
         format: Name of a registered format.
         group_shape: Rows and columns of the matrix that share a scale; -1 stands for all.
         activation_dtype: What x is rounded to before the product, with a scale for each row (for each row and 128
-            columns if group_shape has 128 columns); None keeps x as it is.
+            columns if group_shape has 128 columns): float8_e4m3fn for "fp8", int8 for "int8". None keeps x as it is.
 
     Returns:
         A Weight, which checks that its tensors fit together. `Weight.quantize` makes one from a matrix, `Weight.pack`
@@ -72,27 +77,36 @@ class Weight:
 
     @staticmethod
     def quantize(
-        tensor: Tensor, format: str = "fp8", granularity: str = "row", activation_dtype: torch.dtype | None = None
+        tensor: Tensor,
+        format: str = "fp8",
+        granularity: str | None = None,
+        activation_dtype: torch.dtype | None = None,
+        symmetric: bool = True,
     ) -> Weight:
         """Returns a matrix in another format; values are rounded to nearest, and no gradient goes back to them.
 
         Args:
-            tensor: (out, in), or (experts, out, in); float32, float16 or bfloat16.
+            tensor: (out, in), or (experts, out, in); float32, float16 or bfloat16, and finite.
             format: Name of the format.
-            granularity: What shares a scale: "tensor", "row" (of outputs), "group" (a row's 128 columns) or "block"
-                (128x128).
+            granularity: What shares a scale: "tensor", "row" (of outputs), "group" (a row's 128 columns), "block"
+                (128x128), or a size such as "1x64". None: what suits the format, "row" for those of 8 bits, "1x32" for
+                "mxfp4", and for "int4" the widest of "1x128", "1x64", "1x32" and "row" that divides a row.
             activation_dtype: As in `Weight`.
+            symmetric: False gives zero points to "int8" and "int4", for values that are not centred at 0.
         """
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or tensor.ndim < 2:
             raise ValueError(
                 f"Weight.quantize: the tensor is {tensor.dtype} {tuple(tensor.shape)}; it must be a float matrix "
                 "(out, in) or a stack of them"
             )
-        if granularity not in GRANULARITIES:
+        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
             raise ValueError(
-                f"Weight.quantize: granularity is {granularity!r}; it must be one of {', '.join(GRANULARITIES)}"
+                f"Weight.quantize: {count} of {tensor.numel()} elements are infinite or NaN; the matrix is damaged"
             )
-        found = format_named(format).quantize(tensor.detach(), GRANULARITIES[granularity])
+        chosen = format_named(format)
+        group = chosen.default_group(tensor.shape[-1]) if granularity is None else group_shape_of(granularity)
+        found = chosen.quantize(tensor.detach(), group, symmetric)
         return found if activation_dtype is None else replace(found, activation_dtype=activation_dtype)
 
     @staticmethod
@@ -101,8 +115,9 @@ class Weight:
 
         Args:
             data: The elements.
-            scales: One, one for each row (out) or (out, 1), or one for each group or block of 128.
-            zeros: Zero points, or None.
+            scales: One, one for each row (out) or (out, 1), or one for each group or block of 128; for "int8", "int4"
+                and "mxfp4" one for each group of any size that divides a row.
+            zeros: Zero points, of the scales' shape, or None.
             format: Name of the format.
         """
         return format_named(format).pack(data, scales, zeros)
@@ -220,10 +235,22 @@ def _parse(text: str) -> Layout:
     name, *rest = text.split(" ")
     if not rest:
         return Layout(name)
-    rows, _, columns = rest[0].partition("x")
-    group = GRANULARITIES[rest[0]] if rest[0] in GRANULARITIES else (int(rows), int(columns))
+    group = group_shape_of(rest[0])
     dtypes = [getattr(torch, one[2:]) for one in rest if one.startswith("x:")]
     return Layout(name, group, "zeros" in rest, dtypes[0] if dtypes else None)
+
+
+def group_shape_of(granularity: str) -> tuple[int, int]:
+    """(rows, columns) that share a scale, from a name ("row") or a size ("1x64"); ValueError for anything else."""
+    if granularity in GRANULARITIES:
+        return GRANULARITIES[granularity]
+    rows, _, columns = granularity.partition("x")
+    if not all(size == "-1" or (size.isdecimal() and int(size)) for size in (rows, columns)):
+        raise ValueError(
+            f"Weight: granularity is {granularity!r}; it must be one of {', '.join(GRANULARITIES)}, or rows and "
+            "columns such as 1x64"
+        )
+    return int(rows), int(columns)
 
 
 def _rebuilt(tensors: list[Tensor], layout: Layout) -> Weight:
@@ -280,8 +307,11 @@ class WeightFormat(Protocol):
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """The matrix in `dtype`."""
 
-    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
-        """A matrix in this format."""
+    def default_group(self, columns: int) -> tuple[int, int]:
+        """What shares a scale in a matrix of so many columns, where nothing else is asked for."""
+
+    def quantize(self, tensor: Tensor, group_shape: tuple[int, int], symmetric: bool) -> Weight:
+        """A matrix in this format. ValueError if its groups or zero points are not those of the format."""
 
     def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
         """A checkpoint's tensors in the layout that kernels read."""
@@ -311,133 +341,6 @@ def format_named(name: str) -> WeightFormat:
     return _FORMATS[name]
 
 
-class Plain:
-    """Floats as they are: the tensor itself."""
-
-    name = "plain"
-
-    def shape(self, data: Tensor) -> torch.Size:
-        return data.shape
-
-    def problem(self, weight: Weight) -> str | None:
-        if weight.scales is not None or weight.zeros is not None or weight.activation_dtype is not None:
-            return "a plain weight has no scales, no zeros and no activation_dtype"
-        if weight.data.dtype.itemsize < 2 or not weight.data.is_floating_point() or weight.data.ndim < 2:
-            return f"plain data is {weight.data.dtype} {tuple(weight.data.shape)}; it must be a float matrix (out, in)"
-        return None
-
-    def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        return weight.data.to(dtype)
-
-    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
-        return Weight(tensor)
-
-    def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
-        return Weight(data, scales, zeros)
-
-    def rows(self, weight: Weight, rows: slice) -> Weight:
-        return Weight(weight.data[..., rows, :])
-
-    def concatenate(self, weights: Sequence[Weight]) -> Weight:
-        return Weight(torch.cat([weight.data for weight in weights], -2))
-
-    def declines(self, backend: str, layout: Layout) -> str | None:
-        return None
-
-
-class Fp8:
-    """float8_e4m3fn with float32 scales for the tensor, its rows, or blocks of it."""
-
-    name = "fp8"
-
-    def shape(self, data: Tensor) -> torch.Size:
-        return data.shape
-
-    def problem(self, weight: Weight) -> str | None:
-        data, scales, group = weight.data, weight.scales, weight.group_shape
-        if data.dtype != FP8 or data.ndim < 2:
-            return f"fp8 data is {data.dtype} {tuple(data.shape)}; it must be a float8_e4m3fn matrix (out, in)"
-        if weight.zeros is not None:
-            return "fp8 has no zeros"
-        if any(size != -1 and size < 1 for size in group):
-            return f"group_shape is {group}; sizes are positive, or -1 for all"
-        wanted = (*data.shape[:-2], *[group_count(size, each) for size, each in zip(data.shape[-2:], group)])
-        if scales is None or scales.dtype != torch.float32 or tuple(scales.shape) != wanted:
-            given = "missing" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
-            return (
-                f"the scales are {given}; data {tuple(data.shape)} in groups of {group} has float32 scales {wanted}; "
-                "Weight.pack takes those of checkpoints"
-            )
-        if scales.device != data.device:
-            return f"the data is on {data.device} and the scales are on {scales.device}; move one of them"
-        if weight.activation_dtype not in (None, FP8):
-            return f"activation_dtype is {weight.activation_dtype}; fp8 weights take x as it is or in {FP8}"
-        return None
-
-    def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        wide = torch.promote_types(dtype, torch.float32)
-        scales = expand_scales(_scales_of(weight).to(wide), weight.group_shape, weight.data.shape)
-        return (weight.data.to(wide) * scales).to(dtype)
-
-    def quantize(self, tensor: Tensor, group_shape: tuple[int, int]) -> Weight:
-        return Weight(*quantize_fp8_groups(tensor, group_shape), format="fp8", group_shape=group_shape)
-
-    def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
-        if scales is None:
-            raise ValueError("Weight.pack: fp8 data comes with scales; none were given")
-        (rows, columns), stack = data.shape[-2:], data.shape[:-2]
-        for group in GRANULARITIES.values():
-            wanted = (*stack, group_count(rows, group[0]), group_count(columns, group[1]))
-            # One scale for a matrix is also stored as (), and one for each row as (out,).
-            short = {"tensor": stack, "row": (*stack, rows)}.get(_NAMES[group])
-            if tuple(scales.shape) == wanted or tuple(scales.shape) == short or (short == () and scales.shape == (1,)):
-                return Weight(data, scales.float().reshape(wanted), zeros, "fp8", group)
-        raise ValueError(
-            f"Weight.pack: fp8 data {tuple(data.shape)} has one scale, one for each row, or one for each 128 columns "
-            f"of a row or of 128 rows; scales {tuple(scales.shape)} are none of these"
-        )
-
-    def rows(self, weight: Weight, rows: slice) -> Weight:
-        if weight.group_shape[0] == -1:
-            return replace(weight, data=weight.data[..., rows, :])
-        each = self._scale_for_each_row(weight)  # rows of a slice lie anywhere in a group
-        return replace(each, data=each.data[..., rows, :], scales=_scales_of(each)[..., rows, :])
-
-    def concatenate(self, weights: Sequence[Weight]) -> Weight:
-        each, columns = weights[0].group_shape
-        if any(weight.group_shape[1] != columns for weight in weights):
-            raise ValueError(f"Weight.concatenate: {', '.join(map(repr, weights))} have scales of different columns")
-        whole = each > 1 and all(
-            weight.group_shape[0] == each and (weight is weights[-1] or weight.data.shape[-2] % each == 0)
-            for weight in weights
-        )
-        parts = list(weights) if whole else [self._scale_for_each_row(weight) for weight in weights]
-        data, scales = torch.cat([part.data for part in parts], -2), torch.cat([_scales_of(part) for part in parts], -2)
-        return replace(weights[0], data=data, scales=scales, group_shape=parts[0].group_shape)
-
-    def _scale_for_each_row(self, weight: Weight) -> Weight:
-        scales, rows = _scales_of(weight), weight.data.shape[-2]
-        each, columns = weight.group_shape
-        if each == 1:
-            return weight
-        scales = scales.expand(*scales.shape[:-2], rows, -1) if each == -1 else scales.repeat_interleave(each, -2)
-        return replace(weight, scales=scales.narrow(-2, 0, rows), group_shape=(1, columns))
-
-    def declines(self, backend: str, layout: Layout) -> str | None:
-        if backend != "triton":
-            return f"its kernels read float weights, not {self.name}"
-        if layout.group_shape not in (GRANULARITIES["tensor"], GRANULARITIES["row"]):
-            return "its kernels apply scales to finished sums: one for the tensor or for each row, not for blocks"
-        if layout.activation_dtype is not None:
-            return "its kernels take x as it is; this weight asks for x in 8 bits"
-        return None
-
-
-def _scales_of(weight: Weight) -> Tensor:
-    assert weight.scales is not None
-    return weight.scales
-
-
 def rounded_activations(x: Tensor, weight: Weight) -> Tensor:
     """Returns x (..., in) as it is after rounding to the weight's activation_dtype, in x's dtype.
 
@@ -447,7 +350,8 @@ def rounded_activations(x: Tensor, weight: Weight) -> Tensor:
         return x
     group = (1, weight.group_shape[1])
     flat = x.detach().reshape(-1, x.shape[-1])
-    data, scales = quantize_fp8_groups(flat, group)
+    quantize = quantize_int8_groups if weight.activation_dtype == torch.int8 else quantize_fp8_groups
+    data, scales = quantize(flat, group)
     wide = torch.promote_types(x.dtype, torch.float32)
     rounded = (data.to(wide) * expand_scales(scales.to(wide), group, flat.shape)).to(x.dtype).view(x.shape)
     return rounded + (x - x.detach())  # the difference is 0, and has x's gradient
@@ -470,10 +374,6 @@ def check_main_grads(function: str, main_grads: Sequence[Tensor], weights: Seque
                 f"{function}: a main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; it must be "
                 f"float32 or {weight.dtype}, {tuple(weight.shape)} on {weight.device}, and require no gradient"
             )
-
-
-register_format(Plain())
-register_format(Fp8())
 
 
 class WeightBuffers(nn.Module):
@@ -524,3 +424,7 @@ class WeightBuffers(nn.Module):
     def extra_repr(self) -> str:
         """The weight's own text."""
         return repr(self.weight)
+
+
+# Each registers itself; they need the names above.
+from flashkernel.blocks.weight_formats import float8, int4, int8, mxfp4, plain  # noqa: E402, F401

@@ -74,7 +74,9 @@ def compare(
     if actual.numel() == 0:
         return Report(name, True, 0.0, 0.0)
     if not actual.is_floating_point():
-        wrong = int((actual != expected.to(actual.dtype)).sum())
+        steps = tolerance.integer_steps
+        differs = actual != expected.to(actual.dtype) if not steps else (actual.long() - expected.long()).abs() > steps
+        wrong = int(differs.sum())
         return Report(name, wrong == 0, float(wrong), 0.0, f"{wrong} of {actual.numel()} differ" if wrong else "")
     if bool(actual.isnan().any()):
         return _failed(name, f"{int(actual.isnan().sum())} of {actual.numel()} are NaN")

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "add_tile",
+    "async_copy",
     "consumer_release",
     "descriptor_fields",
     "fence_async_shared",
@@ -39,6 +40,7 @@ __all__ = [
     "mbarrier",
     "named_barrier_arrive",
     "named_barrier_sync",
+    "named_barrier_sync_warpgroup",
     "new_barriers",
     "reinterpret",
     "specialize_warps",
@@ -76,10 +78,10 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
 @builtin
 def specialize_warps(
     consumer: Any, consumer_args: Any, num_consumers: Any, consumer_registers: Any, producer: Any, producer_args: Any,
-    producer_registers: Any, _semantic: Any = None, _generator: Any = None,
+    producer_registers: Any, producer_warps: Any = 1, _semantic: Any = None, _generator: Any = None,
 ) -> None:  # fmt: skip
-    """Run `consumer(w, *consumer_args)` in `num_consumers` warpgroups and `producer(*producer_args)` in one warp.
-    Registers are per thread.
+    """Run `consumer(w, *consumer_args)` in `num_consumers` warpgroups and `producer(*producer_args)` in one warp, or
+    in `producer_warps`. Registers are per thread.
 
     `gl.warp_specialize` takes its partitions as a list, and a list of functions cannot be computed inside a kernel.
     """
@@ -87,8 +89,9 @@ def specialize_warps(
     consumer_args = [gl.constexpr(x) if isinstance(x, GluonJITFunction) else x for x in consumer_args]
     partitions = [(consumer, gl.tuple([gl.constexpr(w), *consumer_args])) for w in range(count)]
     workers = count - 1  # the first consumer runs in the kernel's own warps
+    warps = int(getattr(producer_warps, "value", producer_warps))
     gl.warp_specialize(
-        [*partitions, (producer, producer_args)], [4] * workers + [1], registers[:1] * workers + registers[1:],
+        [*partitions, (producer, producer_args)], [4] * workers + [warps], registers[:1] * workers + registers[1:],
         _semantic=_semantic, _generator=_generator,
     )  # fmt: skip
 
@@ -139,6 +142,23 @@ def named_barrier_sync(barrier, NUM_CONSUMERS: gl.constexpr):
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     name = lane * 0 + (barrier + FIRST_NAMED_BARRIER)
     gl.inline_asm_elementwise(_SYNC[NUM_CONSUMERS * 128 + 32], "=r,r", [name], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_SYNC_FIRST_WARP = gl.constexpr({
+    count: "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
+    f"setp.lt.u32 first, thread, 32; @first barrier.cta.sync $1, {count}; mov.b32 $0, $1; }}"
+    for count in _THREADS
+})  # fmt: skip
+
+
+@gluon.jit
+def named_barrier_sync_warpgroup(barrier, NUM_CONSUMERS: gl.constexpr):
+    """`named_barrier_sync` of a producer of four warps: the first one waits at the barrier, the others for it."""
+    lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    name = lane * 0 + (barrier + FIRST_NAMED_BARRIER)
+    text: gl.constexpr = _SYNC_FIRST_WARP[NUM_CONSUMERS * 128 + 32]
+    gl.inline_asm_elementwise(text, "=r,r", [name], dtype=gl.int32, is_pure=False, pack=1)
+    synchronize()
 
 
 class _CachedReprLayout(gl.NVMMASharedLayout):

@@ -110,6 +110,7 @@ class Tolerance:
     floor32: float | None = None  # the floor in float32, where a GPU's exponentials, good to 2 roundings, show
     of_inputs: str = ""
     through: torch.dtype | None = None  # what results are rounded to on the way, where that is narrower than both
+    integer_steps: int = 0  # how far integers may be off: 1 where they are rounded results, which fall to either side
 
 
 @dataclass(frozen=True)

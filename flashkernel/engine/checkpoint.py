@@ -10,15 +10,13 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from flashkernel import Weight
 from flashkernel.engine.config import HFConfig, ModelError
 from flashkernel.engine.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
-# e2m1 values of MXFP4, by their four bits
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Checkpoint(Protocol):
@@ -34,8 +32,8 @@ class Checkpoint(Protocol):
         """Names of the stored tensors."""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU; it may be a view of the file."""
+    def read(self, name: str) -> Tensor | Weight:
+        """A tensor on the CPU, which may be a view of the file; experts in MXFP4 as a `Weight` (experts, out, in)."""
         ...
 
     def tokenizer(self) -> Tokenizer | None:
@@ -78,11 +76,17 @@ class SafetensorsCheckpoint:
         packed = {name.removesuffix("_blocks") for name in found if name.endswith("_blocks")}
         return {name for name in found if not name.endswith(("_blocks", "_scales"))} | packed
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor | Weight:
         name = name.removeprefix(self._stripped)
         if name in self._files:
             return self._stored(name)
-        return unpack_mxfp4(self._stored(name + "_blocks"), self._stored(name + "_scales"))
+        for part in (name + "_blocks", name + "_scales"):
+            if part not in self._files:
+                raise ModelError(f"{self.path}: {part} is missing; the model is incomplete, get it again")
+        try:
+            return Weight.pack(self._stored(name + "_blocks"), self._stored(name + "_scales"), format="mxfp4")
+        except ValueError as error:
+            raise ModelError(f"{self.path}: {name}: {error}") from error
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_folder(self.path)
@@ -138,16 +142,3 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path}: it must hold one JSON object, and holds a {type(found).__name__}")
     return found
-
-
-def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantizes experts in MXFP4 (gpt-oss): blocks [experts, out, groups, 16 bytes] -> bfloat16 [experts, in, out].
-
-    A byte holds two values, the first in its low bits; each group of 32 has an exponent, biased by 127.
-    """
-    table = torch.tensor(_FP4, dtype=torch.bfloat16)
-    parts = []
-    for block, scale in zip(blocks, scales):  # expert by expert: the indices take four times the memory
-        codes = torch.stack((block & 15, block >> 4), -1).flatten(-2).to(torch.int32)  # [out, groups, 32]
-        parts.append(torch.ldexp(table[codes], scale.to(torch.int32)[..., None] - 127).to(torch.bfloat16).flatten(1))
-    return torch.stack(parts).transpose(1, 2)

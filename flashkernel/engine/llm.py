@@ -15,7 +15,7 @@ import torch
 
 from flashkernel.core import device as devices
 from flashkernel.engine import hub
-from flashkernel.engine.checkpoint import open_checkpoint
+from flashkernel.engine.checkpoint import Checkpoint, open_checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.llm_engine import LLMEngine
 from flashkernel.engine.model_loader import load_model
@@ -31,7 +31,7 @@ from flashkernel.kvcache.storage import bytes_per_page
 Prompt = str | Sequence[int]  # a text, or token ids
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
 CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE = 2**31, 0.25
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -54,8 +54,9 @@ class EngineArgs:
         block_size: Tokens of a KV cache block (page): a power of two from 16 to 256. 16 on a GPU, 64 on a CPU.
         kv_cache_tokens: Size of the KV cache in tokens; by default what fits.
         kv_cache_dtype: "float8_e4m3fn" or "int8" store keys and values in one byte; by default `dtype`.
-        quantization: "fp8" stores the layers' projections in float8_e4m3fn with a scale for each output; by default
-            they are as the checkpoint has them.
+        quantization: "fp8", "int8", "int4" or "mxfp4" stores the layers' projections in that format of
+            `flashkernel.Weight`, rounded to nearest; by default they are as the checkpoint has them. GPU kernels read
+            "fp8"; the others are dequantized for each product, which saves memory and not time.
         gpu_memory_utilization: Share of a GPU's memory to use, weights included.
         enforce_eager: No CUDA graphs.
         enable_prefix_caching: Sequences that begin alike share blocks.
@@ -411,10 +412,17 @@ def _load(
     path: Path, args: EngineArgs, progress: Callable[[int, int], None] | None
 ) -> tuple[Transformer, Tokenizer | None]:
     checkpoint = open_checkpoint(path)
-    device = _device(args.device)
-    stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
-    dtype = _dtype(args.dtype, stored, devices.properties(device))
+    device, dtype = device_and_dtype(checkpoint, args.device, args.dtype)
     return load_model(checkpoint, device, dtype, progress, args.quantization), checkpoint.tokenizer()
+
+
+def device_and_dtype(checkpoint: Checkpoint, device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """Where a checkpoint is loaded, and in which dtype: what is asked for, else what suits the machine."""
+    target = _device(device)
+    stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"engine: dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return target, _dtype(dtype, stored, devices.properties(target))
 
 
 def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.dtype:

@@ -12,9 +12,11 @@ from flashkernel import Weight
 from flashkernel.engine.architectures import StoredWeight, architecture_of
 from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
+from flashkernel.engine.quantized_checkpoint import StoredQuantization
 from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelWeights, Transformer
 
-SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of a weight in fp8: vLLM's and DeepSeek's names; both multiply
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of an 8-bit weight: vLLM's and DeepSeek's names; both multiply
+_FORMATS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
 
 
 def load_model(
@@ -26,11 +28,11 @@ def load_model(
 ) -> Transformer:
     """Loads a model; calls `progress(layers loaded, layers)` after each layer.
 
-    With `quantization`, the name of a `Weight` format, projections are quantized with a scale for each output.
+    With `quantization`, the name of a `Weight` format, projections are quantized with that format's default groups.
     """
     architecture = architecture_of(checkpoint.config)
     config = architecture.configure(checkpoint.config)
-    loader = _WeightLoader(checkpoint, config, device, dtype)
+    loader = _WeightLoader(checkpoint, config, device, dtype, quantization)
     found = loader.load(architecture.model_weights, "")
     if config.tie_word_embeddings:
         found["lm_head"] = found["embedding"] = _laid_out(_dense(found["embedding"], dtype))
@@ -60,7 +62,7 @@ def _laid_out(weight: Tensor | Weight, quantization: str | None = None) -> Tenso
     if isinstance(weight, Weight):  # as the checkpoint has it
         return weight
     if quantization is not None:
-        return Weight.quantize(weight, quantization, "row")
+        return Weight.quantize(weight, quantization)
     transposed = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.ndim == 2
     return weight.T.contiguous().T if transposed and weight.shape[0] > weight.shape[1] else weight
 
@@ -68,8 +70,17 @@ def _laid_out(weight: Tensor | Weight, quantization: str | None = None) -> Tenso
 class _WeightLoader:
     """Builds weights from stored tensors and records which tensors were used."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str | None,
+    ) -> None:
         self.checkpoint, self.config, self.device, self.dtype = checkpoint, config, device, dtype
+        self.keep_mxfp4 = quantization == "mxfp4"
+        self.stored = StoredQuantization.of(checkpoint.config)
         self.names = set(checkpoint.names)
         self.unused = set(self.names)
 
@@ -78,7 +89,7 @@ class _WeightLoader:
 
     def _weight(self, stored: StoredWeight, prefix: str) -> Tensor | Weight | None:
         names = [prefix + name for name in stored.names]
-        if stored.optional and not any(name in self.names for name in names):
+        if stored.optional and not any(self._is_there(name) for name in names):
             return None
         if any("{expert}" in name for name in names):
             experts = range(self.config.num_experts)
@@ -86,35 +97,70 @@ class _WeightLoader:
             found = Weight.stack(each) if isinstance(each[0], Weight) else torch.stack(each)
         else:
             found = self._concatenated(names)
+        transposed = stored.transposed
+        if isinstance(found, Weight) and found.format == "mxfp4" and transposed:  # stored (out, in) all the same
+            if self.keep_mxfp4:
+                return found.to(self.device)
+            return torch.stack([found[expert].dequantize(self.dtype).to(self.device) for expert in range(len(found))])
+        if isinstance(found, Weight) and found.format == "plain":
+            found = found.data
         if isinstance(found, Weight):
-            if stored.transposed:
+            if transposed:
                 raise ModelError(f"{self.checkpoint.config.source}: {names[0]} is quantized and stored (in, out)")
             return found.to(self.device)
-        if stored.transposed:
+        if transposed:
             found = found.transpose(-1, -2)
         return found.to(self.device, self.dtype).contiguous()
 
+    def _is_there(self, name: str) -> bool:
+        return name in self.names or (self.stored is not None and bool(self.stored.part_names(name, self.names)))
+
     def _concatenated(self, names: list[str]) -> Any:
-        """The tensors' rows in one: a tensor, or a `Weight` if they are stored in fp8 with scales."""
-        missing = [name for name in names if name not in self.names]
+        """The tensors' rows in one: a tensor, or a `Weight` if they are stored quantized."""
+        missing = [name for name in names if not self._is_there(name)]
         if missing:
             source = self.checkpoint.config.source
             raise ModelError(f"{source}: {', '.join(missing)} are missing; the model is incomplete, get it again")
-        self.unused.difference_update(names)
-        parts = [self.checkpoint.read(name) for name in names]
-        if parts[0].dtype == torch.float8_e4m3fn:
-            return Weight.concatenate([self._packed(name, part) for name, part in zip(names, parts)])
+        parts: list[Any] = [self._part(name) for name in names]
+        if any(isinstance(part, Weight) for part in parts):
+            parts = [part if isinstance(part, Weight) else Weight(part) for part in parts]
+            try:
+                return Weight.concatenate(parts)
+            except ValueError as error:
+                raise ModelError(f"{self.checkpoint.config.source}: {', '.join(names)}: {error}") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _part(self, name: str) -> Tensor | Weight:
+        """One stored weight."""
+        if name not in self.names:
+            assert self.stored is not None
+            stored = self.stored.part_names(name, self.names)
+            self.unused.difference_update(stored.values())
+            tensors: Any = {part: self.checkpoint.read(full) for part, full in stored.items()}
+            return self._checked(name, lambda: self.stored.read(tensors))  # type: ignore[union-attr]
+        self.unused.discard(name)
+        found = self.checkpoint.read(name)
+        if isinstance(found, Tensor) and found.dtype in _FORMATS:
+            return self._packed(name, found)
+        return found
+
     def _packed(self, name: str, data: Tensor) -> Weight:
-        """A weight in fp8 with its scales. x stays as it is, whatever the checkpoint rounds it to."""
+        """A weight in 8 bits with its scales. x stays as it is, whatever the checkpoint rounds it to."""
         found = [name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self.names]
         if not found:
-            raise ModelError(f"{self.checkpoint.config.source}: {name} is in float8_e4m3fn and has no scales")
-        self.unused.difference_update(found)
+            kind = str(data.dtype).removeprefix("torch.")
+            raise ModelError(f"{self.checkpoint.config.source}: {name} is in {kind} and has no scales")
+        point = name + "_zero_point"
+        self.unused.difference_update([*found, point])
         self.unused.discard(name.removesuffix("weight") + "input_scale")
+        scales: Any = self.checkpoint.read(found[0])
+        zeros: Any = self.checkpoint.read(point) if point in self.names else None
+        return self._checked(name, lambda: Weight.pack(data, scales, zeros, _FORMATS[data.dtype]))
+
+    def _checked(self, name: str, make: Callable[[], Weight]) -> Weight:
+        """ModelError if the tensors of a weight do not fit together."""
         try:
-            return Weight.pack(data, self.checkpoint.read(found[0]), format="fp8")
+            return make()
         except ValueError as error:
             raise ModelError(f"{self.checkpoint.config.source}: {name}: {error}") from error
 

@@ -106,13 +106,13 @@ class Transformer:
         return sum(found.values())
 
     def quantized(self, format: str) -> Transformer:
-        """The model with its layers' projections in another `Weight` format, a scale for each output."""
+        """The model with its layers' projections in another `Weight` format, with that format's default groups."""
         layers = []
         for layer in self.layers:
             found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
             for name, projection in found.items():
                 if isinstance(projection, Tensor):
-                    found[name] = Weight.quantize(projection, format, "row")
+                    found[name] = Weight.quantize(projection, format)
             layers.append(replace(layer, **found))
         return Transformer(self.config, self.weights, layers)
 
@@ -126,21 +126,39 @@ class Transformer:
         Returns:
             Logits in float32, [logits_indices, vocab].
         """
-        weights, config = self.weights, self.config
+        weights = self.weights
         x = F.embedding(model_input.input_ids, weights.embedding)
         if weights.position_embedding is not None:
             x = x + F.embedding(model_input.step.positions, weights.position_embedding)
         run = forward_pass.select(self, model_input, pages)
-        for layer, window, layer_pages in zip(self.layers, config.sliding_windows, pages):
-            qkv = run.norm_linear(
-                x, layer.attention_norm, layer.attention_norm_bias, layer.qkv_proj, layer.qkv_proj_bias
-            )
-            q = run.write_kv(qkv.view(x.shape[0], -1, config.head_dim), layer, layer_pages)
-            o = run.attention(q, layer_pages, window, layer.sinks)
-            x = run.linear_residual(o, layer.o_proj, layer.o_proj_bias, x)
-            x = run.mlp(x, layer)
+        for index, (layer, layer_pages) in enumerate(zip(self.layers, pages)):
+            x = self.forward_layer(run, x, layer, index, layer_pages)
         if model_input.logits_indices is not None:
             x = x[model_input.logits_indices]
+        return self.logits(run, x)
+
+    def forward_layer(
+        self, run: forward_pass.ForwardPass, x: Tensor, layer: LayerWeights, index: int, pages: LayerPages
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] after a decoder layer.
+
+        Args:
+            run: The operators of the pass.
+            x: Hidden states before the layer.
+            layer: Its weights, which need not be the model's own.
+            index: Its number, which says what its window is.
+            pages: KV pages of the layer; keys and values of the tokens are written there.
+        """
+        config = self.config
+        qkv = run.norm_linear(x, layer.attention_norm, layer.attention_norm_bias, layer.qkv_proj, layer.qkv_proj_bias)
+        q = run.write_kv(qkv.view(x.shape[0], -1, config.head_dim), layer, pages)
+        o = run.attention(q, pages, config.sliding_windows[index], layer.sinks)
+        x = run.linear_residual(o, layer.o_proj, layer.o_proj_bias, x)
+        return run.mlp(x, layer)
+
+    def logits(self, run: forward_pass.ForwardPass, x: Tensor) -> Tensor:
+        """Logits in float32 of hidden states x [tokens, hidden], by the operators of the pass `run`."""
+        weights = self.weights
         return run.norm_linear(
             x, weights.final_norm, weights.final_norm_bias, weights.lm_head, None, out_dtype=torch.float32
         )

@@ -28,7 +28,7 @@ class QuantizedLinear(WeightBuffers):
 
 
 def quantize(
-    model: _Model, format: str = "fp8", granularity: str = "row", skip: tuple[str, ...] = ("lm_head",)
+    model: _Model, format: str = "fp8", granularity: str | None = None, skip: tuple[str, ...] = ("lm_head",)
 ) -> _Model:
     """Replaces the linear layers of a model by layers with quantized weights, in place.
 
@@ -38,7 +38,7 @@ def quantize(
     Args:
         model: A Transformers model, or any module with torch.nn.Linear layers inside.
         format: A format of `flashkernel.Weight`.
-        granularity: What shares a scale, as in `flashkernel.Weight.quantize`.
+        granularity: What shares a scale, as in `flashkernel.Weight.quantize`; None: what suits the format.
         skip: Layers whose names end so stay as they are.
 
     Returns:

@@ -6,7 +6,7 @@ docs from `results/`. `<!-- results:rms_norm 16384x* -->` keeps the cases that m
 memory instead of times, and
 `<!-- results:e2e llama-3.2-1b-* -->` shows whole models; the name is that of the results file. Tables made of several
 files are report blocks (`report_blocks`), and `<!-- results:cuda_resources ops/attention/* -->` shows what compiled
-CUDA C++ kernels take (lab/cuda_resources.py).
+CUDA C++ kernels take (lab/cuda_resources.py); `<!-- results:quality -->` shows perplexities (lab/quality.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables
 from flashkernel.lab.generation_tables import RATIO
-from flashkernel.lab.results import CUDA_RESOURCES, GenerationRecord, Record, load_folder
+from flashkernel.lab.results import CUDA_RESOURCES, QUALITY, GenerationRecord, Record, load_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -217,6 +217,10 @@ def regenerate(text: str, results: Path) -> str:
     def renew(found: re.Match[str]) -> str:
         if found["op"] == Path(CUDA_RESOURCES).stem:
             return f"{found[1]}{_resources_block(results, found['glob'])}\n{found['end']}"
+        if found["op"] == Path(QUALITY).stem:
+            from flashkernel.lab import quality  # it imports the engine
+
+            return f"{found[1]}{quality.block(results) or UNMEASURED}\n{found['end']}"
         statistic = MEMORY if found["memory"] else "p50"
         block = _block(found["op"], found["glob"], found["dtype"], statistic, measured)
         return f"{found[1]}{block}\n{found['end']}"

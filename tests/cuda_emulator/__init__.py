@@ -105,7 +105,7 @@ def launch(kernel: Kernel, grid: Any, block: Any, args: Sequence[Any], shared: i
 
 
 class _Storage(ctypes.Structure):
-    """As in machine.h: a tensor's storage, and room for where the kernel sees it."""
+    """As in machine/fibers.h: a tensor's storage, and room for where the kernel sees it."""
 
     _fields_ = [
         ("data", ctypes.c_void_p), ("size", ctypes.c_size_t), ("region", ctypes.c_void_p), ("copy", ctypes.c_void_p),
@@ -209,15 +209,17 @@ def _cache() -> Path:
 
 
 def _machine() -> Path:
-    """The folder of machine.h, precompiled: it and CUDA's headers take longer to read than a kernel."""
-    text = (FOLDER / "machine.h").read_text()
-    folder = _cache() / f"machine-{_digest(text, _compiler(), FLAGS, nvrtc.include_dirs())[:16]}"
+    """The folder of machine.h, precompiled: it, its parts and CUDA's headers take longer to read than a kernel."""
+    paths = [FOLDER / "machine.h", *sorted((FOLDER / "machine").glob("*.h"))]
+    texts = {str(path.relative_to(FOLDER)): path.read_text() for path in paths}
+    folder = _cache() / f"machine-{_digest(texts, _compiler(), FLAGS, nvrtc.include_dirs())[:16]}"
     with _lock:
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=folder.parent) as making:
                 header = Path(making) / "made" / "machine.h"
-                header.parent.mkdir()
-                header.write_text(text)
+                (header.parent / "machine").mkdir(parents=True)
+                for name, text in texts.items():
+                    (header.parent / name).write_text(text)
                 _gpp([*FLAGS, "-x", "c++-header", header, "-o", f"{header}.gch"], "machine.h")
                 with suppress(OSError):  # another process was faster
                     header.parent.replace(folder)

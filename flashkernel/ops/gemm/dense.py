@@ -10,16 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flashkernel.blocks.fp8 import quantize_fp8_groups
 from flashkernel.blocks.weight import Weight
-from flashkernel.core.arguments import unit_stride
-from flashkernel.core.op import resolve
 from flashkernel.ops.gemm.params import LinearParams
 from flashkernel.ops.matmul import matmul
 from flashkernel.ops.norm import rms_norm
+from flashkernel.ops.quant import quantize
 
 _matmul: Any = matmul  # returns one tensor or two, depending on its arguments
-_QUANTIZE = "flashkernel.blocks.quantize_triton:quantize_activations"
 
 
 def linear(
@@ -80,9 +77,5 @@ def _product(
 def _quantized_product(x: Tensor, weight: Weight, options: dict[str, Any]) -> Tensor:
     """A product of x, quantized here with a scale for each row or each row's 128 columns, and a weight in fp8."""
     assert weight.scales is not None
-    columns = weight.group_shape[1]
-    if x.device.type == "cpu":
-        data, x_scales = quantize_fp8_groups(x, (1, columns))
-    else:
-        data, x_scales = resolve(_QUANTIZE)(unit_stride(x), columns)
+    data, x_scales = quantize(x, weight.data.dtype, "row" if weight.group_shape[1] == -1 else "group")
     return _matmul(data, weight.data.t(), a_scale=x_scales, b_scale=weight.scales.t(), **options)

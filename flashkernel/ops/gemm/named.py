@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import FP8
-from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.ops.gemm import api
 from flashkernel.ops.gemm import reference as plain
 
@@ -29,6 +29,13 @@ def reference(x: Tensor, weight: Tensor, **given: Any) -> Any:
 def gathered(function: Callable[..., Any], x: Tensor, weight: Any, given: dict[str, Any]) -> Any:
     """A function of lists, called with named tensors and options."""
     activation_dtype = given.pop("activation_dtype", None)
+    format = given.pop("format", None)
+    if format is not None:  # the float matrix in another format; the values are the same in every dtype of the check
+        layout = Layout.parse(format)
+        shape = "x".join(map(str, layout.group_shape))
+        weight = Weight.quantize(weight.float(), layout.format, shape, symmetric=not layout.zeros)
+        if activation_dtype is not None:
+            weight = replace(weight, activation_dtype=activation_dtype)
     scales = {name: given.pop(f"{name}_scales") for name in ("weight", *_MORE) if f"{name}_scales" in given}
     for name, values in scales.items():  # a check in float64 has widened both, which loses nothing
         data = weight if name == "weight" else given[name]

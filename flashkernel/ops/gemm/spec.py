@@ -197,6 +197,11 @@ def _fp8(name: str, scales: str, present: tuple[str, ...] = (), axes: Axes | Non
     return replace(case, dtype_of=dict.fromkeys(weights, FP8))
 
 
+def _format(name: str, format: str, present: tuple[str, ...] = (), axes: Axes | None = None, **options: Any) -> Case:
+    """A case with a weight in a format that is dequantized; sizes drawn at random need not divide its groups."""
+    return replace(_case(name, present, axes, format=format, **options), gradients=False)
+
+
 _CASES = (
     _case("plain"),
     _case("one-row", axes={"rows": (), "inner": 300}),
@@ -260,6 +265,18 @@ _CASES = (
     replace(_fp8("fp8-transposed", "row", ("bias",), {"rows": 6, "inner": 32}), layout="transposed"),
     _fp8("fp8-no-rows", "row", ("bias",), {"rows": (0, 3)}),
     _fp8("fp8-no-inner", "block", ("bias",), {"inner": 0}),
+    _format("fp8-e5m2", "fp8_e5m2 row", ("bias",)),
+    _format("int8", "int8 row", ("bias",), {"inner": 77}, activation="silu"),
+    _format("int8-tensor", "int8 tensor", ("residual",), {"columns": 33}),
+    _format("int8-zeros", "int8 row zeros", (), {"rows": 9}),
+    _format("int8-activations", "int8 row", ("bias",), {"inner": 48}, activation_dtype=torch.int8),
+    _format("int4", "int4 1x32", ("bias",), {"inner": 64}),
+    _format("int4-zeros", "int4 1x64 zeros", ("bias",), {"inner": 128, "columns": 26}, activation="swiglu"),
+    _format("int4-row", "int4 row", ("residual",), {"columns": 21, "inner": 46}),
+    _format("int4-group", "int4 group", ("bias",), {"rows": 17, "inner": 256}, scale=0.5),
+    _format("int4-no-rows", "int4 1x32", ("bias",), {"rows": (0, 3), "inner": 64}),
+    _format("mxfp4", "mxfp4 1x32", ("bias",), {"inner": 96}),
+    _format("mxfp4-many-rows", "mxfp4 1x32", (), {"rows": 65, "inner": 64}, activation="gelu"),
 )  # fmt: skip
 
 
@@ -268,7 +285,7 @@ _ROWS = ((1, 2, 7, 8, 9, 17), (1, 2, 7, 8, 9, 16, 33, 63, 64, 65, 130))  # small
 
 def _random_case(rng: Rng, case: Case) -> Case:
     """One weight with any epilogue, gate and up, or up to three weights; biases for all weights or none."""
-    drawn_here = ("activation", "packed", "splits", "activation_dtype")
+    drawn_here = ("activation", "packed", "splits", "activation_dtype", "format")
     options = {name: value for name, value in case.options.items() if name not in drawn_here}
     axes = dict(case.axes)
     if not rng.empty():

@@ -8,24 +8,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.activation import NATIVE, apply_gate
+from flashkernel.blocks.epilogue import GATES
+from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core.op import Case, Op
-from flashkernel.ops.matmul.torch import matmul, matmul_dact
+from flashkernel.ops.matmul.reference import as_matrices
+from flashkernel.ops.matmul.torch import matmul_dact
+
+_OPTIONS = {"activation", "scale", "packed"}
+_TENSORS = {"bias", "residual", "a_scale", "b_scale"}
+
+
+def model_code(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    packed: str = "halves",
+    scale: float = 1.0,
+) -> Tensor:
+    """What people write: cuBLAS, whose result is rounded, then torch's operators."""
+    if a_scale is None or b_scale is None:
+        value = torch.matmul(a, b) if bias is None else torch.addmm(bias, a, b)
+    else:
+        a_scale, b_scale = as_matrices(a_scale, b_scale)
+        value = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16)
+        value = value if bias is None else value + bias
+    if activation in GATES:
+        value = apply_gate(NATIVE, GATES[activation], *split_gate_up(value, packed))
+    elif activation is not None:
+        value = NATIVE[activation](value)
+    value = value if scale == 1.0 else value * scale
+    return value if residual is None else value + residual
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:
     """cuBLAS and torch's operators, as model code writes them."""
-    return _of_tensors(case, matmul)
+    return _written(case, model_code)
 
 
 def compiled(op: Op, case: Case) -> Callable[..., Any]:
-    return _of_tensors(case, torch.compile(matmul, dynamic=False))
+    return _written(case, torch.compile(model_code, dynamic=False))
 
 
 def max_autotune(op: Op, case: Case) -> Callable[..., Any]:
     """Inductor's choice among cuBLAS and its own Triton templates, with the epilogue fused."""
     if case.options.get("activation") is None:
         raise ValueError("written for products with an activation")
-    return _of_tensors(case, torch.compile(matmul, dynamic=False, mode="max-autotune-no-cudagraphs"))
+    return _written(case, torch.compile(model_code, dynamic=False, mode="max-autotune-no-cudagraphs"))
 
 
 def addmm_activation(op: Op, case: Case) -> Callable[..., Any]:
@@ -39,9 +73,11 @@ def addmm_activation(op: Op, case: Case) -> Callable[..., Any]:
     return run
 
 
-def _of_tensors(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
-    if {"up", "out"} & set(case.present):
-        raise ValueError("written for one b and a new output")
+def _written(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    if not (set(case.present) <= _TENSORS and set(case.options) <= _OPTIONS):
+        raise ValueError("written for one b, a new output and the activations of models")
+    if len(case.axes["a_scales"]) > 1 and case.axes["a_scales"][-1] > 1:
+        raise ValueError("torch._scaled_mm takes no scales of blocks on this GPU")
     return function
 
 

@@ -71,10 +71,12 @@ def fitted(config: MatmulConfig, device: Device, shape: Mapping[str, int]) -> Ma
 
     With block scales a tile has two accumulators, one for the sum of a block and one for all; operands whose rows are
     not 16 bytes apart are loaded element by element through registers; the gradient of an activation ("dact") has
-    several tiles at once. All take smaller tiles and 8 warps.
+    several tiles at once; without TMA, addresses of gate's and up's tiles take registers. All take smaller tiles and 8
+    warps.
     """
     size = shape["bytes"]
     crowded = shape["blocks"] or not shape["aligned"] or shape.get("dact", False)
+    crowded = crowded or (shape.get("gated", False) and device.arch < 90)
     if crowded and config.block_m * config.block_n >= 128 * 128:
         config = replace(config, block_m=128, block_n=128, num_warps=8)
     if (shape.get("gated", False) or shape.get("dact", False)) and not shape["aligned"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashkernel.blocks.activation import FORMULAS, apply_gate
 from flashkernel.blocks.dropout import keep
 from flashkernel.blocks.epilogue import Activation, Gate, activation_piece
-from flashkernel.blocks.fp8 import FP8, FP8_MAX, SCALE_BLOCK, expand_scales, quantize_fp8_groups
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
 from flashkernel.ops.matmul.params import MatmulOptions, Pair
 
@@ -89,7 +89,7 @@ def stored(value: Tensor, kept: torch.dtype, out_scale: Tensor | None, params: M
         return quantize_fp8_groups(value.to(kept), (1, -1))
     dtype = kept if params.out_dtype is None else params.out_dtype
     if dtype == FP8:
-        value = (value if out_scale is None else value / out_scale).clamp(-FP8_MAX, FP8_MAX)
+        value = (value if out_scale is None else value / out_scale).clamp(-torch.finfo(FP8).max, torch.finfo(FP8).max)
     return (value.to(dtype),)
 
 

@@ -30,9 +30,11 @@ class ForwardConfig:
         return f"{self.block_m}, {self.block_n}, {self.num_warps}"
 
     def shared_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Q, K and V; O goes through the same memory at the end."""
+        """Q, K and V, and the row sums where registers have no room; O goes through the same memory at the end."""
         loaded = self.block_m * head_dim + self.block_n * (head_dim + value_dim)
-        return 2 * max(loaded, self.block_m * value_dim)
+        registers = self.block_m * (self.block_n + value_dim) // (32 * self.num_warps)  # of a thread, for S and O
+        row_sums = 16 * self.block_m if registers >= 192 else 0  # keeps_sums_in_shared of forward.cu
+        return 2 * max(loaded, self.block_m * value_dim) + row_sums
 
 
 # By padded head width: (usual, with extras). With extras (bias, score function, dropout, rotation, tables ...) a thread

@@ -23,6 +23,26 @@ __device__ inline const T* tile_at(const T* data, int head_chunk, int row, int s
     return data + static_cast<long long>(opaque(head_chunk)) * CHUNK + static_cast<long long>(row) * stride;
 }
 
+// O and S of such tiles take 192 of a thread's 255 registers. The row sums, used once in a block, do not fit beside them.
+__device__ constexpr bool keeps_sums_in_shared(int block_m, int block_n, int value_dim, int warps) {
+    return block_m * (block_n + value_dim) / (warps * WARP) >= 192;
+}
+
+// A thread's part of the row sums, in registers or in shared memory. Only the thread itself reads and writes it.
+template <int MT, int THREADS, bool IN_SHARED>
+struct RowSums {
+    float values[MT][2];
+    __device__ inline explicit RowSums(unsigned char*) {}
+    __device__ inline float& at(int m, int half) { return values[m][half]; }
+};
+template <int MT, int THREADS>
+struct RowSums<MT, THREADS, true> {
+    float* values;
+    __device__ inline explicit RowSums(unsigned char* shared)
+        : values(reinterpret_cast<float*>(shared) + threadIdx.x) {}
+    __device__ inline float& at(int m, int half) { return values[(2 * m + half) * THREADS]; }
+};
+
 template <typename T, int HEAD_DIM, int VALUE_DIM, int BLOCK_M, int BLOCK_N, int WARPS>
 __global__ void __launch_bounds__(WARPS * WARP)
 attention_forward(
@@ -40,12 +60,15 @@ attention_forward(
     constexpr int MT = ROWS_PER_WARP / 16;  // 16-row tiles of a warp
     constexpr int NT = BLOCK_N / 8;         // 8-column tiles of S
     constexpr int DT = VALUE_DIM / 8;       // 8-column tiles of O
+    constexpr bool SUMS_IN_SHARED = keeps_sums_in_shared(BLOCK_M, BLOCK_N, VALUE_DIM, WARPS);
     static_assert(BLOCK_M % (16 * WARPS) == 0 && BLOCK_N % 16 == 0, "tiles of whole mma instructions");
 
     extern __shared__ __align__(1024) unsigned char shared[];  // the swizzle below needs tiles at multiples of 256 bytes
     const unsigned q_tile = shared_address(shared);
     const unsigned k_tile = q_tile + BLOCK_M * HEAD_DIM * 2;
     const unsigned v_tile = k_tile + BLOCK_N * HEAD_DIM * 2;
+    constexpr int LOADED = BLOCK_M * HEAD_DIM + BLOCK_N * (HEAD_DIM + VALUE_DIM), STORED = BLOCK_M * VALUE_DIM;
+    constexpr int SUMS_OFFSET = 2 * (LOADED > STORED ? LOADED : STORED);  // as ForwardConfig.shared_bytes has it
 
     // Longest first: under a causal mask that is the last tile.
     const int tile = tiles - 1 - static_cast<int>(blockIdx.x) % tiles;
@@ -74,10 +97,13 @@ attention_forward(
     const int v_chunk = static_cast<int>((b * v_batch + (h / group_size) * v_head) / CHUNK);
 
     float o[MT][DT][4] = {};
-    float row_max[MT][2], row_sum[MT][2];  // row_sum of this lane's columns; summed over the row at the end
+    float row_max[MT][2];
+    RowSums<MT, THREADS, SUMS_IN_SHARED> row_sums(shared + SUMS_OFFSET);  // of this lane's columns; of the row at the end
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
-        row_max[m][0] = row_max[m][1] = negative_infinity(), row_sum[m][0] = row_sum[m][1] = 0.f;
+    for (int m = 0; m < MT; ++m) {
+        row_max[m][0] = row_max[m][1] = negative_infinity();
+        row_sums.at(m, 0) = row_sums.at(m, 1) = 0.f;
+    }
 
     // Q is on its way while the ranges are read; with asynchronous copies it arrives together with the first K.
     TileCopy<BLOCK_M, HEAD_DIM, THREADS> q_copy;
@@ -178,7 +204,7 @@ attention_forward(
                 const float base = top == negative_infinity() ? 0.f : top * scale_log2;
                 const float rescale = exp2_approx(row_max[m][half] * scale_log2 - base);
                 row_max[m][half] = top;
-                float sum = row_sum[m][half] * rescale;
+                float sum = row_sums.at(m, half) * rescale;
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -186,7 +212,7 @@ attention_forward(
                         s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, -base));
                         sum += s[m][n][i];
                     }
-                row_sum[m][half] = sum;
+                row_sums.at(m, half) = sum;
 #pragma unroll
                 for (int d = 0; d < DT; ++d) o[m][d][2 * half] *= rescale, o[m][d][2 * half + 1] *= rescale;
             }
@@ -237,7 +263,7 @@ attention_forward(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = tile_row + row_0 + m * 16 + half * 8;
-            float sum = row_sum_of(row_sum[m][half]);
+            float sum = row_sum_of(row_sums.at(m, half));
             float top = row_max[m][half] * scale_log2;  // in powers of two
             float rescale = 1.f;
 #if HAS_SINKS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, integers, normal
 from flashkernel.core.random_case import Rng
+from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.matmul.grouped"
 _HALF = (torch.bfloat16,)
@@ -35,9 +36,18 @@ def _triton(call: Call) -> str | None:
 
 
 def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
-    """Offsets of groups of uneven sizes: "empty" of the first are empty, and the last "tail" rows are in no group."""
+    """Offsets of groups: "empty" of the first are empty, and the last "tail" rows are in no group.
+
+    Sizes are "random" (bounds drawn uniformly), "even", or "zipf": in proportion to 1 / rank, in a random order, as
+    tokens divide among experts without a loss that balances them.
+    """
     last = max(0, axes["rows"] - axes["tail"])
-    inner = torch.randint(0, last + 1, shape, generator=generator, device=generator.device)
+    if axes["sizes"] == "random":
+        inner = torch.randint(0, last + 1, shape, generator=generator, device=generator.device)
+    else:
+        rank = torch.rand(shape[0] - 1, generator=generator, device=generator.device).argsort() + 1
+        share = 1.0 / rank.double() if axes["sizes"] == "zipf" else torch.ones_like(rank, dtype=torch.float64)
+        inner = (torch.nn.functional.pad(share.cumsum(0), (1, 0)) / share.sum() * last).round().long()
     inner[1 : 1 + axes["empty"]] = 0
     inner[-1:] = last
     inner[:1] = 0
@@ -83,11 +93,11 @@ _INPUTS = {
 
 def _groups(
     rows: int, groups: int, n: int, k: int, *, tokens: int | None = None, out_rows: int | None = None, empty: int = 1,
-    tail: int = 0,
+    tail: int = 0, sizes: str = "random",
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "rows": rows, "groups": groups, "n": n, "k": k, "tokens": tokens, "out_rows": out_rows, "empty": empty,
-        "tail": tail, "x_scales": (), "weight_scales": (),
+        "tail": tail, "sizes": sizes, "x_scales": (), "weight_scales": (),
     }  # fmt: skip
 
 
@@ -156,8 +166,8 @@ def _random_groups(rng: Rng, case: Case) -> Case:
     axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
              "tail": rng.call.randint(0, rows) if rng.maybe(0.2) else 0,
              "tokens": rng.size(1, 50) if "gather" in present else None}  # fmt: skip
-    if isinstance(activation, Gate) or activation in GATES:
-        axes["n"] += axes["n"] % 2
+    if not (isinstance(activation, Gate) or activation in GATES) and axes["n"] and not rng.aligned:
+        axes["n"] -= rng.call.randint(0, 1)  # drawn even, as gate and up need it
     if "scatter" in present and rng.maybe():
         axes["out_rows"] = options["out_rows"] = rows + rng.call.randint(0, 9)
     eight_bits = "x" in case.dtype_of
@@ -172,24 +182,59 @@ def _random_groups(rng: Rng, case: Case) -> Case:
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
-    axes = case.axes
+    """Every operand is read once and the output written once."""
+    axes, each = case.axes, case.dtype_of.get("x", dtype).itemsize
     rows, groups, n, k = axes["rows"], axes["groups"], axes["n"], axes["k"]
-    moved = (rows * (n + k) + groups * n * k) * dtype.itemsize
+    columns = n // 2 if case.options.get("activation") in GATES else n
+    tokens = rows if axes["tokens"] is None else axes["tokens"]
+    moved = (tokens * k + min(groups, rows) * n * k) * each + rows * columns * dtype.itemsize
     return {"fwd": Cost(2.0 * rows * n * k, moved), "bwd": Cost(4.0 * rows * n * k, 2 * moved)}
 
 
-def _even_bench(name: str, rows: int, groups: int, n: int, k: int, **more: Any) -> Case:
-    small = {"rows": 512, "groups": 4, "n": 256, "k": 256}
-    if more.get("tokens"):
-        small["tokens"] = 128
-    present = more.pop("present", ())
-    return Case(name, _groups(rows, groups, n, k, **more), dtypes=_HALF, present=present, check_axes=small)
+def _bench(
+    name: str, rows: int, groups: int, n: int, k: int, *, tokens: int | None = None, sizes: str = "random",
+    present: tuple[str, ...] = (), **options: Any,
+) -> Case:  # fmt: skip
+    small = {"rows": min(rows, 512), "groups": 4, "n": 256, "k": 256, "tokens": None if tokens is None else 128}
+    axes = _groups(rows, groups, n, k, tokens=tokens, sizes=sizes, empty=0)
+    return Case(name, axes, options, dtypes=_HALF, present=present, check_axes=small)
+
+
+def _model_benches() -> Iterator[Case]:
+    """Both products of the experts of real models, for a batch in training and for a few tokens in generation."""
+    gpt_oss, mixtral, qwen = MODELS["gpt-oss-20b"], MODELS["mixtral-8x7b"], MODELS["qwen3-30b-a3b"]
+    experts = {  # (sizes, experts, experts of each token, gate, packing, biases)
+        "gpt-oss": (gpt_oss, 32, 4, "gpt_oss_glu", "interleaved", ("bias",)),
+        "mixtral": (mixtral, 8, 2, "swiglu", "halves", ()),
+        "qwen3-30b": (qwen, 128, 8, "swiglu", "halves", ()),
+    }
+    for name, (model, groups, each, gate, packed, biases) in experts.items():
+        for tokens in (64, 8192):
+            rows = tokens * each
+            yield _bench(f"{name}-gate-up-{tokens}", rows, groups, 2 * model.intermediate, model.hidden, tokens=tokens,
+                         sizes="zipf", present=("gather", *biases), activation=gate, packed=packed)  # fmt: skip
+            yield _bench(f"{name}-down-{tokens}", rows, groups, model.hidden, model.intermediate, sizes="zipf",
+                         present=("scatter", "row_weights", *biases))  # fmt: skip
+
+
+def _fp8_bench(rows: int, groups: int, n: int, k: int) -> Case:
+    """Weights are (groups, N, K): tensor cores read FP8 along K."""
+    small = _groups(512, 4, 256, 256)
+    return replace(
+        _scaled(f"fp8-{groups}x{rows}x{n}x{k}", _groups(rows, groups, n, k, empty=0), "column"), dtypes=_HALF,
+        layout_of={"weights": "transposed"}, check_axes={**small, **_scale_axes(small, "column")},
+    )  # fmt: skip
 
 
 _BENCHES = (
-    _even_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),
-    _even_bench("32x65536x5760x2880-gather", 65536, 32, 5760, 2880, tokens=16384, present=("gather",)),
-    _even_bench("128x65536x1536x2048", 65536, 128, 1536, 2048),
+    _bench("32x65536x2880x2880", 65536, 32, 2880, 2880),
+    *(_bench(f"32x65536x2880x2880-{sizes}", 65536, 32, 2880, 2880, sizes=sizes) for sizes in ("even", "zipf")),
+    _bench("32x65536x5760x2880-gather", 65536, 32, 5760, 2880, tokens=16384, present=("gather",)),
+    _bench("32x65536x2880x2880-scatter", 65536, 32, 2880, 2880, present=("scatter",)),
+    *(_bench(f"32x{rows}x2880x2880", rows, 32, 2880, 2880) for rows in (64, 256, 512)),
+    _bench("128x65536x1536x2048", 65536, 128, 1536, 2048),
+    *_model_benches(),
+    _fp8_bench(65536, 32, 2880, 2880),
 )
 
 GROUPED_MATMUL = Op(
@@ -208,7 +253,7 @@ GROUPED_MATMUL = Op(
     cases=_CASES,
     benches=_BENCHES,
     cost=_cost,
-    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 1), "k": (0, 70, 1)},
+    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
     random_case=_random_groups,
     random_share=2,
     baselines=(

@@ -21,14 +21,18 @@ _CHUNK_BYTES = 8192  # of a chunk: larger ones take more registers than the epil
 GROUP_M = 8
 _BARRIER_BYTES = 1024  # mbarriers, and alignment of the buffers
 _MAX_SPLITS = 16
-_MMA_RATE = 4096  # bytes of K, times rows and columns of C: per clock cycle and SM
-_L2_RATE = 56  # bytes per clock cycle and SM
-_SECOND_TILE = 1.03  # the rate's loss to a second tile of B, whose products read A again
-_TILE_CYCLES = 1500  # of an epilogue's and a pipeline's start, whatever their size
-_STORE_RATE = 16  # elements of C per clock cycle
-_STREAM_CYCLES = 6000  # of clearing Stream-K's flags and waiting for other programs
-_REDUCE_CYCLES = 6000  # of another launch
-_REDUCE_RATE = 16  # bytes per clock cycle and SM
+# Fitted to the times of 24 products of Llama-3's and gpt-oss's projections in all configs (README.md).
+_MMA_RATE = 3680  # bytes of K, times rows and columns of C: per clock cycle and SM
+_L2_RATE = 78  # bytes per clock cycle and SM
+_SECOND_TILE = 1.11  # the rate's loss to a second tile of B, whose products read A again
+_TILE_CYCLES = 5300  # of an epilogue's and a pipeline's start, whatever their size
+_STORE_RATE = 36  # elements of C per clock cycle
+_STREAM_CYCLES = 28000  # of clearing Stream-K's flags and waiting for other programs
+_LOAD_SHARE = 0.05  # of the loads' time that the products do not hide
+_STREAM_GAIN = 0.97  # of the other configs' time: how much less Stream-K must take
+_PINGPONG_ROWS = 1024  # up to which tiles that alternate are considered
+_REDUCE_CYCLES = 1800  # of another launch
+_REDUCE_RATE = 23  # bytes per clock cycle and SM
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
     products = config.block_m * config.block_n * 128 / _MMA_RATE
     if second_columns(config.block_n, bool(shape["block_scaled"])):
         products *= _SECOND_TILE
-    step = max(products, _stage_bytes(config) / _L2_RATE)
+    loads = _stage_bytes(config) / _L2_RATE
+    step = max(products, loads) + _LOAD_SHARE * loads
     epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
     tiles = _tiles(config, shape) * config.num_splits
     if config.stream_k:
@@ -168,6 +173,7 @@ def _tile_shapes() -> Iterator[HopperMatmul]:
     yield HopperMatmul(64, 128, 2, 0)
     yield HopperMatmul(128, 128, 2, 0, pingpong=True)
     yield HopperMatmul(64, 256, 2, 0, pingpong=True)
+    yield HopperMatmul(64, 192, 2, 0, pingpong=True)
     yield HopperMatmul(64, 128, 2, 0, pingpong=True)
     yield HopperMatmul(64, 64, 2, 0, pingpong=True)
 
@@ -180,14 +186,23 @@ def _splits(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> l
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> HopperMatmul:
+    # Small tiles that alternate are for few rows; with many, large tiles read less.
+    many = shape["batch"] * shape["m"] > _PINGPONG_ROWS
     candidates = [
         replace(_with_most_stages(config, device), num_splits=splits)
         for config in _tile_shapes()
+        if not (many and config.pingpong)
         for splits in _splits(config, device, shape)
     ]
-    candidates += [replace(config, stream_k=True) for config in candidates if config.num_splits == 1]
-    candidates = [config for config in candidates if _valid(config, device, shape) is None]
-    return min(candidates, key=lambda config: _cycles(config, device, shape))
+    streamed = [replace(config, stream_k=True) for config in candidates if config.num_splits == 1]
+
+    def cheapest(configs: list[HopperMatmul]) -> tuple[float, HopperMatmul] | None:
+        found = [config for config in configs if _valid(config, device, shape) is None]
+        return min([(_cycles(config, device, shape), config) for config in found], key=lambda one: one[0], default=None)
+
+    plain, stream_k = cheapest(candidates), cheapest(streamed)
+    assert plain is not None
+    return stream_k[1] if stream_k is not None and stream_k[0] < _STREAM_GAIN * plain[0] else plain[1]
 
 
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:

@@ -18,6 +18,8 @@ class EpilogueArgs(NamedTuple):
 
     z: Any  # the preactivation
     dz: Any
+    z_target: Any  # Z_TMA: TMA descriptors of what is written of these two; of a gate, of its two halves
+    up_target: Any
     bias: Any
     up_bias: Any
     residual: Any
@@ -86,8 +88,11 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
         )
         b_scales = tile.batch * ep.b_scale_batch_stride  # and up's
     chunks = _chunks(acc, TRAITS)  # GATED: those of gate, then those of up
-    STORES: gl.constexpr = 2 if TRAITS.PARTIALS and TRAITS.GATED else 1  # of a chunk
-    entry = tile.entry * STORES
+    PAIRS: gl.constexpr = TRAITS.PARTIALS and TRAITS.GATED
+    STORES: gl.constexpr = (
+        2 if PAIRS else 1 + (0 if not TRAITS.Z_TMA else 2 if TRAITS.PACKED != "" else 1)
+    )  # of a chunk
+    entry = tile.entry * 2 if PAIRS else tile.entry
     for chunk in gl.static_range(COUNT):
         first_column = tile.column * TILE_N + chunk * CHUNK_N
         column = first_column + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
@@ -108,19 +113,31 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 up_scale = gl.load(ep.up_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
                 up_value = up_value * a_scale[:, None] * up_scale[None, :]
         if not TRAITS.PARTIALS:
-            value = _apply_chain(value, up_value, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS)
+            value, z_value, z_up = _apply_chain(
+                value, up_value, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS
+            )  # fmt: skip
+            if TRAITS.Z_TMA:
+                place = [entry, first_row, first_column]
+                _stage_chunk(z_value, args, ep.z_target, place, chunk * STORES, w, TRAITS)
+                if TRAITS.PACKED != "":
+                    _stage_chunk(z_up, args, ep.up_target, place, chunk * STORES + 1, w, TRAITS)
             if TRAITS.QUANTIZE != "":
                 value = _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS)
-        _store_chunk(value, args, chunk * STORES, entry, first_row, first_column, row, column, w, TRAITS)
-        if STORES == 2:
+        if PAIRS:
             _store_chunk(
-                up_value, args, chunk * STORES + 1, entry + 1, first_row, first_column, row, column, w, TRAITS
+                up_value, args, chunk * STORES, entry + 1, first_row, first_column, row, column, w, TRAITS
             )  # fmt: skip
+        _store_chunk(
+            value, args, chunk * STORES + STORES - 1, entry, first_row, first_column, row, column, w, TRAITS
+        )  # fmt: skip
 
 
 @gluon.jit
 def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS: gl.constexpr):
-    """Returns the epilogue of a chunk of the product, or with DACT the activation of z; stores z or dz."""
+    """Returns (the epilogue of a chunk of the product, the preactivation, up's). It is stored here unless Z_TMA.
+
+    With DACT: (the activation of z, its gradient, up's).
+    """
     CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
     CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
     PACKED: gl.constexpr = TRAITS.PACKED
@@ -132,19 +149,20 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
     inside = in_rows[:, None] & in_columns[None, :]
     if TRAITS.DACT:
         z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
-        dz = ep.dz + (batch * ep.dz_strides[0] + place * ep.dz_strides[1] + z_column)
         z_value = gl.load(z, mask=inside, other=0.0).to(gl.float32)
         z_up = z_value
         if PACKED != "":
             z_up = gl.load(z + to_up, mask=inside, other=0.0).to(gl.float32)
         value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, CHAIN_AFTER)
-        gl.store(dz, gradient, mask=inside)
-        if PACKED != "":
-            gl.store(dz + to_up, up_gradient, mask=inside)
-        return value
+        if not TRAITS.Z_TMA:
+            dz = ep.dz + (batch * ep.dz_strides[0] + place * ep.dz_strides[1] + z_column)
+            gl.store(dz, gradient, mask=inside)
+            if PACKED != "":
+                gl.store(dz + to_up, up_gradient, mask=inside)
+        return value, gradient, up_gradient
     else:
         value, up = add_bias(value, up, column, in_columns, ep.bias, ep.up_bias, ep.bias_stride, CHAIN_BEFORE, PACKED)
-        if TRAITS.PREACTIVATION:
+        if TRAITS.PREACTIVATION and not TRAITS.Z_TMA:
             z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
             gl.store(z, value, mask=inside)
             if PACKED != "":
@@ -152,10 +170,11 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
         residual = ep.residual
         if TRAITS.RESIDUAL_BATCHED:
             residual = ep.residual + batch * ep.residual_strides[0]
-        return apply_epilogue(
+        result = apply_epilogue(
             value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
             residual, ep.residual_strides[1], CHAIN_AFTER, ep.seed, ep.device_seed, batch * m, n,
         )  # fmt: skip
+        return result, value, up
 
 
 @gluon.jit
@@ -180,15 +199,21 @@ def _store_chunk(
 ):  # fmt: skip
     """Stores a chunk of C's matrix `entry`; `index` counts the chunks of a work tile."""
     if TRAITS.TMA_STORE:
-        buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + index % TRAITS.STORE_STAGES)
-        tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
-        buffer.reshape([TRAITS.ROWS, TRAITS.CHUNK_N]).store(value.to(args.c.dtype))
-        fence_async_shared()
-        store_tile(args.c, [entry, first_row, first_column], buffer)
+        _stage_chunk(value, args, args.c, [entry, first_row, first_column], index, w, TRAITS)
     else:
         start = entry.to(gl.int64) * args.epilogue.c_strides[0] + row.to(gl.int64) * args.epilogue.c_strides[1]
         inside = (row < args.m)[:, None] & (column < args.n)[None, :]
         gl.store(args.c + start[:, None] + column[None, :], value, mask=inside)
+
+
+@gluon.jit
+def _stage_chunk(value, args, target, place, index: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Stores a chunk by TMA, from one of this consumer's buffers; `index` counts the stores of a work tile."""
+    buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + index % TRAITS.STORE_STAGES)
+    tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
+    buffer.reshape([TRAITS.ROWS, TRAITS.CHUNK_N]).store(value.to(target.dtype))
+    fence_async_shared()
+    store_tile(target, place, buffer)
 
 
 @gluon.jit

@@ -88,6 +88,7 @@ class MatmulTraits(NamedTuple):
     PARTIALS: bool = False  # C is partial sums: of gate and up, two matrices for each entry
     DACT: bool = False  # the product is the gradient of CHAIN_AFTER's activation: z is read, dz and C are written
     PACKED: str = ""  # how z and dz hold gate and up
+    Z_TMA: bool = False  # z, or with DACT dz, is stored by TMA as C is, in C's dtype
     QUANTIZE: str = ""  # how C becomes fp8: "scale" divides by out_scale, "block" by a chunk's scales, or "saturate"
 
 
@@ -283,16 +284,16 @@ def _block_scales(args, tile, row, step, TRAITS: gl.constexpr):
 def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns the sums over a work tile's K blocks, each multiplied by its scales, for each tile of B.
 
-    Both tiles of B have the same size. Their products are one instruction in a loop, and the accumulators change places
-    after each: written out twice, the products would have registers of their own, and spill.
+    Both tiles of B have the same size, and their products are one instruction in a loop: written out twice, they would
+    have registers of their own, and spill.
     """
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     ROWS: gl.constexpr = TRAITS.ROWS
     FIRST_N: gl.constexpr = TRAITS.BLOCK_N - TRAITS.SECOND_N
     PARTS: gl.constexpr = 2 if TRAITS.SECOND_N > 0 else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, TRAITS.BLOCK_K // 4])
-    acc = _zeros(FIRST_N, TRAITS)
-    other = acc
+    first = _zeros(FIRST_N, TRAITS)
+    second = _zeros(FIRST_N, TRAITS)
     row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     num_steps = (tile.k_end - tile.k_begin) * PARTS
     a_scale, b_scale = _block_scales(args, tile, row, 0, TRAITS)
@@ -308,14 +309,16 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
         product = warpgroup_mma_wait(0, deps=[product])
         if part == PARTS - 1:
             named_barrier_arrive(stage, TRAITS.NUM_CONSUMERS)
-        acc += product * (a_scale * b_scale)[:, None]
+        scale = (a_scale * b_scale)[:, None]
+        if part == 0:
+            first += product * scale
+        else:
+            second += product * scale
         a_scale, b_scale = next_a, next_b
-        if PARTS == 2:
-            acc, other = other, acc
     if PARTS == 1:
-        return (acc,)
+        return (first,)
     else:
-        return (acc, other)
+        return (first, second)
 
 
 @gluon.jit
@@ -362,8 +365,8 @@ def _num_blocks(number, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, b_second, c, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale,
-    up_scale, partials, partial_flags,
+    a, b, b_second, c, z_target, up_target, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
+    a_scale, b_scale, up_scale, partials, partial_flags,
     c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
     a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
     b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed, TRAITS: gl.constexpr,
@@ -391,7 +394,8 @@ def matmul_kernel(
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed)
     epilogue = EpilogueArgs(
-        z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, a_scale, b_scale, up_scale,
+        z, dz, z_target, up_target, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
+        a_scale, b_scale, up_scale,
         c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
         a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
         b_scale_batch_stride, b_scale_stride, b_scale_block_stride, partials, partial_flags,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
+from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.hopper.configs import (
@@ -56,13 +57,22 @@ def _strides(x: Tensor | None, *dims: int) -> tuple[int, ...]:
     return tuple([0 if x is None or x.shape[dim] == 1 else x.stride(dim) for dim in dims])
 
 
-def _known_aligned(epilogue: EpilogueTensors) -> bool:
+def _stored_by_tma(epilogue: EpilogueTensors) -> tuple[Tensor, ...]:
+    """What is written of z and dz, as matrices of C's shape, if TMA can store them as it stores C; else nothing."""
+    written = epilogue.z if epilogue.dz is None else epilogue.dz
+    if written is None or written.dtype != epilogue.c.dtype or epilogue.packed == "interleaved":
+        return ()
+    parts = split_gate_up(written, epilogue.packed) if epilogue.packed else (written,)
+    return parts if all(tma_compatible(part) for part in parts) else ()
+
+
+def _known_aligned(epilogue: EpilogueTensors, z_by_tma: bool) -> bool:
     """True if Triton knows rows to be aligned, so that neighbours are read and written together."""
-    if epilogue.packed == "interleaved" and epilogue.z is not None:
-        return False  # neighbours in a thread are two elements apart
-    halves = epilogue.packed != "halves" or epilogue.z is None or epilogue.c.shape[2] % 16 == 0
-    matrices = (epilogue.z, epilogue.dz, epilogue.residual)
-    return halves and all(x is None or x.stride(1) % 16 == 0 for x in matrices)
+    z = None if z_by_tma and epilogue.dz is None else epilogue.z
+    if z is not None and epilogue.packed and (epilogue.packed == "interleaved" or epilogue.c.shape[2] % 16):
+        return False  # neighbours in a thread are two elements apart, or up's rows begin anywhere
+    by_address = (epilogue.residual, z, None if z_by_tma else epilogue.dz)
+    return all(x is None or x.stride(1) % 16 == 0 for x in by_address)
 
 
 def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) -> Tensor:
@@ -122,13 +132,15 @@ def _multiply(
     a_operand, a_k_major = load_operand(a, 1, a.element_size() != 2)
     b_operand, b_k_major, up_operand = _right_operands(b, up)
     tma_store = tma_compatible(c)
+    written = _stored_by_tma(epilogue) if tma_store else ()
     second_n = second_columns(config.block_n, scaling.kind == "block")
     chunk_n = min(second_n or tile_n, chunk_columns(config.rows, c.element_size()))
     if epilogue.dz is not None:
-        chunk_n = min(chunk_n, _GRADIENT_ELEMENTS // config.rows)
+        elements = _GRADIENT_ELEMENTS // 2 if config.stream_k else _GRADIENT_ELEMENTS
+        chunk_n = min(chunk_n, max(16, elements // config.rows))
     if not tma_store:
         chunk_n = _UNALIGNED_ELEMENTS // config.rows
-    elif not _known_aligned(epilogue):
+    elif not _known_aligned(epilogue, len(written) > 0):
         chunk_n = min(chunk_n, _UNALIGNED_COLUMNS)
     quantize = "" if c.dtype != FP8 or partial else "scale" if epilogue.out_scale is not None else "saturate"
     if epilogue.block_scales is not None:
@@ -170,6 +182,7 @@ def _multiply(
         PARTIALS=partial,
         DACT=epilogue.dz is not None,
         PACKED=epilogue.packed,
+        Z_TMA=len(written) > 0,
         QUANTIZE=quantize,
     )
     partials, flags = None, None
@@ -178,12 +191,14 @@ def _multiply(
         partials = torch.empty(size, dtype=torch.float32, device=a.device)
         flags = torch.zeros((num_programs, config.num_consumers), dtype=torch.int32, device=a.device)
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
+    z_targets = [tile_descriptor(x, (config.rows, chunk_n)) for x in written]
     second = (b_operand, second_n) if up_operand is None else (up_operand, tile_n)
     launch(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
         _right_tile(b_operand, tile_n - second_n, b_k_major), _right_tile(*second, b_k_major), target,
-        *epilogue.pointers[1:], *scaling.tensors, partials, flags, *epilogue.strides, *scaling.strides,
+        *z_targets, *[None] * (2 - len(z_targets)), *epilogue.pointers[1:], *scaling.tensors, partials, flags,
+        *epilogue.strides, *scaling.strides,
         m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits, streamed,
         TRAITS=traits, num_warps=4,
     )  # fmt: skip

@@ -74,31 +74,42 @@ def _with_most_stages(config: HopperGrouped, device: Device) -> HopperGrouped:
 
 def _tile_shapes() -> Iterator[HopperGrouped]:
     yield HopperGrouped(64, 256, 2, 0)
-    yield HopperGrouped(128, 128, 2, 0)
     yield HopperGrouped(64, 128, 2, 0)
+    yield HopperGrouped(128, 128, 2, 0)
+
+
+def tail_columns(columns: int, block_n: int) -> int:
+    """Returns the columns to multiply of the last tile of a row, a power of two; 0 if they are more than half."""
+    rest = columns % block_n
+    needed = max(64, power_of_2(rest))
+    return needed if rest > 0 and needed <= block_n // 2 else 0
 
 
 def _cycles(config: HopperGrouped, device: Device, shape: Mapping[str, int]) -> float:
-    """Returns about how many clock cycles a call takes if all groups have the same number of rows."""
-    each = ceil_div(shape["rows"], max(1, shape["groups"]))  # rows of a group
+    """Returns about how many clock cycles a call takes if all groups have about the same number of rows."""
+    each = shape["rows"] / max(1, shape["groups"])  # rows of a group
     groups = min(shape["groups"], shape["rows"])  # of few rows, not every group has one
+    n_tiles = ceil_div(shape["n"], config.block_n)
+    tail = 0 if shape["halves"] else tail_columns(shape["n"], config.block_n)
+    columns = config.block_n * (1 if not tail else (n_tiles - 1 + tail / config.block_n) / n_tiles)  # of a work tile
     if shape["weight_gradient"]:
-        steps = ceil_div(each * shape["bytes"], 128)
-        tiles = shape["groups"] * ceil_div(shape["k"], config.block_m) * ceil_div(shape["n"], config.block_n)
-        computed = float(config.block_m)
+        steps = each * shape["bytes"] / 128 + 0.5
+        row_tiles = ceil_div(shape["k"], config.block_m)
+        tiles = float(shape["groups"] * row_tiles * n_tiles)
+        rows = ceil_div(shape["k"], config.rows) * config.rows / row_tiles  # of a work tile
     else:
         steps = ceil_div(shape["k"] * shape["bytes"], 128)
-        row_tiles = ceil_div(each, config.block_m)
-        tiles = groups * row_tiles * ceil_div(shape["n"], config.block_n)
-        computed = ceil_div(each, config.rows) * config.rows / row_tiles  # rows of a work tile that are multiplied
-    products = computed * config.block_n * 128 / _MMA_RATE
-    loads = (computed + config.block_n) * 128 / _L2_RATE
+        row_tiles_each = max(1.0, each / config.block_m + 0.5)  # groups end anywhere in their last tile
+        tiles = groups * row_tiles_each * n_tiles
+        rows = max(float(config.rows), each + config.rows / 2) / row_tiles_each
+    products = rows * columns * 128 / _MMA_RATE
+    loads = (rows + columns) * 128 / _L2_RATE
+    epilogue = _TILE_CYCLES + rows * columns / _STORE_RATE
+    waves = max(1.0, tiles / device.sms + 0.5)
     # Each weight is read from device memory once; with few rows that takes longer than all else.
-    weights = shape["groups"] * shape["k"] * shape["n"] * shape["bytes"]
-    memory = weights / (device.sms * _MEMORY_RATE)
-    epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
-    waves = ceil_div(tiles, device.sms)
-    return max(waves * (steps * max(products, loads) + epilogue), memory * waves * device.sms / max(1, tiles))
+    weights = groups * shape["k"] * shape["n"] * shape["bytes"]
+    memory = weights / (device.sms * _MEMORY_RATE) * waves * device.sms / max(1.0, tiles)
+    return max(waves * (steps * max(products, loads) + epilogue), memory)
 
 
 def _candidates(device: Device, shape: Mapping[str, int]) -> list[HopperGrouped]:

@@ -11,6 +11,8 @@ The pipeline is that of the dense product (hopper/kernel.py); what differs is th
    has 16 bytes of a row, and stored to the row that `scatter` says. TMA would store rows of the next group as well.
 4. Rows behind the last group have no product; they are stored as zeros.
 
+TAIL_N: where the last work tile of a row has at most half of its columns, products as narrow as that are issued for it.
+
 GATE "interleaved": columns 2 j and 2 j + 1 of the product are gate and up of output column j; a thread has both.
 GATE "halves": gate and up of a work tile are BLOCK_N / 2 columns each, n / 2 columns apart; each has an accumulator.
 """
@@ -18,20 +20,18 @@ GATE "halves": gate and up of a work tile are BLOCK_N / 2 columns each, n / 2 co
 from typing import Any, NamedTuple
 
 from flashkernel.blocks.epilogue_triton import apply_epilogue
-from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage
 from flashkernel.core.gluon import (
     gl,
     gluon,
     load_tile,
     mbarrier,
-    named_barrier_arrive,
     named_barrier_sync,
     new_barriers,
     specialize_warps,
     synchronize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
+from flashkernel.ops.matmul.grouped.hopper.gather import produce_gathered
+from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_gate_up, multiply_tail, release_unread
 from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile, start_schedule
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
 
@@ -44,6 +44,7 @@ class GroupedTraits(NamedTuple):
 
     ROWS: int  # of y, per consumer
     BLOCK_N: int  # columns of the product in a work tile
+    TAIL_N: int  # columns that are multiplied of the last one; 0: all BLOCK_N
     BLOCK_K: int
     NUM_CONSUMERS: int
     NUM_STAGES: int
@@ -53,9 +54,11 @@ class GroupedTraits(NamedTuple):
     B_K_MAJOR: bool
     GATE: str  # "", "halves" or "interleaved"
     ACTIVATION: str  # a piece of an epilogue, or ""
+    GATHERED: bool  # x is an address, and `gather` says which rows of it are multiplied (gather.py)
     SCALED: bool  # fp8 operands: the sum is multiplied by x_scale[row] * weight_scale[group, column]
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
+    DISTANCE: int = 0  # GATHERED: stages whose copies are under way when another one's are issued
     PINGPONG: bool = False  # what `multiply` looks at
     INTEGER: bool = False
     SECOND_N: int = 0
@@ -79,8 +82,10 @@ class GroupedEpilogue(NamedTuple):
 
 
 class _ProducerArgs(NamedTuple):
-    x: Any  # TMA descriptors
+    x: Any  # TMA descriptors; with GATHERED x is an address
     weights: Any
+    gather: Any
+    x_stride: Any  # of its rows
     buffers: Any
     full: Any  # mbarriers: TMA has loaded a stage
     schedule: Any
@@ -115,7 +120,7 @@ def _produce(args, TRAITS: gl.constexpr):
     x, weights, schedule = args.x, args.weights, args.schedule
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
-    for index in range(gl.program_id(0), schedule.num_work_tiles, gl.num_programs(0)):
+    for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
         row_tile = index // schedule.n_tiles
         cursor = advance(cursor, row_tile, schedule, BLOCK_M)
         first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M
@@ -144,60 +149,6 @@ def _produce(args, TRAITS: gl.constexpr):
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
         if num_loaded + later >= NUM_STAGES:
             named_barrier_sync((num_loaded + later) % NUM_STAGES, NUM_CONSUMERS)
-
-
-@gluon.jit
-def _multiply_gate_up(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns the sums of gate and up, [ROWS, BLOCK_N / 2] each; `multiply` with two accumulators."""
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
-    ROWS: gl.constexpr = TRAITS.ROWS
-    HALF: gl.constexpr = TRAITS.BLOCK_N // 2
-    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, BLOCK_K // 4])
-    gate = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    up = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-    state = PipelineState(position % NUM_STAGES, (position // NUM_STAGES) & 1)
-    previous = state.stage
-    for block in range(num_blocks):
-        stage, phase = state
-        mbarrier.wait(args.full.index(stage), phase)
-        a_tile = args.buffers.a.index(stage * TRAITS.NUM_CONSUMERS + w)
-        if TRAITS.A_K_MAJOR:
-            a = a_tile.reshape([ROWS, BLOCK_K])
-        else:
-            a = a_tile.reshape([BLOCK_K, ROWS]).permute((1, 0))
-        gate = warpgroup_mma(a, _half(args, stage, 0, TRAITS), gate, is_async=True)
-        up = warpgroup_mma(a, _half(args, stage, 1, TRAITS), up, is_async=True)
-        gate, up = warpgroup_mma_wait(2, deps=[gate, up])
-        if block > 0:
-            named_barrier_arrive(previous, TRAITS.NUM_CONSUMERS)
-        previous = stage
-        state = next_stage(state, NUM_STAGES)
-    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
-    named_barrier_arrive(previous, TRAITS.NUM_CONSUMERS)
-    return gate, up
-
-
-@gluon.jit
-def _half(args, stage, half: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns gate's (0) or up's (1) tile [BLOCK_K, BLOCK_N / 2] of W."""
-    HALF: gl.constexpr = TRAITS.BLOCK_N // 2
-    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
-    tile = args.buffers.b.index(stage * 2 + half)
-    if TRAITS.B_K_MAJOR:
-        return tile.reshape([HALF, BLOCK_K]).permute((1, 0))
-    else:
-        return tile.reshape([BLOCK_K, HALF])
-
-
-@gluon.jit
-def _release_unread(args, position, num_blocks, TRAITS: gl.constexpr):
-    """Releases the stages of a work tile in which this consumer has no rows."""
-    state = PipelineState(position % TRAITS.NUM_STAGES, (position // TRAITS.NUM_STAGES) & 1)
-    for _ in range(num_blocks):
-        mbarrier.wait(args.full.index(state.stage), state.phase)
-        named_barrier_arrive(state.stage, TRAITS.NUM_CONSUMERS)
-        state = next_stage(state, TRAITS.NUM_STAGES)
 
 
 @gluon.jit
@@ -253,7 +204,7 @@ def _store_epilogue(acc, up_acc, args, cursor, first_row, tile_column, TRAITS: g
     ROWS: gl.constexpr = TRAITS.ROWS
     CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
     WIDTH: gl.constexpr = TRAITS.BLOCK_N // 2 if TRAITS.GATE == "halves" else TRAITS.BLOCK_N
-    COUNT: gl.constexpr = WIDTH // CHUNK_N
+    COUNT: gl.constexpr = acc.shape[1] // CHUNK_N
     ACTIVATION: gl.constexpr = TRAITS.ACTIVATION
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
     ep, end = args.epilogue, cursor.end
@@ -316,7 +267,7 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
     schedule, k_blocks = args.schedule, args.k_blocks
     cursor = schedule.first
     position = gl.to_tensor(0)  # K blocks in the ring before this work tile
-    for index in range(gl.program_id(0), schedule.num_work_tiles, gl.num_programs(0)):
+    for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
         row_tile = index // schedule.n_tiles
         cursor = advance(cursor, row_tile, schedule, BLOCK_M)
         first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M + w * TRAITS.ROWS
@@ -324,13 +275,17 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
         if cursor.group < schedule.groups:
             if first_row < cursor.end:
                 if TRAITS.GATE == "halves":
-                    gate, up = _multiply_gate_up(args, position, k_blocks, w, TRAITS)
+                    gate, up = multiply_gate_up(args, position, k_blocks, w, TRAITS)
                     _store_epilogue(gate, up, args, cursor, first_row, tile_column, TRAITS)
                 else:
-                    (acc,) = multiply(args, position, k_blocks, w, TRAITS)
-                    _store_epilogue(acc, acc, args, cursor, first_row, tile_column, TRAITS)
+                    if TRAITS.TAIL_N > 0 and tile_column == schedule.n_tiles - 1:
+                        tail = multiply_tail(args, position, k_blocks, w, TRAITS)
+                        _store_epilogue(tail, tail, args, cursor, first_row, tile_column, TRAITS)
+                    else:
+                        acc = multiply(args, position, k_blocks, w, TRAITS)[0]
+                        _store_epilogue(acc, acc, args, cursor, first_row, tile_column, TRAITS)
             else:
-                _release_unread(args, position, k_blocks, TRAITS)
+                release_unread(args, position, k_blocks, TRAITS)
             position += k_blocks
         else:
             _store_zeros(args.epilogue, cursor, first_row, tile_column, TRAITS)
@@ -338,26 +293,37 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def grouped_matmul_kernel(
-    x, weights, offsets, y, preactivation, scatter, row_weights, bias, bias_strides, x_scale, x_scale_stride,
-    weight_scale, weight_scale_strides, n, columns, rows, groups, n_tiles, k_blocks, TRAITS: gl.constexpr,
+    x, weights, offsets, gather, x_stride, y, preactivation, scatter, row_weights, bias, bias_strides, x_scale,
+    x_scale_stride, weight_scale, weight_scale_strides, n, columns, rows, groups, n_tiles, k_blocks,
+    TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """y [out_rows, columns]. x [1, rows, K] and weights [groups, K, n] are TMA descriptors."""
+    """y [out_rows, columns]. x [1, rows, k] and weights [groups, k, n] are TMA descriptors; with GATHERED, x is the
+    address of [tokens, k]."""
     BLOCK_M: gl.constexpr = TRAITS.ROWS * TRAITS.NUM_CONSUMERS
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
+    A_SHAPE: gl.constexpr = [1, TRAITS.ROWS, TRAITS.BLOCK_K] if TRAITS.A_K_MAJOR else [1, TRAITS.BLOCK_K, TRAITS.ROWS]
+    A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, weights.dtype)
     buffers = _Buffers(
-        gl.allocate_shared_memory(x.dtype, [NUM_STAGES * TRAITS.NUM_CONSUMERS] + x.block_shape, x.layout),
+        gl.allocate_shared_memory(weights.dtype, [NUM_STAGES * TRAITS.NUM_CONSUMERS] + A_SHAPE, A_LAYOUT),
         gl.allocate_shared_memory(weights.dtype, [NUM_STAGES * HALVES] + weights.block_shape, weights.layout),
     )
-    full = new_barriers(NUM_STAGES, 1)
+    full = new_barriers(NUM_STAGES, 2 if TRAITS.GATHERED else 1)
     schedule = start_schedule(offsets, groups, rows, n_tiles, BLOCK_M, TRAITS.GROUPS)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     epilogue = GroupedEpilogue(
         y, preactivation, scatter, row_weights, bias, bias_strides, x_scale, x_scale_stride, weight_scale,
         weight_scale_strides, n, columns,
     )  # fmt: skip
-    specialize_warps(
-        _consume, (_ConsumerArgs(buffers, full, schedule, k_blocks, epilogue), TRAITS), TRAITS.NUM_CONSUMERS,
-        TRAITS.CONSUMER_REGISTERS, _produce, (_ProducerArgs(x, weights, buffers, full, schedule, k_blocks, columns),
-        TRAITS), TRAITS.PRODUCER_REGISTERS,
-    )  # fmt: skip
+    consumer_args = _ConsumerArgs(buffers, full, schedule, k_blocks, epilogue)
+    producer_args = _ProducerArgs(x, weights, gather, x_stride, buffers, full, schedule, k_blocks, columns)
+    if TRAITS.GATHERED:
+        specialize_warps(
+            _consume, (consumer_args, TRAITS), TRAITS.NUM_CONSUMERS, TRAITS.CONSUMER_REGISTERS,
+            produce_gathered, (producer_args, TRAITS), TRAITS.PRODUCER_REGISTERS, 4,
+        )  # fmt: skip
+    else:
+        specialize_warps(
+            _consume, (consumer_args, TRAITS), TRAITS.NUM_CONSUMERS, TRAITS.CONSUMER_REGISTERS,
+            _produce, (producer_args, TRAITS), TRAITS.PRODUCER_REGISTERS,
+        )  # fmt: skip

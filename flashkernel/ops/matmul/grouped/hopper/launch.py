@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped
+from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped, tail_columns
 from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_matmul_kernel
 from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
@@ -18,6 +18,7 @@ from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty
 
 _CHUNK_ELEMENTS = 4096  # of a chunk of the epilogue: larger ones take more registers than it has
 _UNALIGNED_ELEMENTS = 1024  # if elements of a row of y have an address each
+_GATHER_REGISTERS = (216, 72)  # per thread of a consumer, and of the producer warpgroup that gathers rows
 _MIN_GROUPS = 128  # of the vectors over groups: an element for each thread
 
 
@@ -46,25 +47,43 @@ def grouped_forward(
         return y.zero_()
     if k == 0:  # sums of one zero: TMA takes no empty tensors
         x, weights, k = x.new_zeros((x.shape[0], 1)), weights.new_zeros((groups, 1, n)), 1
+    if gather is not None and not _copies_rows(x):
+        x, gathered = _gathered(x, gather), None
+    else:
+        gathered = gather
     if gather is not None:
-        x = _gathered(x, gather)
         x_scale = x_scale.index_select(0, gather) if x_scale is not None and x_scale.shape[0] > 1 else x_scale
     shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 0,
              "halves": int(params.gate == "halves")}  # fmt: skip
     config: HopperGrouped = tune.pick(HOPPER_GROUPED, device.properties(x.device), shape)
-    _multiply(x, weights, offsets, y, params, scatter, row_weights, bias, x_scale, weight_scale, preactivation, config)
+    _multiply(
+        x,
+        weights,
+        offsets,
+        y,
+        params,
+        rows,
+        gathered,
+        scatter,
+        row_weights,
+        bias,
+        x_scale,
+        weight_scale,
+        preactivation,
+        config,
+    )
     return y
 
 
 def _multiply(
-    x: Tensor, weights: Tensor, offsets: Tensor, y: Tensor, params: GroupedParams, scatter: Tensor | None,
-    row_weights: Tensor | None, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None,
-    preactivation: Tensor | None, config: HopperGrouped,
+    x: Tensor, weights: Tensor, offsets: Tensor, y: Tensor, params: GroupedParams, rows: int, gather: Tensor | None,
+    scatter: Tensor | None, row_weights: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    weight_scale: Tensor | None, preactivation: Tensor | None, config: HopperGrouped,
 ) -> None:  # fmt: skip
-    (rows, k), (groups, _, n) = x.shape, weights.shape
+    groups, k, n = weights.shape
     block_k = 128 // x.element_size()
     only_k_major = x.element_size() != 2
-    x_operand, a_k_major = load_operand(x[None], 1, only_k_major)
+    x_operand, a_k_major = (x[None], True) if gather is not None else load_operand(x[None], 1, only_k_major)
     weights_operand, b_k_major = load_operand(weights, 2, only_k_major)
     parts = 2 if params.gate == "halves" else 1  # gate and up have an accumulator each, and a chunk
     box_n = config.block_n // parts
@@ -72,6 +91,7 @@ def _multiply(
     traits = GroupedTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
+        TAIL_N=tail_columns(n, config.block_n) if aligned and params.gate != "halves" else 0,
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
@@ -81,19 +101,22 @@ def _multiply(
         B_K_MAJOR=b_k_major,
         GATE=params.gate,
         ACTIVATION=params.activation,
+        GATHERED=gather is not None,
         SCALED=x_scale is not None,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers],
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.num_consumers] if gather is None else _GATHER_REGISTERS[0],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS if gather is None else _GATHER_REGISTERS[1],
+        DISTANCE=min(2, config.num_stages - 2),
     )
     x_scale_stride, weight_scale_strides = scale_strides(x_scale, weight_scale)
+    box = (config.rows, block_k) if a_k_major else (block_k, config.rows)
     n_tiles = tune.ceil_div(y.shape[1] if params.gate == "halves" else n, box_n)
     most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
     launch(
         grouped_matmul_kernel, (min(device.properties(x.device).sms, most_tiles),),
-        tile_descriptor(x_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
+        x if gather is not None else tile_descriptor(x_operand, box),
         tile_descriptor(weights_operand, (box_n, block_k) if b_k_major else (block_k, box_n)),
-        offsets, y, preactivation, scatter, row_weights, bias, (0, 0) if bias is None else bias.stride(),
-        x_scale, x_scale_stride, weight_scale, weight_scale_strides,
+        offsets, gather, x.stride(0), y, preactivation, scatter, row_weights, bias,
+        (0, 0) if bias is None else bias.stride(), x_scale, x_scale_stride, weight_scale, weight_scale_strides,
         n, y.shape[1], rows, groups, n_tiles, tune.ceil_div(k, block_k), TRAITS=traits, num_warps=4,
     )  # fmt: skip
 
@@ -118,6 +141,7 @@ def grouped_weight_gradient(
     traits = GradientTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
+        TAIL_N=tail_columns(n, config.block_n),
         BLOCK_K=128 // x.element_size(),
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
@@ -137,6 +161,11 @@ def grouped_weight_gradient(
         offsets, groups, k, n, m_tiles, n_tiles, TRAITS=traits, num_warps=4,
     )  # fmt: skip
     return dw
+
+
+def _copies_rows(x: Tensor) -> bool:
+    """Whether rows of x can be copied by cp.async, 16 bytes at a time and in whole K blocks."""
+    return tma_compatible(x[None]) and x.shape[1] * x.element_size() % 128 == 0 and x.stride(0) % 16 == 0
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:

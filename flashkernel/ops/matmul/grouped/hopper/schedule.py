@@ -29,6 +29,7 @@ class GroupSchedule(NamedTuple):
     rows: Any  # of all groups, and behind them
     n_tiles: Any  # tiles of columns
     num_work_tiles: Any
+    first_work_tile: Any  # of this program
     first: Any  # GroupCursor of the program's first work tile
 
 
@@ -47,7 +48,10 @@ def start_schedule(offsets, groups, rows, n_tiles, BLOCK_M: gl.constexpr, GROUPS
     ends = gl.where(group == groups, rows, ends)
     tiles = gl.where(ends > begins, (ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
     tiles_until = gl.associative_scan(tiles, 0, _add)
-    row_tile = gl.program_id(0) // n_tiles
+    # A sum, which comes to the warps through shared memory: the compiler would read the program's id ahead of all of
+    # them, and has no register for it there.
+    first_work_tile = gl.sum(gl.where(group == 0, gl.program_id(0), 0), 0)
+    row_tile = first_work_tile // n_tiles
     found = gl.sum((tiles_until <= row_tile).to(gl.int32), 0)
     mine = group == found
     first = GroupCursor(
@@ -56,7 +60,7 @@ def start_schedule(offsets, groups, rows, n_tiles, BLOCK_M: gl.constexpr, GROUPS
         gl.sum(gl.where(mine, ends, 0), 0),
         gl.sum(gl.where(mine, tiles_until - tiles, 0), 0),
     )
-    return GroupSchedule(offsets, groups, rows, n_tiles, gl.sum(tiles, 0) * n_tiles, first)
+    return GroupSchedule(offsets, groups, rows, n_tiles, gl.sum(tiles, 0) * n_tiles, first_work_tile, first)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from flashkernel.core.gluon import (
     synchronize,
     tma,
 )
+from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_tail, release_unread
 from flashkernel.ops.matmul.grouped.hopper.ragged import group_place
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
 from flashkernel.ops.matmul.triton.tiles import tile_position
@@ -38,6 +39,7 @@ class GradientTraits(NamedTuple):
 
     ROWS: int  # of dW, per consumer: features of x
     BLOCK_N: int
+    TAIL_N: int  # columns that are multiplied of the last tile of a row; 0: all BLOCK_N
     BLOCK_K: int  # rows of a group per step
     NUM_CONSUMERS: int
     NUM_STAGES: int
@@ -141,10 +143,10 @@ def _produce(args, TRAITS: gl.constexpr):
 
 @gluon.jit
 def _store(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Stores acc [ROWS, BLOCK_N] to dW chunk by chunk."""
+    """Stores acc [ROWS, BLOCK_N or TAIL_N] to dW chunk by chunk."""
     ROWS: gl.constexpr = TRAITS.ROWS
     CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
-    COUNT: gl.constexpr = TRAITS.BLOCK_N // CHUNK_N
+    COUNT: gl.constexpr = acc.shape[1] // CHUNK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
     first_row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS
     chunks = column_chunks(acc, COUNT)
@@ -176,11 +178,15 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
     for index in range(gl.program_id(0), _num_work_tiles(args.schedule), gl.num_programs(0)):
         tile = _work_tile_at(index, args.schedule, TRAITS.GROUP_M)
         steps = (tile.end - tile.begin + BLOCK_K - 1) // BLOCK_K
-        if steps > 0:
-            _store(multiply(args, position, steps, w, TRAITS)[0], args, tile, w, TRAITS)
-            position += steps
-        else:
+        if (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS >= args.k:  # behind the last row of dW
+            release_unread(args, position, steps, TRAITS)
+        elif steps == 0:
             _store(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT), args, tile, w, TRAITS)
+        elif TRAITS.TAIL_N > 0 and tile.column == args.schedule.n_tiles - 1:
+            _store(multiply_tail(args, position, steps, w, TRAITS), args, tile, w, TRAITS)
+        else:
+            _store(multiply(args, position, steps, w, TRAITS)[0], args, tile, w, TRAITS)
+        position += steps
     if TRAITS.TMA_STORE:
         tma.store_wait(0)
 

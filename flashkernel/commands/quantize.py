@@ -1,0 +1,204 @@
+"""Quantization of models: `flashkernel quantize` and `flashkernel perplexity`."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashkernel.commands.options import Commit, ModelDtype, OnDevice
+from flashkernel.lab import output, progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashkernel.engine.checkpoint import Checkpoint
+    from flashkernel.engine.transformer import Transformer
+    from flashkernel.quantization import LayerError, Scheme
+
+
+class MethodName(str, Enum):
+    rtn = "rtn"
+    gptq = "gptq"
+    awq = "awq"
+    smoothquant = "smoothquant"
+
+
+class Layout(str, Enum):
+    compressed_tensors = "compressed-tensors"
+    gptq = "gptq"
+    gptq_v2 = "gptq_v2"
+    awq = "awq"
+
+
+TextFile = Annotated[Path | None, typer.Option("--text", help="A text file; by default a text that comes along.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a window.")]
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a cached owner/name, or smollm2 (downloaded).")
+]
+
+
+def quantize(
+    model: ModelName,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new model's folder.")],
+    method: Annotated[MethodName, typer.Option(help="How weights are rounded.")] = MethodName.gptq,
+    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1: whole rows.")] = 128,
+    symmetric: Annotated[bool, typer.Option(help="--no-symmetric gives zero points.")] = True,
+    act_order: Annotated[bool, typer.Option("--act-order", help="GPTQ: columns with large inputs first.")] = False,
+    damping: Annotated[float, typer.Option(help="GPTQ: share of the Hessian's diagonal added to it.")] = 0.01,
+    strength: Annotated[float, typer.Option(help="SmoothQuant: how much moves into the weights, 0 to 1.")] = 0.5,
+    layout: Annotated[Layout, typer.Option(help="How the checkpoint stores weights.")] = Layout.compressed_tensors,
+    text: TextFile = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of calibration text, at most.")] = 64,
+    length: Length = 512,
+    device: OnDevice = None,
+    dtype: ModelDtype = None,
+) -> None:
+    """Quantize a model and save it; a run that was interrupted goes on where it was, with the same command.
+
+    The state of a run is in DIR.calibration until it is done.
+    """
+    with progress.report_errors():
+        from flashkernel.engine.save_model import save_model
+        from flashkernel.quantization import CALIBRATION_TEXT, Method, quantize_model
+        from flashkernel.quantization.state import STATE_SUFFIX
+
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"{out}: it exists and is not empty; choose another folder, or delete it")
+        scheme = _scheme(method, bits, group_size, symmetric)
+        rule = Method(method.value, damping, act_order, strength)
+        loaded, checkpoint = _load(model, device, dtype)
+        tokens = _windows(checkpoint, text, CALIBRATION_TEXT, length, samples)
+        state = out.with_name(out.name + STATE_SUFFIX)
+        began, errors = time.perf_counter(), list["LayerError"]()
+        with progress.progress_bar(len(loaded.layers), f"{method.value}: layer 0") as bar:
+
+            def on_layer(done: int, total: int, found: list[LayerError]) -> None:
+                bar.set_completed(done, total)
+                bar.describe(f"{method.value}: layer {done}")
+                bar.log_line(_line(done, total, found))
+
+            try:
+                quantized, errors = quantize_model(loaded, tokens, rule, scheme, state=state, progress=on_layer)
+            except KeyboardInterrupt:
+                progress.log(f"interrupted; the same command goes on from {state}")
+                raise typer.Exit(progress.INTERRUPTED) from None
+        save_model(quantized, checkpoint, out, layout.value)
+        _remove(state)
+    _show(errors)
+    progress.log(
+        f"{out}: {quantized.nbytes / 1e6:.0f} MB, was {loaded.nbytes / 1e6:.0f} MB; {time.perf_counter() - began:.0f} s"
+    )
+
+
+def perplexity(
+    model: ModelName,
+    text: TextFile = None,
+    length: Length = 512,
+    windows: Annotated[int | None, typer.Option(min=1, help="Windows at most; by default all of the text.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Quantize the model by every method and compare; takes minutes.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="Merge the comparison into DIR/quality.json.")
+    ] = None,
+    commit: Commit = None,
+    device: OnDevice = None,
+    dtype: ModelDtype = None,
+) -> None:
+    """Measure a model's perplexity on a text, and with --compare that of the model quantized by every method."""
+    with progress.report_errors():
+        from flashkernel.lab import quality
+        from flashkernel.quantization import CALIBRATION_TEXT, EVALUATION_TEXT
+        from flashkernel.quantization import perplexity as measure
+
+        if save is not None and not compare:
+            raise ValueError("perplexity: --save keeps a comparison; add --compare")
+        loaded, checkpoint = _load(model, device, dtype)
+        tokens = _windows(checkpoint, text, EVALUATION_TEXT, length, windows)
+        console = output.stdout_console()
+        if not compare:
+            with progress.progress_bar(len(loaded.layers), "measuring perplexity") as bar:
+                found = measure(loaded, tokens, bar.set_completed)
+            console.print(f"perplexity {found.value:.3f} of {found.tokens} tokens in windows of {found.length}")
+            return
+        calibration = _windows(checkpoint, None, CALIBRATION_TEXT, length, quality.CALIBRATION_WINDOWS)
+        records = []
+        with progress.progress_bar(len(quality.CONFIGURATIONS)) as bar:
+
+            def on_progress(line: str) -> None:
+                bar.describe(line)
+                bar.log_line(line)
+
+            name = Path(model).name
+            for record in quality.measure(name, loaded, tokens, calibration, list(quality.CONFIGURATIONS), on_progress):
+                records.append(record)
+                bar.advance()
+                bar.log_line(f"{record.configuration}: perplexity {record.perplexity:.3f}, {record.bits:.2f} bits")
+                if save is not None:
+                    quality.save(save, [record], commit)
+    console.print(quality.markdown(records), markup=False, soft_wrap=True)
+
+
+def _scheme(method: MethodName, bits: int, group_size: int, symmetric: bool) -> Scheme:
+    import torch
+
+    from flashkernel.quantization import Scheme
+
+    if bits not in (4, 8):
+        raise ValueError(f"quantize: bits is {bits}; it must be 4 or 8")
+    if method is MethodName.smoothquant:
+        if bits != 8:
+            raise ValueError("quantize: SmoothQuant makes weights and activations of 8 bits; give --bits 8")
+        return Scheme("int8", -1, symmetric, torch.int8)
+    return Scheme(f"int{bits}", group_size, symmetric)
+
+
+def _load(model: str, device: str | None, dtype: str | None) -> tuple[Transformer, Checkpoint]:
+    from flashkernel.engine import hub, llm
+    from flashkernel.engine.checkpoint import open_checkpoint
+    from flashkernel.engine.model_loader import load_model
+
+    path = hub.resolve(model)
+    checkpoint = open_checkpoint(path)
+    target, kind = llm.device_and_dtype(checkpoint, device, dtype)
+    with progress.progress_bar(description=f"loading {model}") as bar:
+        return load_model(checkpoint, target, kind, bar.set_completed), checkpoint
+
+
+def _windows(checkpoint: Checkpoint, text: Path | None, shipped: str, length: int, most: int | None) -> Tensor:
+    from flashkernel.quantization import shipped_text, windows
+
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is None:
+        raise ValueError(f"{checkpoint.config.source}: the model has no tokenizer, which text needs")
+    content = shipped_text(shipped) if text is None else text.read_text(encoding="utf-8")
+    return windows(tokenizer.encode(content), length, most)
+
+
+def _remove(state: Path) -> None:
+    from flashkernel.quantization.state import remove_state
+
+    remove_state(state)
+
+
+def _line(done: int, total: int, found: list[LayerError]) -> str:
+    parts = ", ".join(f"{one.projection} {one.before:.2%} -> {one.after:.2%}" for one in found)
+    return f"layer {done} of {total}: error of outputs {parts}"
+
+
+def _show(errors: list[Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Relative error of the outputs: rounded to nearest -> by the method", title_justify="left")
+    names = list(dict.fromkeys(error.projection for error in errors))
+    for heading in ("layer", *names):
+        table.add_column(heading, justify="right")
+    for layer in sorted({error.layer for error in errors}):
+        cells = {e.projection: f"{e.before:.2%} -> {e.after:.2%}" for e in errors if e.layer == layer}
+        table.add_row(str(layer), *[cells.get(name, "") for name in names])
+    output.stdout_console().print(table)

@@ -1,0 +1,164 @@
+"""Quantized weights in checkpoints: what config.json says of them, how they are read, and how they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel import Weight
+from flashkernel.blocks import checkpoint_layouts as layouts
+from flashkernel.engine.config import HFConfig, ModelError
+
+LAYOUTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+_BY_DTYPE = ("fp8", "mxfp4")  # methods whose tensors say by their names and dtypes what they are
+_PARTS = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+}
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How the weights of a checkpoint are quantized, where one has several tensors in place of `weight`.
+
+    Args:
+        method: "gptq", "awq" or "compressed-tensors".
+        bits: 4 or 8.
+        version: Of GPTQ's zero points: 1 or 2.
+        format: Of compressed-tensors.
+    """
+
+    method: str
+    bits: int = 4
+    version: int = 1
+    format: str = ""
+
+    @staticmethod
+    def of(config: HFConfig) -> StoredQuantization | None:
+        """What config.json says; None if weights are plain, or say themselves what they are (fp8, MXFP4)."""
+        values = config.get("quantization_config", None)
+        if values is None:
+            return None
+        method = values.get("quant_method")
+        if method in _BY_DTYPE:
+            return None
+        if method not in _PARTS:
+            raise ModelError(
+                f"{config.source}: weights quantized by {method!r} are not known; there are "
+                f"{', '.join((*_PARTS, *_BY_DTYPE))}"
+            )
+        if method == "compressed-tensors":
+            return _compressed(values, config.source)
+        bits = values.get("bits", 4)
+        if bits not in ((4, 8) if method == "gptq" else (4,)):
+            raise ModelError(f"{config.source}: {method} weights of {bits} bits are not known; 4 are, and 8 of gptq")
+        kind = str(values.get("version", values.get("format", "gemm"))).lower()
+        if method == "awq" and kind != "gemm":
+            raise ModelError(f"{config.source}: AWQ's version {kind!r} is not known; 'gemm' is")
+        version = 2 if values.get("checkpoint_format") == "gptq_v2" else 1
+        return StoredQuantization(method, bits, version)
+
+    def part_names(self, name: str, names: Set[str]) -> dict[str, str]:
+        """The tensors in place of a weight `...weight`: their full names, by the last part; {} if there are none."""
+        if not name.endswith(".weight"):
+            return {}
+        base = name.removesuffix("weight")
+        found = {part: base + part for part in _PARTS[self.method] if base + part in names}
+        return found if _PARTS[self.method][0] in found else {}
+
+    def read(self, parts: Mapping[str, Tensor]) -> Weight:
+        """The Weight of such tensors; ValueError if they do not fit together."""
+        if self.method == "gptq":
+            return layouts.read_gptq(parts, self.bits, self.version)
+        if self.method == "awq":
+            return layouts.read_awq(parts)
+        if self.format == "mxfp4-pack-quantized":
+            return Weight.pack(parts["weight_packed"], parts["weight_scale"], format="mxfp4")
+        if "weight_g_idx" in parts and not _in_order(parts["weight_g_idx"]):
+            raise ValueError(
+                "columns have an order of their own (weight_g_idx), which is not read; quantize without it"
+            )
+        return layouts.read_pack_quantized(parts, self.bits)
+
+
+def _in_order(groups: Tensor) -> bool:
+    return bool((groups.diff() >= 0).all())
+
+
+def _compressed(values: Mapping[str, Any], source: str) -> StoredQuantization | None:
+    """compressed-tensors: formats of one tensor of 8 bits say themselves what they are."""
+    format = values.get("format", "")
+    if format in ("int-quantized", "float-quantized", "naive-quantized"):
+        return None
+    groups = values.get("config_groups") or {}
+    bits: set[Any] = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    if format not in ("pack-quantized", "mxfp4-pack-quantized") or not bits <= {4, 8} or len(bits) != 1:
+        raise ModelError(
+            f"{source}: compressed-tensors in format {format!r} with {sorted(map(str, bits))} bits are not known; "
+            "there are pack-quantized (4 or 8 bits), mxfp4-pack-quantized, int-quantized and float-quantized"
+        )
+    return StoredQuantization("compressed-tensors", bits.pop(), format=format)
+
+
+def write_weight(weight: Weight, layout: str) -> dict[str, Tensor]:
+    """The tensors of a Weight in a layout of LAYOUTS, by the part of the name after the layer's; ValueError if the
+    layout has no place for its format."""
+    if layout == "awq":
+        return layouts.write_awq(weight)
+    if layout in ("gptq", "gptq_v2"):
+        return layouts.write_gptq(weight, 2 if layout == "gptq_v2" else 1)
+    if weight.format == "int4" or (weight.format == "int8" and weight.activation_dtype is None):
+        return layouts.write_pack_quantized(weight)
+    assert weight.scales is not None
+    if weight.format == "mxfp4":
+        return {"weight_packed": weight.data.contiguous(), "weight_scale": weight.scales.contiguous()}
+    found = {"weight": weight.data.contiguous(), "weight_scale": weight.scales.contiguous()}
+    if weight.zeros is not None:
+        found["weight_zero_point"] = weight.zeros.contiguous()
+    return found
+
+
+def quantization_config(weight: Weight, layout: str) -> dict[str, Any]:
+    """What config.json says of a model whose projections are like `weight`."""
+    columns, symmetric = weight.group_shape[1], weight.zeros is None
+    bits = 4 if weight.format in ("int4", "mxfp4") else 8
+    if layout in ("gptq", "gptq_v2"):
+        return {
+            "quant_method": "gptq", "bits": bits, "group_size": columns, "sym": symmetric, "desc_act": False,
+            "checkpoint_format": layout,
+        }  # fmt: skip
+    if layout == "awq":
+        return {
+            "quant_method": "awq", "bits": 4, "group_size": columns, "zero_point": not symmetric, "version": "gemm",
+        }  # fmt: skip
+    format = _format_name(weight)
+    kind = "float" if weight.format in ("fp8", "mxfp4") else "int"
+    strategy = "tensor" if weight.group_shape == (-1, -1) else "channel" if columns == -1 else "group"
+    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False}
+    if strategy == "group":
+        weights["group_size"] = columns
+    activations = None
+    if weight.activation_dtype is not None:
+        floating = weight.activation_dtype.is_floating_point
+        activations = {
+            "num_bits": 8, "type": "float" if floating else "int", "symmetric": True, "strategy": "token",
+            "dynamic": True,
+        }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def _format_name(weight: Weight) -> str:
+    if weight.format == "mxfp4":
+        return "mxfp4-pack-quantized"
+    if weight.data.dtype == torch.float8_e4m3fn:
+        return "float-quantized"
+    return "int-quantized" if weight.activation_dtype is not None else "pack-quantized"

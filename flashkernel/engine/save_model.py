@@ -1,0 +1,171 @@
+"""Saves a model in a folder as Transformers does: config.json, model.safetensors and the tokenizer.
+
+The folder appears whole or not at all: everything is written beside it and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flashkernel import Weight
+from flashkernel.engine.architectures import Architecture, StoredWeight, architecture_of
+from flashkernel.engine.checkpoint import Checkpoint, SafetensorsCheckpoint
+from flashkernel.engine.config import ModelConfig, ModelError
+from flashkernel.engine.quantized_checkpoint import LAYOUTS, quantization_config, write_weight
+from flashkernel.engine.tokenizer import Tokenizer
+from flashkernel.engine.transformer import PROJECTIONS, Transformer
+
+_COPIED = (
+    "tokenizer*",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab*",
+    "merges*",
+)
+
+
+def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout: str = "compressed-tensors") -> None:
+    """Writes a model whose projections are quantized.
+
+    Args:
+        model: The model.
+        checkpoint: Where it came from: its configuration and tokenizer are saved with it.
+        folder: The new folder; it must not exist, or be empty.
+        layout: How quantized weights are stored: "compressed-tensors", "gptq", "gptq_v2" or "awq".
+
+    Raises:
+        ModelError: The folder is in use, a weight has no place in the layout, or the disk is full. Nothing is left.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"save_model: layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder}: it exists and is not empty; choose another folder, or delete it")
+    architecture = architecture_of(checkpoint.config)
+    try:
+        tensors = dict(_all_tensors(model, architecture, layout))
+    except ValueError as error:
+        raise ModelError(f"{folder}: the model cannot be stored in the layout {layout!r}: {error}") from error
+    config = _config(model, checkpoint, layout)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ModelError(
+            f"{folder}: the model has {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; free space, or "
+            "choose a folder on another disk"
+        )
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write(part, tensors, config, checkpoint)
+        part.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(part, folder)
+    except OSError as error:
+        raise ModelError(
+            f"{folder}: the model cannot be written ({error}); nothing was left there; free space, or choose another "
+            "folder"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(part: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), part / "model.safetensors", {"format": "pt"})
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(str(error)) from error
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if isinstance(checkpoint, SafetensorsCheckpoint):
+        for pattern in _COPIED:
+            for file in checkpoint.path.glob(pattern):
+                shutil.copy(file, part / file.name)
+        return
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is not None:
+        _write_tokenizer(part, tokenizer)
+
+
+def _write_tokenizer(part: Path, tokenizer: Tokenizer) -> None:
+    """A tokenizer that was made of a GGUF file, as `Tokenizer.from_folder` reads it."""
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    if tokenizer.bos_token_id is not None:
+        from tokenizers.processors import TemplateProcessing
+
+        token = backend.id_to_token(tokenizer.bos_token_id)
+        backend.post_processor = TemplateProcessing(
+            single=f"{token} $A", special_tokens=[(token, tokenizer.bos_token_id)]
+        )
+    backend.save(str(part / "tokenizer.json"))
+    settings = {**tokenizer.special_tokens, "chat_template": tokenizer.chat_template}
+    kept = {name: value for name, value in settings.items() if value is not None}
+    (part / "tokenizer_config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+def _config(model: Transformer, checkpoint: Checkpoint, layout: str) -> dict[str, Any]:
+    values = {name: value for name, value in checkpoint.config.values.items() if value is not None}
+    values.pop("quantization_config", None)
+    values["dtype"] = str(model.dtype).removeprefix("torch.")
+    values.pop("torch_dtype", None)
+    found = [one for one in (getattr(model.layers[0], name) for name in PROJECTIONS) if isinstance(one, Weight)]
+    if found:
+        values["quantization_config"] = quantization_config(found[0], layout)
+    return values
+
+
+def _all_tensors(model: Transformer, architecture: Architecture, layout: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model under its stored name."""
+    config = model.config
+    for name, stored in architecture.model_weights.items():
+        value = getattr(model.weights, name)
+        if value is not None and not (name == "lm_head" and config.tie_word_embeddings):
+            yield from _stored(value, stored, "", config, layout)
+    for index, layer in enumerate(model.layers):
+        prefix = architecture.layer_prefix.format(index)
+        for name, stored in architecture.layer_weights.items():
+            value = getattr(layer, name)
+            if value is not None:
+                yield from _stored(value, stored, prefix, config, layout)
+
+
+def _stored(
+    value: Any, stored: StoredWeight, prefix: str, config: ModelConfig, layout: str
+) -> Iterator[tuple[str, Tensor]]:
+    if stored.transposed and isinstance(value, Weight):
+        raise ValueError(f"{prefix}{stored.names[0]} is stored (in, out), which quantized layers are not")
+    if "{expert}" in stored.names[0]:
+        for expert in range(len(value)):
+            names = tuple(name.format(expert=expert) for name in stored.names)
+            yield from _stored(value[expert], StoredWeight(names), prefix, config, layout)
+        return
+    sizes = _sizes(value.shape[0], len(stored.names), config)
+    start = 0
+    for name, size in zip(stored.names, sizes):
+        rows = slice(start, start + size)
+        start += size
+        if isinstance(value, Weight):
+            base = f"{prefix}{name}".removesuffix("weight")
+            for part, tensor in write_weight(value.rows(rows), layout).items():
+                yield base + part, tensor.cpu()
+        else:
+            tensor = value[rows] if len(sizes) > 1 else value
+            tensor = tensor.transpose(-1, -2) if stored.transposed else tensor
+            yield prefix + name, tensor.detach().cpu().clone().contiguous()
+
+
+def _sizes(rows: int, parts: int, config: ModelConfig) -> list[int]:
+    """Rows of each stored tensor: q, k and v, gate and up, or all."""
+    if parts == 3:
+        return [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+    return [rows // parts] * parts

@@ -1,0 +1,157 @@
+"""One decoder layer after another over whole sequences, with the inputs of its projections recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashkernel as fk
+from flashkernel.engine.forward_pass import ForwardPass
+from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelInput, Transformer
+from flashkernel.kvcache import BatchTensors, KVCache, PageStorage
+
+PAGE = 64
+SAMPLE = 256  # inputs of each projection that are kept, for the error after quantization
+_linear: Any = fk.linear
+_rms_norm: Any = fk.rms_norm
+_layer_norm: Any = fk.layer_norm
+
+
+class InputStatistics:
+    """What calibration needs of a projection's inputs.
+
+    Attributes:
+        hessian: Sum of x x^T, float32 (in, in).
+        count: Tokens.
+        mean_magnitudes: mean |x| of each channel.
+        largest: max |x| of each channel.
+        sample: Some inputs, (rows, in).
+    """
+
+    def __init__(self) -> None:
+        self.hessian: Tensor | None = None
+        self.count = 0
+        self._sums: Tensor | None = None
+        self.largest: Tensor | None = None
+        self._samples: list[Tensor] = []
+
+    def add(self, inputs: Tensor) -> None:
+        """Adds inputs (tokens, in)."""
+        x = inputs.detach().float()
+        product, sums, largest = x.T @ x, x.abs().sum(0), x.abs().amax(0)
+        self.hessian = product if self.hessian is None else self.hessian + product
+        self._sums = sums if self._sums is None else self._sums + sums
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        self.count += x.shape[0]
+        self._samples.append(x[:: max(1, x.shape[0] // 64)][:64].clone())
+
+    @property
+    def mean_magnitudes(self) -> Tensor:
+        assert self._sums is not None
+        return self._sums / self.count
+
+    @property
+    def sample(self) -> Tensor:
+        return torch.cat(self._samples)[:: max(1, 64 * len(self._samples) // SAMPLE)]
+
+
+class RecordingPass(ForwardPass):
+    """A pass that gives the inputs of every projection of one layer to `statistics`, by the projection's name."""
+
+    layer: LayerWeights
+    statistics: dict[str, InputStatistics] | None = None
+
+    def _record(self, weight: Any, inputs: Tensor) -> None:
+        if self.statistics is None:
+            return
+        for name in PROJECTIONS:
+            if getattr(self.layer, name) is weight:
+                self.statistics.setdefault(name, InputStatistics()).add(inputs)
+
+    def linear_residual(self, x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
+        self._record(weight, x)
+        return _linear(x, weight, bias, residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, norm_bias: Tensor | None, weight: Any, bias: Tensor | None, **options: Any
+    ) -> Tensor:
+        if self.config.norm == "layer":
+            h = _layer_norm(x, norm, norm_bias, eps=self.config.eps)
+        else:
+            h = _rms_norm(x, norm, eps=self.config.eps)
+        self._record(weight, h)
+        return _linear(h, weight, bias, **options)
+
+
+class SequenceRunner:
+    """Runs layers of a model over sequences of one length.
+
+    Args:
+        model: The model; its embedding and head are used.
+        token_ids: int64 (sequences, length).
+        batch: Sequences computed together.
+    """
+
+    def __init__(self, model: Transformer, token_ids: Tensor, batch: int = 4) -> None:
+        longest = model.config.max_position_embeddings
+        if token_ids.ndim != 2 or not 0 < token_ids.shape[1] <= longest:
+            raise ValueError(
+                f"token_ids have the shape {tuple(token_ids.shape)}; they must be (sequences, length) with up to "
+                f"{longest} tokens, the model's context"
+            )
+        self.model, self.token_ids, self.batch = model, token_ids.to(model.device), batch
+        length, config = token_ids.shape[1], model.config
+        pages = batch * -(-length // PAGE) + 1
+        self._storage = PageStorage(1, pages, PAGE, config.kv_heads, config.head_dim, dtype=model.dtype,
+                                    device=model.device)  # fmt: skip
+        self._inputs: dict[int, ModelInput] = {}
+
+    def embeddings(self) -> Tensor:
+        """The hidden states before the first layer, (sequences, length, hidden)."""
+        weights = self.model.weights
+        x = F.embedding(self.token_ids, weights.embedding)
+        if weights.position_embedding is not None:
+            x = x + weights.position_embedding[: self.token_ids.shape[1]]
+        return x
+
+    def layer(
+        self, hidden: Tensor, layer: LayerWeights, index: int, statistics: dict[str, InputStatistics] | None = None
+    ) -> Tensor:
+        """The hidden states (sequences, length, hidden) after a layer; `statistics` takes its projections' inputs."""
+        outputs = []
+        for first, run in self._passes():
+            run.layer, run.statistics = layer, statistics
+            x = hidden[first : first + self.batch]
+            y = self.model.forward_layer(run, x.flatten(0, 1), layer, index, self._storage.layers[0])
+            outputs.append(y.view_as(x))
+        return torch.cat(outputs)
+
+    def losses(self, hidden: Tensor) -> Tensor:
+        """Cross entropy of each next token, float32 (sequences, length - 1)."""
+        found = []
+        for number, x in enumerate(hidden):
+            run = RecordingPass(self.model.config, self._input(1))
+            logits = self.model.logits(run, x)
+            found.append(F.cross_entropy(logits[:-1], self.token_ids[number, 1:], reduction="none"))
+        return torch.stack(found)
+
+    def _passes(self) -> Iterator[tuple[int, RecordingPass]]:
+        for first in range(0, self.token_ids.shape[0], self.batch):
+            count = min(self.batch, self.token_ids.shape[0] - first)
+            yield first, RecordingPass(self.model.config, self._input(count))
+
+    def _input(self, sequences: int) -> ModelInput:
+        """The input of a pass over so many sequences; it is always the same but for the tokens."""
+        if sequences not in self._inputs:
+            length = self.token_ids.shape[1]
+            cache = KVCache(self._storage.pages, PAGE, most_sequences=sequences, most_tokens=-(-length // PAGE) * PAGE)
+            rows = [cache.add() for _ in range(sequences)]
+            cache.grow(rows, length)
+            step = BatchTensors(cache, sequences, sequences * length, self.model.device).fill(rows, length)
+            ids = self.token_ids[:sequences].flatten()
+            self._inputs[sequences] = ModelInput(ids, step, 0, None)
+        return self._inputs[sequences]

@@ -1,0 +1,95 @@
+// Atomics, and loads and stores with hints.
+
+#pragma once
+
+#include "shared_memory.h"
+
+// Atomics: one thread runs at a time.
+
+template <typename T, typename V>
+inline T atomicAdd(T* target, V value) {
+    const T before = *target;
+    *target = before + static_cast<T>(value);
+    return before;
+}
+template <typename T, typename V>
+inline T atomicSub(T* target, V value) {
+    const T before = *target;
+    *target = before - static_cast<T>(value);
+    return before;
+}
+template <typename T, typename V>
+inline T atomicMax(T* target, V value) {
+    const T before = *target, other = static_cast<T>(value);
+    *target = before > other ? before : other;
+    return before;
+}
+template <typename T, typename V>
+inline T atomicMin(T* target, V value) {
+    const T before = *target, other = static_cast<T>(value);
+    *target = before < other ? before : other;
+    return before;
+}
+template <typename T, typename V>
+inline T atomicExch(T* target, V value) {
+    const T before = *target;
+    *target = static_cast<T>(value);
+    return before;
+}
+template <typename T, typename V, typename W>
+inline T atomicCAS(T* target, V expected, W value) {
+    const T before = *target;
+    if (before == static_cast<T>(expected)) *target = static_cast<T>(value);
+    return before;
+}
+template <typename T, typename V>
+inline T atomicOr(T* target, V value) {
+    const T before = *target;
+    *target = before | static_cast<T>(value);
+    return before;
+}
+template <typename T, typename V>
+inline T atomicAnd(T* target, V value) {
+    const T before = *target;
+    *target = before & static_cast<T>(value);
+    return before;
+}
+inline unsigned atomicInc(unsigned* target, unsigned limit) {
+    const unsigned before = *target;
+    *target = before >= limit ? 0 : before + 1;
+    return before;
+}
+
+// Loads and stores with hints.
+
+template <typename T>
+inline T __ldg(const T* source) {
+    return *source;
+}
+template <typename T>
+inline T __ldcs(const T* source) {
+    return *source;
+}
+template <typename T>
+inline T __ldcg(const T* source) {
+    return *source;
+}
+template <typename T>
+inline T __ldca(const T* source) {
+    return *source;
+}
+template <typename T>
+inline void __stcs(T* target, T value) {
+    *target = value;
+}
+template <typename T>
+inline void __stcg(T* target, T value) {
+    *target = value;
+}
+template <typename T>
+inline void __stwt(T* target, T value) {
+    *target = value;
+}
+
+inline size_t __cvta_generic_to_shared(const void* pointer) { return cuda_emulator::shared_address_of(pointer); }
+inline size_t __cvta_generic_to_global(const void* pointer) { return reinterpret_cast<size_t>(pointer); }

@@ -1,0 +1,215 @@
+"""Quantized checkpoints: what is saved is loaded again, in every layout; damaged ones and full disks are reported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flashkernel import Weight
+from flashkernel.engine import LLM, ModelError, SamplingParams
+from flashkernel.engine.checkpoint import open_checkpoint
+from flashkernel.engine.model_loader import load_model
+from flashkernel.engine.save_model import save_model
+from flashkernel.engine.transformer import PROJECTIONS, Transformer
+
+pytest.importorskip("transformers")
+import tiny_models
+
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def _model(folder: Path, name: str = "llama") -> Transformer:
+    tiny_models.save(name, folder)
+    return load_model(open_checkpoint(folder), torch.device("cpu"), torch.float32)
+
+
+def _quantized(model: Transformer, format: str, granularity: str | None, symmetric: bool = True, **more: Any) -> Any:
+    """The model with quantized projections, whose scales are float16 numbers."""
+
+    def quantize(matrix: Any) -> Weight:
+        found = Weight.quantize(matrix, format, granularity, symmetric=symmetric, **more)
+        assert found.scales is not None
+        return found if format == "mxfp4" else replace(found, scales=found.scales.half().float())
+
+    layers = [
+        replace(layer, **{name: quantize(getattr(layer, name)) for name in PROJECTIONS}) for layer in model.layers
+    ]
+    return Transformer(model.config, model.weights, layers)
+
+
+def _tokens(model: Any) -> list[tuple[int, ...]]:
+    llm = LLM(model, device="cpu", dtype="float32", kv_cache_tokens=512)
+    return [one.outputs[0].token_ids for one in llm.generate(tiny_models.prompts((5, 20)), PARAMS)]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "layout, format, granularity, symmetric",
+    [
+        ("compressed-tensors", "int4", "1x16", True), ("compressed-tensors", "int4", "row", False),
+        ("compressed-tensors", "int8", "row", True), ("compressed-tensors", "fp8", "row", True),
+        ("gptq", "int4", "1x16", True), ("gptq_v2", "int4", "1x16", False), ("gptq", "int8", "row", True),
+        ("awq", "int4", "1x16", False), ("awq", "int4", "1x16", True),
+    ],
+)  # fmt: skip
+def test_saved_and_loaded(
+    name: str, layout: str, format: str, granularity: str, symmetric: bool, tmp_path: Path
+) -> None:
+    model = _model(tmp_path / "plain", name)
+    quantized = _quantized(model, format, granularity, symmetric)
+    save_model(quantized, open_checkpoint(tmp_path / "plain"), tmp_path / "small", layout)
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    for mine, theirs in zip(again.layers, quantized.layers):
+        for field, value in vars(theirs).items():
+            found = getattr(mine, field)
+            if isinstance(value, Weight):
+                assert isinstance(found, Weight)
+                assert torch.equal(found.dequantize(torch.float32), value.dequantize(torch.float32)), field
+                assert found.format == format
+            elif value is not None:
+                assert torch.equal(found, value), field
+    assert _tokens(tmp_path / "small") == _tokens(quantized)
+
+
+def test_activations_in_int8_are_one_tensor(tmp_path: Path) -> None:
+    """int-quantized: int8 weights as they are. x stays as it is when they are loaded."""
+    model = _model(tmp_path / "plain")
+    quantized = _quantized(model, "int8", "row", activation_dtype=torch.int8)
+    save_model(quantized, open_checkpoint(tmp_path / "plain"), tmp_path / "small")
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "int-quantized"
+    assert config["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    assert repr(again.layers[0].o_proj).startswith("Weight(int8 row, 32x32")
+
+
+def test_mxfp4_of_a_dense_model(tmp_path: Path) -> None:
+    from flashkernel.core.shapes import Model
+    from flashkernel.engine.dummy_weights import dummy_transformer
+
+    plain = _model(tmp_path / "plain")
+    torch.manual_seed(0)
+    shape = Model(hidden=32, intermediate=64, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=320)
+    model = dummy_transformer(shape, "cpu", torch.float32, max_position_embeddings=256)
+    quantized = Transformer(replace(plain.config), model.weights, _quantized(model, "mxfp4", None).layers)
+    save_model(quantized, open_checkpoint(tmp_path / "plain"), tmp_path / "small")
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    for name in PROJECTIONS:
+        mine, theirs = getattr(again.layers[1], name), getattr(quantized.layers[1], name)
+        assert torch.equal(mine.data, theirs.data)
+        assert torch.equal(mine.scales, theirs.scales)
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4_on_request(tmp_path: Path) -> None:
+    """`*_blocks` and `*_scales` are dequantized, or kept with quantization="mxfp4": the tokens are the same."""
+    import transformers
+
+    sizes = {**tiny_models._SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(**sizes, head_dim=16, sliding_window=8, rope_parameters=tiny_models._YARN)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+
+    def pack(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            weight = Weight.quantize(tensors.pop(name).transpose(1, 2).contiguous() * 10, "mxfp4")
+            tensors[f"{name}_blocks"] = weight.data.unflatten(-1, (-1, 16)).contiguous()
+            tensors[f"{name}_scales"] = weight.scales
+        for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight",
+                                                                "o_proj.weight"))]:  # fmt: skip
+            tensors[name] = Weight.quantize(tensors[name] * 10, "mxfp4").dequantize(torch.float32)
+
+    _change(tmp_path, pack)
+    found = []
+    for quantization in (None, "mxfp4"):
+        llm = LLM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512, quantization=quantization)
+        experts = llm.model.layers[0].gate_up_proj
+        assert isinstance(experts, Weight) == (quantization is not None)
+        assert experts.shape == (4, 128, 32)
+        found.append([one.outputs[0].token_ids for one in llm.generate(tiny_models.prompts((5, 20)), PARAMS)])
+    assert found[0] == found[1]
+    _change(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj_scales"))
+    with pytest.raises(ModelError, match="down_proj_scales is missing"):
+        LLM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512)
+
+
+def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
+    tiny_models.save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    model = load_model(checkpoint, torch.device("cpu"), torch.float32)
+    quantized = _quantized(model, "int4", "1x16")
+    save_model(quantized, checkpoint, tmp_path / "small")
+    assert _tokens(tmp_path / "small") == _tokens(quantized)
+
+
+def _change(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda t: t.pop("model.layers.0.self_attn.q_proj.scales"), "q_proj.weight: scales are missing"),
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.qweight"), "up_proj.weight are missing"),
+    (lambda t: t.update({"model.layers.0.mlp.down_proj.qzeros": torch.zeros(9, 4, dtype=torch.int32)}),
+     "down_proj.weight: the shapes do not fit together"),
+    (lambda t: t.update({"model.layers.0.mlp.down_proj.lora": torch.zeros(2)}), "have no place in a llama model"),
+])  # fmt: skip
+def test_damaged_checkpoints(change: Any, message: str, tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    save_model(_quantized(model, "int4", "1x16"), open_checkpoint(tmp_path / "plain"), tmp_path / "small", "gptq")
+    _change(tmp_path / "small", change)
+    with pytest.raises(ModelError, match=message):
+        load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes' are not known"),
+    ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits are not known"),
+    ({"quant_method": "awq", "version": "gemv"}, "AWQ's version 'gemv' is not known"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+])  # fmt: skip
+def test_unknown_quantization(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiny_models.save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def test_nothing_is_left_where_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(tmp_path / "plain")
+    quantized, checkpoint = _quantized(model, "int4", "1x16"), open_checkpoint(tmp_path / "plain")
+    target = tmp_path / "out" / "small"
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(ModelError, match=r"No space left on device.*nothing was left there"):
+            save_model(quantized, checkpoint, target)
+    assert list((tmp_path / "out").iterdir()) == []
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(ModelError, match=r"0\.00 GB are free there"):
+            save_model(quantized, checkpoint, target)
+    (target).mkdir()
+    (target / "kept").write_text("mine")
+    with pytest.raises(ModelError, match="exists and is not empty"):
+        save_model(quantized, checkpoint, target)
+    with pytest.raises(ValueError, match="layout is 'zip'"):
+        save_model(quantized, checkpoint, tmp_path / "other", "zip")
+    with pytest.raises(ModelError, match="quantize it to int4 or int8"):
+        save_model(_quantized(model, "fp8", "row"), checkpoint, tmp_path / "other", "gptq")
+    gpt2 = _model(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(ModelError, match=r"is stored \(in, out\)"):
+        save_model(_quantized(gpt2, "int4", "1x16"), open_checkpoint(tmp_path / "gpt2"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
