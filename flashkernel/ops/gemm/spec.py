@@ -89,8 +89,11 @@ def _rows(call: Call) -> str | None:
 
 
 def multiplies_in_fp8(given: str | None) -> bool:
-    """Whether all weights of such layouts ask for x in 8 bits."""
-    return given is not None and all(Layout.parse(text).activation_dtype == FP8 for text in given.split(_AND))
+    """Whether all weights of such layouts are in fp8 and ask for x in fp8."""
+    if given is None:
+        return False
+    parsed = [Layout.parse(text) for text in given.split(_AND)]
+    return all(layout.format == "fp8" and layout.activation_dtype == FP8 for layout in parsed)
 
 
 def _fp8_products(call: Call) -> str | None:

@@ -72,9 +72,7 @@ def unfused(device: Device) -> bool:
 
 
 def _triton(call: Call) -> str | None:
-    if unfused(call.device) and call.facts["weight"] != "plain":
-        return f"it reads 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
-    if unfused(call.device) and _by_linear(call):
+    if unfused(call.device) and _by_linear(call) and call.facts["weight"] == "plain":
         return "before sm_80 few rows without gradients are served by CUDA C++"
     return None
 
