@@ -125,7 +125,7 @@ def mlp(
         norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "norm_offset": norm_offset}
         given = (x, up, weights[-1], gate_up_bias, down_bias, residual, piece, packed, norm)
         old = chosen.name == "triton" and spec.unfused(properties(x.device))
-        if old and main_grads is None:
+        if old and main_grads is None and not quantized:
             return by_linear.unfused(*given, out_dtype=out_dtype, out=out)
         if not gradients or quantized or (chosen.name == "cuda" and main_grads is None):
             inner = spec.linear_backends(None if quantized else backend, x.shape[:-1].numel())

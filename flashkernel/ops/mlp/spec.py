@@ -72,8 +72,8 @@ def unfused(device: Device) -> bool:
 
 
 def _triton(call: Call) -> str | None:
-    if unfused(call.device) and call.facts["weight"] != "plain":
-        return f"it reads 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
+    if unfused(call.device) and _by_linear(call) and call.facts["weight"] == "plain":
+        return "before sm_80 few rows without gradients are served by CUDA C++"
     return None
 
 
@@ -86,8 +86,6 @@ def _cuda(call: Call) -> str | None:
 def _cublas_is_faster(call: Call) -> str | None:
     if call.dtype == torch.float32 and not _by_linear(call):
         return "cuBLAS serves float32 products better"
-    if unfused(call.device) and _by_linear(call):
-        return "before sm_80 few rows are served by CUDA C++"
     return None
 
 
