@@ -140,12 +140,18 @@ def test_experts_of_gpt_oss_stay_in_mxfp4_on_request(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
+    """Matrices that stay plain are in the source's bfloat16; norms and scales are as they were computed."""
     tiny_models.save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     model = load_model(checkpoint, torch.device("cpu"), torch.float32)
     quantized = _quantized(model, "int4", "1x16")
     save_model(quantized, checkpoint, tmp_path / "small")
-    assert _tokens(tmp_path / "small") == _tokens(quantized)
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert stored["model.norm.weight"].dtype == torch.float32
+    embedding = model.weights.embedding.bfloat16().float()
+    weights = replace(quantized.weights, embedding=embedding, lm_head=embedding)
+    assert _tokens(tmp_path / "small") == _tokens(Transformer(quantized.config, weights, quantized.layers))
 
 
 def test_the_older_file_of_autogptq(tmp_path: Path) -> None:

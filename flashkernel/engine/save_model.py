@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashkernel import Weight
@@ -51,7 +52,7 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
         raise ModelError(f"{folder}: it exists and is not empty; choose another folder, or delete it")
     architecture = architecture_of(checkpoint.config)
     try:
-        tensors = dict(_all_tensors(model, architecture, layout))
+        tensors = dict(_all_tensors(model, architecture, layout, _stored_dtype(model, checkpoint)))
     except ValueError as error:
         raise ModelError(f"{folder}: the model cannot be stored in the layout {layout!r}: {error}") from error
     config = _config(model, checkpoint, layout)
@@ -86,6 +87,7 @@ def _write(part: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any],
         save_file(dict(tensors), part / "model.safetensors", {"format": "pt"})
     except SafetensorError as error:  # what the library makes of a full disk
         raise OSError(str(error)) from error
+    (part / "model.safetensors").chmod(0o644)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if isinstance(checkpoint, SafetensorsCheckpoint):
         for pattern in _COPIED:
@@ -113,10 +115,18 @@ def _write_tokenizer(part: Path, tokenizer: Tokenizer) -> None:
     (part / "tokenizer_config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
+def _stored_dtype(model: Transformer, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of matrices that are not quantized: the source's, if the model was only computed in a wider one."""
+    name = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
+    found = getattr(torch, str(name), model.dtype)
+    narrower = isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize < model.dtype.itemsize
+    return found if narrower else model.dtype
+
+
 def _config(model: Transformer, checkpoint: Checkpoint, layout: str) -> dict[str, Any]:
     values = {name: value for name, value in checkpoint.config.values.items() if value is not None}
     values.pop("quantization_config", None)
-    values["dtype"] = str(model.dtype).removeprefix("torch.")
+    values["dtype"] = str(_stored_dtype(model, checkpoint)).removeprefix("torch.")
     values.pop("torch_dtype", None)
     found = [one for one in (getattr(model.layers[0], name) for name in PROJECTIONS) if isinstance(one, Weight)]
     if found:
@@ -124,19 +134,25 @@ def _config(model: Transformer, checkpoint: Checkpoint, layout: str) -> dict[str
     return values
 
 
-def _all_tensors(model: Transformer, architecture: Architecture, layout: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its stored name."""
+def _all_tensors(
+    model: Transformer, architecture: Architecture, layout: str, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model under its stored name; matrices that are not quantized in `dtype`."""
     config = model.config
+
+    def narrowed(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.ndim > 1 else value
+
     for name, stored in architecture.model_weights.items():
         value = getattr(model.weights, name)
         if value is not None and not (name == "lm_head" and config.tie_word_embeddings):
-            yield from _stored(value, stored, "", config, layout)
+            yield from _stored(narrowed(value), stored, "", config, layout)
     for index, layer in enumerate(model.layers):
         prefix = architecture.layer_prefix.format(index)
         for name, stored in architecture.layer_weights.items():
             value = getattr(layer, name)
             if value is not None:
-                yield from _stored(value, stored, prefix, config, layout)
+                yield from _stored(narrowed(value), stored, prefix, config, layout)
 
 
 def _stored(

@@ -23,8 +23,12 @@ from flashkernel.quantization.scheme import Scheme, round_to_nearest
 from flashkernel.quantization.state import CalibrationState
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
-# A projection is folded into one that comes before it in the layer, and so must come first.
-_FOLDING_ORDER = ("down_proj", "gate_up_proj", "o_proj", "qkv_proj")
+# What a method puts factors on. A projection is folded into one that comes before it in the layer, and so must come
+# first. SmoothQuant leaves what follows no norm: a single large input of down_proj would coarsen its whole rows.
+_FOLDED = {
+    "awq": ("down_proj", "gate_up_proj", "o_proj", "qkv_proj"),
+    "smoothquant": ("gate_up_proj", "qkv_proj"),
+}
 _linear: Any = fk.linear
 
 
@@ -156,11 +160,10 @@ def quantize_layer(
 ) -> tuple[LayerWeights, list[LayerError]]:
     """Returns a decoder layer with quantized projections, and their errors; `statistics` are of their inputs."""
     folded, factors = layer, {name: torch.ones((), device=layer.attention_norm.device) for name in PROJECTIONS}
-    if method.name in ("awq", "smoothquant"):
-        for name in _FOLDING_ORDER:
-            if name in statistics and folds(layer, config, name):
-                factors[name] = _factors(getattr(folded, name), config, name, statistics[name], method, scheme)
-                folded = fold(folded, config, name, factors[name])
+    for name in _FOLDED.get(method.name, ()):
+        if name in statistics and folds(layer, config, name):
+            factors[name] = _factors(getattr(folded, name), config, name, statistics[name], method, scheme)
+            folded = fold(folded, config, name, factors[name])
     found: dict[str, Any] = {}
     errors = []
     for name in PROJECTIONS:
@@ -201,7 +204,14 @@ def _factors(
     if method.name == "awq":
         means = shared_channels(inputs.mean_magnitudes, config, name, largest=False)
         return awq_factors(matrix, inputs.sample, means, scheme)
-    return smoothquant_factors(matrix, shared_channels(inputs.largest, config, name, largest=True), method.strength)
+    factors = smoothquant_factors(matrix, shared_channels(inputs.largest, config, name, largest=True), method.strength)
+    plain, sample = torch.ones_like(factors), inputs.sample
+
+    def error(factors: Tensor) -> float:
+        outputs = _linear(sample / factors, round_to_nearest(matrix.float() * factors, scheme))
+        return _error(matrix, outputs, sample)
+
+    return factors if error(factors) < error(plain) else plain
 
 
 def _quantized(matrix: Tensor, inputs: InputStatistics, factors: Tensor, method: Method, scheme: Scheme) -> Weight:
