@@ -33,11 +33,11 @@ kernels = pytest.mark.parametrize("backend", ["torch", "triton"])
 def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(expression, "_traced", {})
     monkeypatch.setattr(frequencies, "_graph_constants", {})
-    for cached in (expression._recalled, mask._recalled):
+    for cached in (expression._recalled, mask_type._recalled):
         cached.cache_clear()
     torch._dynamo.reset()
     yield
-    for cached in (expression._recalled, mask._recalled):
+    for cached in (expression._recalled, mask_type._recalled):
         cached.cache_clear()
 
 
