@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashkernel import Weight
+from flashkernel.blocks.integers import IntegerRange
 from flashkernel.quantization.scheme import Scheme, assemble, fit_grid
 
 BLOCK = 128  # columns whose corrections are applied together to the rest of the matrix
@@ -63,10 +64,9 @@ def gptq(matrix: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.
     return assemble(codes, scales, zeros, scheme)
 
 
-def _symmetric(numbers: object) -> tuple[int, int]:
+def _symmetric(numbers: IntegerRange) -> tuple[int, int]:
     """The integers at equal distances from the middle."""
-    middle, most = numbers.middle, numbers.most  # type: ignore[attr-defined]
-    return 2 * middle - most, most
+    return 2 * numbers.middle - numbers.most, numbers.most
 
 
 def _inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> Tensor:
