@@ -27,7 +27,7 @@ def torch_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:
     ) -> Tensor:  # fmt: skip
         given = x if gather is None else x.index_select(0, gather)
         ends = group_offsets[1:]
-        if x_scale is not None:
+        if x_scale is not None and weight_scale is not None:
             y = torch._scaled_grouped_mm(given, weights, x_scale, weight_scale, offs=ends, out_dtype=torch.bfloat16)
         else:
             y = torch._grouped_mm(given, weights, offs=ends)
