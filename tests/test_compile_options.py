@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashkernel as fk
-from flashkernel.blocks import expression, frequencies, mask
+from flashkernel.blocks import expression, frequencies, mask_type
 from flashkernel.blocks.epilogue import Activation, Gate
 from flashkernel.core import dispatch
 

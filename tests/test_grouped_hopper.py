@@ -332,6 +332,23 @@ def test_compiled(name: str) -> None:
     assert code.shared <= H200.shared_per_block
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["even", "several-tiles", "fp8-group", "no-columns", "no-k"])
+def test_declared_cases_compiled(name: str) -> None:
+    """Products of a single tile, and of none, with the configs that the cost rule chooses."""
+    case = next(case for case in GROUPED_MATMUL.cases if case.name == name)
+    inputs = {key: x.to("meta") for key, x in GROUPED_MATMUL.make_inputs(case, torch.bfloat16, "cpu").items()}
+    for x in inputs.values():
+        x.requires_grad_(case.gradients and x.is_floating_point() and x.element_size() > 1)
+    with devices.pretend(H200), collect_launches() as launches:
+        y = GROUPED_MATMUL.call(**inputs, **case.options, backend="hopper")
+        if case.gradients:
+            y.sum().backward()
+    assert launches
+    for one in launches:
+        assert compiled(one, 90).stack == 0, one.name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", CONFIGS)

@@ -89,7 +89,11 @@ def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) 
         padded = padded_empty(size, params.out_dtype, a.device)
         return c.copy_(forward(a, b, params, tensors._replace(out=padded)))
     if c.numel():
-        scaling = _Scaling(params.scaling, tensors.a_scale, tensors.b_scale, tensors.up_scale)
+        a_scale = tensors.a_scale
+        if params.scaling == "block" and a_scale is not None and a_scale.stride(1) != 1:
+            # A warp reads the scales of 16 rows at a time: side by side they are two sectors, not sixteen.
+            a_scale = a_scale.transpose(1, 2).contiguous().transpose(1, 2)
+        scaling = _Scaling(params.scaling, a_scale, tensors.b_scale, tensors.up_scale)
         _run(a, b, tensors.up, scaling, EpilogueTensors.of(c, params, tensors))
     return c
 

@@ -79,10 +79,13 @@ def _tile_shapes() -> Iterator[HopperGrouped]:
 
 
 def tail_columns(columns: int, block_n: int) -> int:
-    """Returns the columns to multiply of the last tile of a row, a power of two; 0 if they are more than half."""
+    """Returns the columns to multiply of the last tile of a row, a power of two; 0 if they are more than half.
+
+    A row of one tile has no narrow one: Triton takes the number of tiles for a constant then, and fails to compile it.
+    """
     rest = columns % block_n
     needed = max(64, power_of_2(rest))
-    return needed if rest > 0 and needed <= block_n // 2 else 0
+    return needed if rest > 0 and columns > block_n and needed <= block_n // 2 else 0
 
 
 def _cycles(config: HopperGrouped, device: Device, shape: Mapping[str, int]) -> float:

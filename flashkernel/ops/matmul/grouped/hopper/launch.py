@@ -103,8 +103,7 @@ def _multiply(
     traits = GroupedTraits(
         ROWS=config.rows,
         BLOCK_N=config.block_n,
-        # Triton does not compile products with a part of a tile in 8 bits.
-        TAIL_N=tail_columns(n, config.block_n) if aligned and params.gate != "halves" and not only_k_major else 0,
+        TAIL_N=tail_columns(n, config.block_n) if aligned and params.gate != "halves" else 0,
         BLOCK_K=block_k,
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
