@@ -99,7 +99,8 @@ class Weight:
                 f"Weight.quantize: the tensor is {tensor.dtype} {tuple(tensor.shape)}; it must be a float matrix "
                 "(out, in) or a stack of them"
             )
-        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+        traced = tensor.is_meta or torch.compiler.is_compiling()  # without values to look at
+        if not traced and not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise ValueError(
                 f"Weight.quantize: {count} of {tensor.numel()} elements are infinite or NaN; the matrix is damaged"
