@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernel.blocks.activation_triton import activate, clamp_gate, clamp_up
 from flashkernel.blocks.epilogue import Activation, Gate
+from flashkernel.blocks.epilogue_triton import pull_back_activation
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
 
@@ -21,8 +21,8 @@ _TILE = 2048  # elements of a program
 @triton.jit
 def activation_gradient_kernel(
     dy, z, up, bias, up_bias, dz, dup, dbias, dup_bias, rows, columns, dy_stride, z_stride, dz_stride,
-    z_step, dz_step, bias_step, dbias_step, factor, alpha, limit,
-    KIND: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, STORED: tl.constexpr, SUMMED: tl.constexpr,
+    z_step, dz_step, bias_step, dbias_step, factor,
+    CHAIN: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, STORED: tl.constexpr, SUMMED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # [BLOCK_M]
@@ -30,24 +30,18 @@ def activation_gradient_kernel(
     in_columns = column < columns
     inside = (row < rows)[:, None] & in_columns[None, :]
     gradient = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32) * factor
-    if KIND != "none":
+    up_gradient = gradient
+    if CHAIN != "":
         there = row[:, None] * z_stride + column[None, :] * z_step
         value = tl.load(z + there, mask=inside, other=0.0).to(tl.float32)
         if BIASED:
             value += tl.load(bias + column * bias_step, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        up_value = value
         if GATED:
             up_value = tl.load(up + there, mask=inside, other=0.0).to(tl.float32)
             if BIASED:
                 up_value += tl.load(up_bias + column * bias_step, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-            activated, derivative = activate(clamp_gate(value, limit, KIND), KIND, alpha)
-            up_gradient = gradient * activated
-            gradient *= derivative * clamp_up(up_value, limit, KIND)
-            if KIND == "gpt_oss":
-                gradient = tl.where(value > limit, 0.0, gradient)
-                up_gradient = tl.where((up_value > limit) | (up_value < -limit), 0.0, up_gradient)
-        else:
-            _, derivative = activate(value, KIND, alpha)
-            gradient *= derivative
+        _, gradient, up_gradient = pull_back_activation(gradient, value, up_value, CHAIN)
     if STORED:
         to = row[:, None] * dz_stride + column[None, :] * dz_step
         tl.store(dz + to, gradient, mask=inside)
@@ -87,14 +81,12 @@ def activation_gradient(
     block_m = max(16, tune.power_of_2(rows)) if bias_gradients else 16
     block_n = max(16, _TILE // block_m)
     gated = isinstance(activation, Gate)
-    alpha, limit = (activation.alpha, activation.limit) if isinstance(activation, Gate) else (0.0, 0.0)
     z, dz, b, db = (_pair(given) for given in (values, gradients, biases, bias_gradients))
     launch(
         activation_gradient_kernel, (tune.ceil_div(rows, block_m), tune.ceil_div(columns, block_n)),
         dy, *z, *b, *dz, *db, rows, columns, dy.stride(0), _stride(z[0], 0), _stride(dz[0], 0),
         _stride(z[0], 1), _stride(dz[0], 1), _stride(b[0], 0), _stride(db[0], 0),
-        float(factor), float(alpha), float(limit),
-        KIND="none" if activation is None else activation.kind, GATED=gated, BIASED=len(biases) > 0,
+        float(factor), CHAIN="" if activation is None else activation.text, GATED=gated, BIASED=len(biases) > 0,
         STORED=len(gradients) > 0, SUMMED=len(bias_gradients) > 0, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
 

@@ -179,7 +179,7 @@ def _produce(args, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _a_operand(args, stage, w: gl.constexpr, TRAITS: gl.constexpr):
+def a_operand(args, stage, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns consumer w's tile of A in a stage, [ROWS, BLOCK_K]."""
     ROWS: gl.constexpr = TRAITS.ROWS
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
@@ -228,7 +228,7 @@ def issue(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS: gl.c
     SECOND_N: gl.constexpr = TRAITS.SECOND_N
     stage, phase = state
     mbarrier.wait(args.full.index(stage), phase)
-    a = _a_operand(args, stage, w, TRAITS)
+    a = a_operand(args, stage, w, TRAITS)
     b = _b_operand(args.buffers.b, stage, TRAITS.BLOCK_N - SECOND_N, TRAITS)
     first = warpgroup_mma(a, b, acc[0], use_acc=USE_ACC, is_async=True)
     if SECOND_N == 0:
@@ -304,7 +304,7 @@ def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.con
         mbarrier.wait(args.full.index(stage), (loaded // NUM_STAGES) & 1)
         b = _b_operand(args.buffers.b, stage * PARTS + part, FIRST_N, TRAITS)
         product = warpgroup_mma(
-            _a_operand(args, stage, w, TRAITS), b, _zeros(FIRST_N, TRAITS), use_acc=False, is_async=True
+            a_operand(args, stage, w, TRAITS), b, _zeros(FIRST_N, TRAITS), use_acc=False, is_async=True
         )
         product = warpgroup_mma_wait(0, deps=[product])
         if part == PARTS - 1:

@@ -6,18 +6,7 @@ They look at the traits and arguments that `multiply` looks at, and release stag
 
 from flashkernel.blocks.pipeline_gluon import PipelineState, next_stage
 from flashkernel.core.gluon import gl, gluon, mbarrier, named_barrier_arrive, warpgroup_mma, warpgroup_mma_wait
-
-
-@gluon.jit
-def _a_operand(args, stage, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns consumer w's tile [ROWS, BLOCK_K] of A."""
-    ROWS: gl.constexpr = TRAITS.ROWS
-    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
-    tile = args.buffers.a.index(stage * TRAITS.NUM_CONSUMERS + w)
-    if TRAITS.A_K_MAJOR:
-        return tile.reshape([ROWS, BLOCK_K])
-    else:
-        return tile.reshape([BLOCK_K, ROWS]).permute((1, 0))
+from flashkernel.ops.matmul.hopper.kernel import a_operand
 
 
 @gluon.jit
@@ -38,7 +27,7 @@ def _issue_tail(args, state, acc, w: gl.constexpr, USE_ACC: gl.constexpr, TRAITS
     stage, phase = state
     mbarrier.wait(args.full.index(stage), phase)
     b = _b_operand(args.buffers.b.index(stage), BLOCK_N, TAIL_N, TRAITS)
-    return warpgroup_mma(_a_operand(args, stage, w, TRAITS), b, acc, use_acc=USE_ACC, is_async=True)
+    return warpgroup_mma(a_operand(args, stage, w, TRAITS), b, acc, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
@@ -67,7 +56,7 @@ def _issue_gate_up(args, state, gate, up, w: gl.constexpr, USE_ACC: gl.constexpr
     HALF: gl.constexpr = TRAITS.BLOCK_N // 2
     stage, phase = state
     mbarrier.wait(args.full.index(stage), phase)
-    a = _a_operand(args, stage, w, TRAITS)
+    a = a_operand(args, stage, w, TRAITS)
     gate_columns = _b_operand(args.buffers.b.index(stage * 2), HALF, HALF, TRAITS)
     up_columns = _b_operand(args.buffers.b.index(stage * 2 + 1), HALF, HALF, TRAITS)
     gate = warpgroup_mma(a, gate_columns, gate, use_acc=USE_ACC, is_async=True)
