@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SHIPPED, NAMES = (".py", ".cu", ".cuh"), ("README.md", "py.typed")
+SHIPPED, NAMES = (".py", ".cu", ".cuh", ".txt"), ("README.md", "py.typed")
 EXTRAS = {"all", "cuda", "docs", "hf", "lint", "plot", "serve", "test"}
 
 

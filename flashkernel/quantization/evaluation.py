@@ -13,7 +13,8 @@ from torch import Tensor
 from flashkernel.engine.transformer import Transformer
 from flashkernel.quantization.layer_pass import SequenceRunner
 
-CALIBRATION_TEXT, EVALUATION_TEXT = "pride_and_prejudice.txt", "alice_in_wonderland.txt"
+CALIBRATION_TEXT = "pride_and_prejudice.txt"
+EVALUATION_TEXT = "alice_in_wonderland.txt"
 
 
 @dataclass(frozen=True)
