@@ -27,7 +27,8 @@ def random_cases(draw: st.DrawFn, op: Op) -> Case:
         leading = any(f"*{axis}" in spec.dims for spec in op.inputs.values())
         axes[axis] = draw(st.lists(size, min_size=0, max_size=3).map(tuple) if leading and most < 12 else size)
     optional = [name for name, spec in op.inputs.items() if spec.optional and name in case.present]
-    return replace(case, axes=axes, layout=draw(st.sampled_from(LAYOUTS)), present=tuple(optional))
+    layouts = [layout for layout in LAYOUTS if op.written is None or layout != "expanded"]  # no tensor to write to
+    return replace(case, axes=axes, layout=draw(st.sampled_from(layouts)), present=tuple(optional))
 
 
 def _ranged() -> list[Op]:

@@ -110,6 +110,12 @@ class ForwardPass:
             activation=config.activation, packed=config.packed, out=_in_place(x, layer.down_proj_bias), **norm,
         )  # fmt: skip
 
+    def mlp_by_linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """x + mlp(norm(x)) of a layer without experts, one projection after the other."""
+        options: dict[str, Any] = {"activation": self.config.activation, "packed": self.config.packed}
+        weights = (layer.mlp_norm, layer.mlp_norm_bias, layer.gate_up_proj, layer.gate_up_proj_bias)
+        return self.linear_residual(self.norm_linear(x, *weights, **options), layer.down_proj, layer.down_proj_bias, x)
+
     def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """residual + linear(x), in the residual's memory if that saves a pass over it."""
         return _linear(x, weight, bias, residual, out=_in_place(residual, bias))
@@ -172,11 +178,7 @@ class TorchForwardPass(ForwardPass):
         return locations
 
     def mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        if layer.router is not None:
-            return super().mlp(x, layer)
-        options: dict[str, Any] = {"activation": self.config.activation, "packed": self.config.packed}
-        weights = (layer.mlp_norm, layer.mlp_norm_bias, layer.gate_up_proj, layer.gate_up_proj_bias)
-        return self.linear_residual(self.norm_linear(x, *weights, **options), layer.down_proj, layer.down_proj_bias, x)
+        return super().mlp(x, layer) if layer.router is not None else self.mlp_by_linear(x, layer)
 
     def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         if isinstance(weight, Weight):

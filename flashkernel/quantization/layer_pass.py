@@ -72,6 +72,9 @@ class RecordingPass(ForwardPass):
             if getattr(self.layer, name) is weight:
                 self.statistics.setdefault(name, InputStatistics()).add(inputs)
 
+    def mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        return super().mlp(x, layer) if layer.router is not None else self.mlp_by_linear(x, layer)
+
     def linear_residual(self, x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
         self._record(weight, x)
         return _linear(x, weight, bias, residual)

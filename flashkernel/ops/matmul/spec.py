@@ -64,10 +64,10 @@ def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) ->
 
 
 class _PerColumn(Input):
-    """A tensor with as many columns as b has: an axis "b_columns" says where these are not n."""
+    """A tensor with as many columns as b has: n, or with an axis "b_parts" so many times n."""
 
     def shape(self, axes: Axes) -> tuple[int, ...]:
-        return super().shape({**axes, "n": axes.get("b_columns", axes["n"])})
+        return super().shape({**axes, "n": axes["n"] * axes.get("b_parts", 1)})
 
 
 _INPUTS = {
@@ -109,7 +109,7 @@ def _tensor_core_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.
 
 
 def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
-    m, n, blocks_k = axes["m"], axes.get("b_columns", axes["n"]), -(-axes["k"] // SCALE_BLOCK)
+    m, n, blocks_k = axes["m"], axes["n"] * axes.get("b_parts", 1), -(-axes["k"] // SCALE_BLOCK)
     blocks_n = -(-n // SCALE_BLOCK)
     kinds: dict[str, dict[str, tuple[int, ...]]] = {
         "tensor": {"a_scales": (), "b_scales": ()},
@@ -122,7 +122,7 @@ def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]
 
 def _packed(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
     """Gate and up in one b."""
-    return {**_axes(m, n, k, a, b), "b_columns": 2 * n}
+    return {**_axes(m, n, k, a, b), "b_parts": 2}
 
 
 _SMALL = _axes(33, 24, 40)
@@ -229,9 +229,9 @@ def _random_case(rng: Rng, case: Case) -> Case:
     present = [name for name in present if name not in absent]
     if "up" in present and "bias" in present:
         present.append("up_bias")
-    axes.pop("b_columns", None)
+    axes.pop("b_parts", None)
     if gated and "up" not in present:
-        axes["b_columns"] = 2 * axes["n"]
+        axes["b_parts"] = 2
     if eight_bits and options.get("out_quantize") == "row":  # the exact result is rounded to bfloat16, too
         options["out_quantize"] = "block"
     if options.get("out_quantize") is not None:
@@ -275,8 +275,7 @@ def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **o
 def _gated_bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **options: Any) -> Case:
     """Gate and up in one weight (2 N, K)."""
     case = _bench(name, m, n, k, present, **options)
-    columns = {"b_columns": 2 * n}, {"b_columns": 2 * case.check_axes["n"]}
-    return replace(case, axes={**case.axes, **columns[0]}, check_axes={**case.check_axes, **columns[1]})
+    return replace(case, axes={**case.axes, "b_parts": 2})
 
 
 # Models whose projections are timed, by the name that their cases have.
@@ -384,11 +383,17 @@ MATMUL = Op(
 )
 
 
+class _Preactivation(Input):
+    """n columns, or those of gate and up: an axis "z_parts" says how many times n."""
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return super().shape({**axes, "n": axes["n"] * axes["z_parts"]})
+
+
 def _dact(m: int, n: int, k: int, activation: Any, *batches: tuple[int, ...], **options: Any) -> dict[str, Any]:
     """Axes and options of a product with an activation's gradient."""
-    z_columns = n * activation_width(activation)
     return {
-        "axes": {**_axes(m, n, k, *batches), "z_columns": z_columns},
+        "axes": {**_axes(m, n, k, *batches), "z_parts": activation_width(activation)},
         "options": {"activation": activation, **options},
     }
 
@@ -424,7 +429,7 @@ def _random_dact(rng: Rng, case: Case) -> Case:
     options = {name: value for name, value in case.options.items() if name in ("activation", "packed")}
     options.setdefault("activation", rng.one((*ACTIVATIONS, *GATES)))
     case = _random_case(rng, replace(case, options=options, present=(), dtype_of={}))
-    axes = {**case.axes, "z_columns": case.axes["n"] * activation_width(case.options["activation"])}
+    axes = {**case.axes, "z_parts": activation_width(case.options["activation"])}
     in_place = rng.maybe(0.3)
     options = {**case.options, "in_place": True} if in_place else dict(case.options)
     return replace(case, axes=axes, options=options, present=("dz_out",) if not in_place and rng.maybe(0.3) else ())
@@ -434,7 +439,7 @@ def _dact_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     """Z is read; dZ and the activation are written."""
     axes = case.axes
     batch, m, n, k = count(axes["c_batch"]), axes["m"], axes["n"], axes["k"]
-    moved = count(axes["a_batch"]) * m * k + count(axes["b_batch"]) * k * n + batch * m * (2 * axes["z_columns"] + n)
+    moved = count(axes["a_batch"]) * m * k + count(axes["b_batch"]) * k * n + batch * m * n * (2 * axes["z_parts"] + 1)
     return {"fwd": Cost(2.0 * batch * m * n * k, moved * dtype.itemsize)}
 
 
@@ -443,7 +448,7 @@ def _dact_benches() -> tuple[Case, ...]:
     small = {"m": 512, "n": 512, "k": 1024}
     return tuple(
         Case(f"llama-8b-{kind.replace('_', '-')}-{rows}", **_dact(rows, llama.intermediate, llama.hidden, kind),
-             dtypes=_HALF, check_axes={**small, "z_columns": 512 * activation_width(kind)})
+             dtypes=_HALF, check_axes=small)
         for kind in ("gelu_tanh", "swiglu") for rows in (4096, 16384)
     )  # fmt: skip
 
@@ -462,8 +467,8 @@ MATMUL_DACT = Op(
     inputs={
         "a": Input(("*a_batch", "m", "k")),
         "b": Input(("*b_batch", "k", "n"), draw=normal(0.1)),
-        "preactivation": Input(("*c_batch", "m", "z_columns")),
-        "dz_out": Input(("*c_batch", "m", "z_columns"), optional=True),
+        "preactivation": _Preactivation(("*c_batch", "m", "n")),
+        "dz_out": _Preactivation(("*c_batch", "m", "n"), optional=True),
     },
     backends=(
         backends.hopper(f"{_ROOM}.hopper", dtypes=(torch.bfloat16, torch.float16)),
