@@ -30,6 +30,7 @@ from flashkernel.core import device as devices
 from flashkernel.core.check import execute, wanted_gradients
 from flashkernel.core.cuda import CompileError, Kernel
 from flashkernel.core.dispatch import BackendError
+from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case, Op
 from flashkernel.lab.results import CUDA_RESOURCES, replace_text
 from flashkernel.lab.selection import shapes_only
@@ -107,7 +108,8 @@ def _launches(op: Op, case: Case, dtype: torch.dtype, gpu: devices.Device) -> li
     if dtype not in case.dtypes and not set(case.dtypes) & {torch.float16, torch.bfloat16}:
         return []
     inputs = shapes_only(op, case, dtype)
-    with devices.pretend(gpu), cuda.recorded_launches() as launches:
+    # Triton's launches are collected as well, and left: with gradients `linear` computes its norm there.
+    with devices.pretend(gpu), collect_launches(), cuda.recorded_launches() as launches:
         wanted = wanted_gradients(op, case, inputs) if op.backend("cuda").offers(op.backward) else []
         try:
             execute(op.call, inputs, {**case.options, "backend": "cuda"}, wanted)
