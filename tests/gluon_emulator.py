@@ -587,8 +587,9 @@ _KNOWN: dict[str, Any] = {
     "specialize_warps": _specialize_warps,
     "reinterpret": _reinterpret, "fence_async_shared": lambda: None, "synchronize": lambda: None,
     "consumer_release": lambda barrier: _arrive(barrier, 128),
+    "copy_async": Copies.copy,
     "async_copy": types.SimpleNamespace(
-        async_copy_global_to_shared=Copies.copy, commit_group=Copies.commit, wait_group=Copies.wait
+        commit_group=Copies.commit, wait_group=Copies.wait
     ),
     "named_barrier_sync_warpgroup": _named_barrier_sync,
     "named_barrier_arrive": _named_barrier_arrive, "named_barrier_sync": _named_barrier_sync,

@@ -31,6 +31,7 @@ __all__ = [
     "add_tile",
     "async_copy",
     "consumer_release",
+    "copy_async",
     "descriptor_fields",
     "fence_async_shared",
     "gl",
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # cp.async by address
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 synchronize = getattr(gl, "thread_barrier", None) or gl.barrier
 

@@ -9,6 +9,7 @@ one, so that DISTANCE is at most NUM_STAGES - 2. K is a multiple of BLOCK_K: cp.
 
 from flashkernel.core.gluon import (
     async_copy,
+    copy_async,
     fence_async_shared,
     gl,
     gluon,
@@ -34,7 +35,7 @@ def _copy_rows(addresses, block, buffer, LAYOUT: gl.constexpr, TRAITS: gl.conste
     ROWS: gl.constexpr = TRAITS.ROWS
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
     column = block * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    async_copy.async_copy_global_to_shared(buffer.reshape([ROWS, BLOCK_K]), addresses + column[None, :])
+    copy_async(buffer.reshape([ROWS, BLOCK_K]), addresses + column[None, :])
 
 
 @gluon.jit
