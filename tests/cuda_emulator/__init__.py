@@ -1,12 +1,14 @@
 """Runs CUDA C++ kernels on CPU tensors: g++ compiles them, and the threads of a block are fibers (machine.h).
 
 Inside `emulated()` the `cuda` backends accept CPU tensors. The kernels' own source is compiled, with two replacements:
-ptx.cuh, where all PTX instructions are, and CUDA's built-in names. Beside the arithmetic, a launch checks that
+the headers where all PTX instructions are, and CUDA's built-in names. Beside the arithmetic, a launch checks that
 
 - barriers and instructions of a warp are met by all threads that they wait for,
 - shared memory is not read before it is written (it holds NaN) nor accessed outside of what the launch asked for,
 - global memory is not accessed outside of the tensors' storages,
-- no thread reads an asynchronous copy before it waits for it, or overwrites one that is under way,
+- no thread reads an asynchronous copy before it waits for it, or overwrites one that is under way; copies by TMA and
+  Hopper's asynchronous products are the same, and their mbarriers get the arrivals and bytes that they expect,
+- setmaxnreg moves no more registers than the block has,
 - kernels do not depend on the order in which warps run between barriers.
 
 It does not see bank conflicts, registers or timing.
@@ -37,8 +39,10 @@ import torch
 
 from flashkernel.core import cuda, dispatch, env, nvrtc, replay_switch
 from flashkernel.core.cuda import ARGUMENT_TYPES, Kernel
+from flashkernel.core.driver import TensorMap
 
 FOLDER = Path(__file__).parent
+REPLACED = ("ptx.cuh", "hopper_ptx.cuh", "wgmma_registers.cuh")  # headers with PTX instructions, by models of them
 ARCH = 80  # of the GPU that launchers see
 FLAGS = (
     "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-w",
@@ -91,9 +95,12 @@ def launch(kernel: Kernel, grid: Any, block: Any, args: Sequence[Any], shared: i
     if given != expected:
         raise EmulationError(f"{kernel.name} has parameters of {expected} bytes; {given} bytes are passed")
     addresses = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])
-    found = [index for index, value in enumerate(values) if isinstance(value, ctypes.c_void_p)]
+    found = [
+        index for index, value in enumerate(values) if isinstance(value, (ctypes.c_void_p, ctypes.Array))
+    ]  # a tensor map starts with its pointer
     pointers = (ctypes.c_uint * max(1, len(found)))(*found)
-    kept = [value.untyped_storage() for value in args if isinstance(value, torch.Tensor)]
+    tensors = [value.base if isinstance(value, TensorMap) else value for value in args]
+    kept = [value.untyped_storage() for value in tensors if isinstance(value, torch.Tensor)]
     sizes_by_address = {storage.data_ptr(): storage.nbytes() for storage in kept if storage.nbytes()}
     storages = (_Storage * max(1, len(sizes_by_address)))(*sizes_by_address.items())
     with _lock:
@@ -115,6 +122,9 @@ class _Storage(ctypes.Structure):
 def _pack(value: Any) -> Any:
     if isinstance(value, int):
         return ctypes.c_void_p(value)
+    if isinstance(value, TensorMap):  # as hopper_ptx.cuh here declares it
+        words = (value.base.data_ptr(), *value.sizes, *value.strides, *value.box, value.swizzle)
+        return (ctypes.c_uint64 * 16)(*words)
     if isinstance(value, ctypes._SimpleCData):
         return value
     return ARGUMENT_TYPES[str(value.dtype)](value.item())  # a numpy scalar
@@ -168,7 +178,8 @@ def _compile(
         ]
         (Path(folder) / "entry.cpp").write_text("\n".join(lines) + "\n")
         made = Path(folder) / "library.so"
-        _gpp([*FLAGS, "-shared", "-o", made, Path(folder) / "entry.cpp", f"-I{machine}", f"-I{folder}"], name)
+        parts = [Path(folder) / "entry.cpp", machine / "machine.o"]
+        _gpp([*FLAGS, "-shared", "-o", made, *parts, f"-I{machine}", f"-I{folder}"], name)
         made.replace(target)
 
 
@@ -180,13 +191,13 @@ def _gpp(arguments: Sequence[Any], name: str) -> None:
 
 
 def _sources(source_path: Path, folders: Sequence[Path]) -> dict[str, str]:
-    """The texts of a .cu file and of the project headers it includes, by file name; ptx.cuh and mma.h are our own.
+    """The texts of a .cu file and of the project headers it includes, by file name; those with PTX and mma.h are ours.
 
     All go to one folder: a quoted include looks beside its own file first, where the real ptx.cuh is.
     """
     texts: dict[str, str] = {}
     for path in (source_path, *cuda._project_headers(source_path, folders)):
-        origin = FOLDER / "ptx.cuh" if path.name == "ptx.cuh" else path
+        origin = FOLDER / path.name if path.name in REPLACED else path
         if path.name in texts:
             raise ValueError(f"{source_path.name} includes two files of the name {path.name}")
         text = _DYNAMIC_SHARED.sub(r"DYNAMIC_SHARED(\1, \2);", origin.read_text(encoding="utf-8"))
@@ -209,8 +220,9 @@ def _cache() -> Path:
 
 
 def _machine() -> Path:
-    """The folder of machine.h, precompiled: it, its parts and CUDA's headers take longer to read than a kernel."""
-    paths = [FOLDER / "machine.h", *sorted((FOLDER / "machine").glob("*.h"))]
+    """The folder of machine.h, precompiled: it, its parts and CUDA's headers take longer to read than a kernel. Beside
+    it is what all kernels are linked with, machine.o."""
+    paths = [*sorted(FOLDER.glob("machine.*")), *sorted((FOLDER / "machine").iterdir())]
     texts = {str(path.relative_to(FOLDER)): path.read_text() for path in paths}
     folder = _cache() / f"machine-{_digest(texts, _compiler(), FLAGS, nvrtc.include_dirs())[:16]}"
     with _lock:
@@ -220,6 +232,8 @@ def _machine() -> Path:
                 (header.parent / "machine").mkdir(parents=True)
                 for name, text in texts.items():
                     (header.parent / name).write_text(text)
+                source = header.with_suffix(".cpp")
+                _gpp([*FLAGS, "-O2", "-c", source, "-o", source.with_suffix(".o")], "machine.cpp")
                 _gpp([*FLAGS, "-x", "c++-header", header, "-o", f"{header}.gch"], "machine.h")
                 with suppress(OSError):  # another process was faster
                     header.parent.replace(folder)

@@ -5,20 +5,6 @@
 #include "language.h"
 
 namespace cuda_emulator {
-
-// Table of the floats of all float16 numbers: the tensor cores' products are most of the work.
-inline const float* half_table() {
-    static std::vector<float> table;
-    if (table.empty()) {
-        table.resize(1 << 16);
-        for (unsigned bits = 0; bits < 1 << 16; ++bits) table[bits] = __half2float(__half(__half_raw{(unsigned short)bits}));
-    }
-    return table.data();
-}
-
-}  // namespace cuda_emulator
-
-namespace cuda_emulator {
 template <typename To, typename From>
 inline To same_bits(From value) {
     static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");

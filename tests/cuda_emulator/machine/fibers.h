@@ -11,7 +11,7 @@ constexpr size_t STACK = 256 << 10, PAGE = 4096, MOST_SHARED = 256 << 10;
 constexpr unsigned SHARED_START = 1024;  // address of the first byte of shared memory, as on recent GPUs
 constexpr unsigned char POISON = 0xff;   // NaN in float16, bfloat16 and float32
 
-enum State { READY, AT_BARRIER, IN_WARP, DONE };
+enum State { READY, AT_BARRIER, AT_MBARRIER, IN_WARP, DONE };
 enum Vote { NO_VOTE, ANY_VOTE, ALL_VOTE, COUNT_VOTE };
 
 // What a lane brings to an instruction of the whole warp.
@@ -29,6 +29,14 @@ struct Copy {  // a 16-byte (or shorter) asynchronous copy; `source` null: zeros
 
 struct Warp;
 
+struct WarpgroupProduct {  // a started wgmma, as one thread knows it
+    float* sums;
+    unsigned left[4];
+    unsigned long long right;
+    bool accumulate, is_half;  // half or bfloat16
+    int count;                 // of sums
+};
+
 struct Thread {
 #if defined(__x86_64__)
     void* stack_pointer;
@@ -45,6 +53,17 @@ struct Thread {
     int vote, vote_result;
     std::vector<Copy> copies;       // issued, not yet performed
     std::vector<size_t> group_ends;  // of committed groups: ends in `copies`
+    unsigned mbarrier, parity;       // what it waits for
+    std::vector<WarpgroupProduct> products;  // started, not yet waited for
+    std::vector<size_t> product_ends;        // of committed groups: ends in `products`
+};
+
+// A copy by the copy engine (TMA), which counts towards an mbarrier when it is done: rows of `bytes` at a distance.
+struct BulkCopy {
+    unsigned target, mbarrier, rows, bytes, valid_rows, valid_bytes;
+    const unsigned char* source;
+    size_t stride;
+    bool swizzled;
 };
 
 struct Warp {
@@ -80,112 +99,32 @@ struct Machine {
     Storage* storages = nullptr;
     size_t storage_count = 0;
     bool failed = false, reversed = false;
+    std::vector<BulkCopy> bulk_copies;      // issued, not yet performed
+    std::vector<unsigned> registers;        // of each warpgroup's threads, after setmaxnreg
     char message[4096];
 };
 
-inline Machine machine;
-
-#if defined(__x86_64__)
-extern "C" void cuda_emulator_switch(void** save, void* load);
-asm(R"(
-    .text
-    .hidden cuda_emulator_switch
-    .globl cuda_emulator_switch
-    .type cuda_emulator_switch, @function
-cuda_emulator_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-    .size cuda_emulator_switch, .-cuda_emulator_switch
-)");
-inline void to_thread(Thread& thread) { cuda_emulator_switch(&machine.scheduler, thread.stack_pointer); }
-inline void to_scheduler() { cuda_emulator_switch(&machine.current->stack_pointer, machine.scheduler); }
-#else
-inline void to_thread(Thread& thread) { swapcontext(&machine.scheduler, &thread.context); }
-inline void to_scheduler() { swapcontext(&machine.current->context, &machine.scheduler); }
-#endif
+extern Machine machine;
 
 // Ends the launch with an error: the scheduler takes over, and the fibers are never resumed.
-[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
-    const Thread& me = *machine.current;
-    int used = snprintf(machine.message, sizeof machine.message, "block (%u, %u, %u), thread (%u, %u, %u): ", blockIdx.x,
-                        blockIdx.y, blockIdx.z, me.index.x, me.index.y, me.index.z);
-    va_list values;
-    va_start(values, format);
-    vsnprintf(machine.message + used, sizeof machine.message - used, format, values);
-    va_end(values);
-    machine.failed = true;
-    to_scheduler();
-    __builtin_unreachable();
-}
-
-// What a GPU refuses and x86 does not: a load or store at an address that is not a multiple of its size. g++ calls this
-// with -fsanitize=alignment; the layout of `Site` is part of that interface.
-struct Site {
-    const char* file;
-    unsigned line, column;
-    const void* type;
-    unsigned char log_alignment, kind;
-};
-
-extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(const Site* site, size_t address) {
-    fail("%s:%u: address %#zx is not a multiple of %u bytes", site->file, site->line, address, 1u << site->log_alignment);
-}
-
-inline void run_kernel() {
-    machine.kernel(machine.arguments);
-    machine.current->state = DONE;
-    to_scheduler();
-    __builtin_unreachable();
-}
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 
 // Blocks until all threads of the barrier are there.
-inline int barrier(const char* file, int line, int number, int count, Vote vote = NO_VOTE, int value = 0) {
-    Thread& me = *machine.current;
-    me.state = AT_BARRIER;
-    me.file = file, me.line = line, me.barrier = number, me.barrier_count = count;
-    me.vote = vote, me.vote_result = value;
-    to_scheduler();
-    return me.vote_result;
-}
+int barrier(const char* file, int line, int number, int count, Vote vote = NO_VOTE, int value = 0);
 
-// Blocks until all lanes of `mask` are here with a request of the same name; the last one serves them all:
-// serve(warp, mask) reads and writes what their requests point at.
+// Blocks until all lanes of `mask` are here with a request of the same name. Returns to the last one the lanes of the
+// request, which it serves and releases, and zero to the others.
+unsigned arrive(const char* name, unsigned mask, void* data);
+void release(Warp& warp, unsigned lanes);
+
+// An instruction of the warp: serve(warp, lanes) reads and writes what the requests of its lanes point at.
 template <typename Serve>
 inline void collective(const char* name, unsigned mask, void* data, Serve serve) {
-    Thread& me = *machine.current;
-    Warp& warp = *me.warp;
-    if (!(mask >> me.lane & 1)) fail("%s: lane %u is not in its own mask %#x", name, me.lane, mask);
-    me.request = {name, mask, data};
-    warp.waiting |= 1u << me.lane;
-    const unsigned needed = mask & warp.lanes;
-    bool complete = (warp.waiting & needed) == needed;
-    for (unsigned lane = 0; complete && lane < LANES; ++lane)
-        if (needed >> lane & 1) {
-            const Request& other = warp.threads[lane].request;
-            complete = other.mask == mask && strcmp(other.name, name) == 0;
-        }
-    if (!complete) {
-        me.state = IN_WARP;
-        to_scheduler();
-        return;
+    Warp& warp = *machine.current->warp;
+    if (const unsigned lanes = arrive(name, mask, data)) {
+        serve(warp, lanes);
+        release(warp, lanes);
     }
-    serve(warp, needed);
-    warp.waiting &= ~needed;
-    for (unsigned lane = 0; lane < LANES; ++lane)
-        if (needed >> lane & 1) warp.threads[lane].state = READY;
 }
 
 template <typename T>

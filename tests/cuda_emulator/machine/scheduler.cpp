@@ -1,14 +1,12 @@
 // Runs the fibers of a block until all have returned, and says why they cannot go on.
 
-#pragma once
-
-#include "fibers.h"
+#include "bulk_copies.h"
 
 namespace cuda_emulator {
 
 // Stacks last for one launch: every guard page divides a mapping, a process has 65,530 of them, and it may hold a
 // hundred compiled kernels. Returns false if there is no room.
-inline bool prepare_stacks(size_t count) {
+bool prepare_stacks(size_t count) {
     const size_t each = STACK + PAGE;
     void* found = mmap(nullptr, count * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED) return false;
@@ -18,15 +16,16 @@ inline bool prepare_stacks(size_t count) {
     return true;
 }
 
-inline void return_stacks() {
+void return_stacks() {
     munmap(machine.stacks, machine.stack_count * (STACK + PAGE));
     machine.stacks = nullptr, machine.stack_count = 0;
 }
 
-inline void start_block(unsigned number) {
+void start_block(unsigned number) {
     const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
     memset(machine.region + PAGE, POISON, MOST_SHARED);
     if (machine.fixed != nullptr) memset(machine.fixed, POISON, machine.fixed_size);
+    machine.bulk_copies.clear(), machine.registers.assign(threads / 128, 0);
     machine.threads.resize(threads);
     machine.warps.resize((threads + LANES - 1) / LANES);
     for (unsigned i = 0; i < threads; ++i) {
@@ -37,6 +36,7 @@ inline void start_block(unsigned number) {
         thread.index = make_uint3(i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y);
         thread.warp = &warp;
         thread.copies.clear(), thread.group_ends.clear();
+        thread.products.clear(), thread.product_ends.clear();
         if (thread.lane == 0) warp = {&thread, 0, 0, (number + i / LANES) % 2 == 1};
         warp.lanes |= 1u << thread.lane;
         unsigned char* bottom = machine.stacks + i * (STACK + PAGE) + PAGE;
@@ -56,7 +56,7 @@ inline void start_block(unsigned number) {
 }
 
 // Runs a warp until every lane has returned or waits.
-inline void run_warp(Warp& warp) {
+void run_warp(Warp& warp) {
     for (bool ran = true; ran;) {
         ran = false;
         for (unsigned i = 0; i < LANES; ++i) {
@@ -72,7 +72,7 @@ inline void run_warp(Warp& warp) {
 }
 
 // Lets the threads of complete barriers go on. Returns whether there was one.
-inline bool release_barriers() {
+bool release_barriers() {
     bool any = false;
     for (int number = 0; number < 16; ++number) {
         std::vector<Thread*> there;
@@ -107,7 +107,7 @@ inline bool release_barriers() {
 }
 
 // Says what the threads of a block that cannot go on wait for.
-inline void report_deadlock() {
+void report_deadlock() {
     size_t used = snprintf(machine.message, sizeof machine.message, "block (%u, %u, %u) cannot go on:", blockIdx.x,
                            blockIdx.y, blockIdx.z);
     for (size_t i = 0; i < machine.threads.size();) {
@@ -115,6 +115,9 @@ inline void report_deadlock() {
             if (thread.state == DONE) snprintf(text, size, "returned");
             if (thread.state == AT_BARRIER)
                 snprintf(text, size, "at barrier %d (%s:%d)", thread.barrier, thread.file, thread.line);
+            if (thread.state == AT_MBARRIER)
+                snprintf(text, size, "waits for phase %u of the mbarrier at byte %u", thread.parity,
+                         thread.mbarrier - SHARED_START);
             if (thread.state == IN_WARP)
                 snprintf(text, size, "in %s with mask %#x", thread.request.name, thread.request.mask);
         };
@@ -133,7 +136,7 @@ inline void report_deadlock() {
     machine.failed = true;
 }
 
-inline void run_block() {
+void run_block() {
     machine.reversed = false;
     for (;;) {
         const size_t count = machine.warps.size();
@@ -143,8 +146,10 @@ inline void run_block() {
         const bool done = std::all_of(machine.threads.begin(), machine.threads.end(),
                                       [](const Thread& thread) { return thread.state == DONE; });
         if (done) return;
-        if (!release_barriers()) {
-            if (!machine.failed) report_deadlock();
+        const bool released = release_barriers(), completed = release_mbarriers();
+        if (machine.failed) return;
+        if (!released && !completed && !perform_bulk_copies()) {
+            report_deadlock();
             return;
         }
         machine.reversed = !machine.reversed;

@@ -1,12 +1,10 @@
 // Global memory. Kernels see copies of the tensors' storages between pages that may not be touched.
 
-#pragma once
-
 #include "fibers.h"
 
 namespace cuda_emulator {
 
-inline void guard_storages(const unsigned* pointers, size_t pointer_count) {
+void guard_storages(const unsigned* pointers, size_t pointer_count) {
     for (size_t i = 0; i < machine.storage_count; ++i) {
         Storage& one = machine.storages[i];
         const size_t all = one.region_size();
@@ -30,7 +28,7 @@ inline void guard_storages(const unsigned* pointers, size_t pointer_count) {
     }
 }
 
-inline void return_storages() {
+void return_storages() {
     for (size_t i = 0; i < machine.storage_count; ++i) {
         Storage& one = machine.storages[i];
         const unsigned char *start = one.region + PAGE, *end = one.region + one.region_size() - PAGE;
@@ -48,7 +46,7 @@ inline void return_storages() {
 }
 
 // A thread touched memory that it may not: says which, and ends the launch.
-inline void on_fault(int, siginfo_t* info, void*) {
+void on_fault(int, siginfo_t* info, void*) {
     const auto* address = static_cast<unsigned char*>(info->si_addr);
     for (size_t i = 0; i < machine.storage_count; ++i) {
         const Storage& one = machine.storages[i];
