@@ -75,9 +75,14 @@ def keep_pairs(
     # In a graph a seed may be a symbol, whose scrambling no compiler should have to carry: there, a tensor.
     if torch.compiler.is_compiling() and not isinstance(seed, Tensor):
         seed = index.new_full((), seed)
+    return hash_elements(seed, index) >= threshold(probability)
+
+
+def hash_elements(seed: int | Tensor, index: Tensor) -> Tensor:
+    """A hash of 32 bits for each number of `index`, int64."""
     word = seed_word(seed)  # type: ignore[type-var]
     outer = scramble((index >> 32) ^ word)
-    return scramble((index & WORD) ^ outer) >= threshold(probability)
+    return scramble((index & WORD) ^ outer)
 
 
 def keep(

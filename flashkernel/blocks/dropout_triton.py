@@ -27,5 +27,11 @@ def seed_word(seed, device_seed):
 @triton.jit
 def keep_elements(word, index, threshold):
     """Whether each element is kept; `word` is a `seed_word`, `index` in 64 bits, `threshold` the probability * 2^32."""
+    return hash_elements(word, index).to(tl.int64) >= threshold
+
+
+@triton.jit
+def hash_elements(word, index):
+    """A hash of 32 bits for each number of `index`, in 64 bits; `word` is a `seed_word`."""
     outer = scramble((index >> 32).to(tl.uint32) ^ word)
-    return scramble(index.to(tl.uint32) ^ outer).to(tl.int64) >= threshold
+    return scramble(index.to(tl.uint32) ^ outer)

@@ -18,6 +18,8 @@ from flashkernel.blocks import expression as ex
 from flashkernel.blocks.expression import Constant, Expression, Operation, Table, Traced, Variable
 from flashkernel.blocks.gather_bounds import gather_bounds
 from flashkernel.blocks.intervals import Interval, Truth, bounds
+from flashkernel.blocks.linear import difference, linear
+from flashkernel.blocks.packed_form import PackedForm, packed_form
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _AXES = ("batch", "heads", "queries", "keys")
@@ -127,6 +129,11 @@ class Mask(Traced):
     def bounded(self) -> bool:
         """Whether it keeps every query from seeing keys past the last, so that nobody else needs to."""
         return _bounded(self.expression)
+
+    @functools.cached_property
+    def packed_form(self) -> PackedForm | None:
+        """The mask as an interval around each query within its document; None if it has another form."""
+        return packed_form(self.expression)
 
     def visible(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu"
@@ -271,32 +278,8 @@ def _tile_bounds(length: int, size: int, device: torch.device | str, view: tuple
     return Interval(low.view(view), (low + size - 1).clamp(max=max(0, length - 1)).view(view))
 
 
-def _linear(node: Expression) -> dict[str, float] | None:
-    """What each variable is multiplied by in a sum of variables and numbers (under ""); None for anything else."""
-    if isinstance(node, Variable):
-        return {node.name: 1}
-    if isinstance(node, Constant):
-        return {"": node.value}
-    if not isinstance(node, Operation) or node.name not in ("add", "sub"):
-        return None
-    left, right = (_linear(arg) for arg in node.args)
-    return None if left is None or right is None else _sum(left, right, 1 if node.name == "add" else -1)
-
-
-def _sum(left: dict[str, float], right: dict[str, float], sign: int) -> dict[str, float]:
-    return {name: left.get(name, 0) + sign * right.get(name, 0) for name in left | right}
-
-
-def _difference(node: Expression) -> dict[str, float] | None:
-    """left - right of a comparison, as in `_linear`."""
-    if not isinstance(node, Operation) or node.name not in ("lt", "le", "eq"):
-        return None
-    left, right = (_linear(arg) for arg in node.args)
-    return None if left is None or right is None else _sum(left, right, -1)
-
-
 def _relative(node: Expression) -> bool:
-    form = _difference(node) or _linear(node)
+    form = difference(node) or linear(node)
     if form is not None:
         return form.get("q", 0) + form.get("k", 0) == 0
     return all(_relative(child) for child in ex.children(node))
@@ -305,7 +288,7 @@ def _relative(node: Expression) -> bool:
 def _bounded(node: Expression) -> bool:
     if isinstance(node, Operation) and node.name in ("and", "or"):
         return (any if node.name == "and" else all)(_bounded(arg) for arg in node.args)
-    form = _difference(node)
+    form = difference(node)
     if form is None or not isinstance(node, Operation) or node.name == "eq":
         return False
     spare = form.pop("", 0) + (1 if node.name == "lt" else 0)  # k <= q + sk - sq - spare, and q < sq

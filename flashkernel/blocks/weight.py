@@ -21,6 +21,7 @@ from flashkernel.blocks.integers import quantize_int8_groups
 
 # (rows, columns) of the matrix that share a scale; -1: all of them.
 GRANULARITIES = {"tensor": (-1, -1), "row": (1, -1), "group": (1, SCALE_BLOCK), "block": (SCALE_BLOCK, SCALE_BLOCK)}
+MIN_ACTIVATION_GROUP = 32  # columns of x that share a scale at least, where x is rounded
 _NAMES = {shape: name for name, shape in GRANULARITIES.items()}
 
 
@@ -29,9 +30,10 @@ class Weight:
     """The matrix (out, in) that a linear layer multiplies by, in one of several formats.
 
     Formats are "plain" (float32, float16 or bfloat16), "fp8" (float8_e4m3fn), "fp8_e5m2", "int8", "int4" (two to a
-    byte) and "mxfp4". Element (i, j) of a quantized matrix is (q[i, j] - zeros[g]) * scales[g], where q are the stored
-    values, g = (i // rows, j // columns) and group_shape is (rows, columns). The exact layouts are in the docstrings of
-    `flashkernel.blocks.weight_formats`.
+    byte) and "mxfp4", these three also in tiles for Hopper (`tiled`), and GGUF's "q4_1", "q4_k" and "q6_k". Element
+    (i, j) of a quantized matrix is (q[i, j] - zeros[g]) * scales[g], where q are the stored values, g = (i // rows,
+    j // columns) and group_shape is (rows, columns); GGUF's formats have minima or scales of scales. The exact layouts
+    are in the docstrings of `flashkernel.blocks.weight_formats`.
     `flashkernel.linear` takes a Weight wherever it takes a tensor. A quantized Weight is frozen: gradients go through
     it to x, and it has none. torch.compile, torch.utils._pytree and state dicts (`WeightBuffers`) see its tensors.
 
@@ -40,11 +42,12 @@ class Weight:
             in / 2 bytes in a row.
         scales: (out / rows, in / columns) rounded up, with the stack's dim before; float32, of "mxfp4" uint8 (powers of
             two, biased by 127). None for "plain".
-        zeros: Zero points of asymmetric "int8" and "int4", of the scales' shape; None otherwise.
+        zeros: Zero points of asymmetric "int8" and "int4", of the scales' shape; the minima of "q4_1"; None otherwise.
         format: Name of a registered format.
         group_shape: Rows and columns of the matrix that share a scale; -1 stands for all.
-        activation_dtype: What x is rounded to before the product, with a scale for each row (for each row and 128
-            columns if group_shape has 128 columns): float8_e4m3fn for "fp8", int8 for "int8". None keeps x as it is.
+        activation_dtype: What x is rounded to before the product, with a scale for each row, or for the columns of a
+            group (32 at least) if group_shape has groups of columns: float8_e4m3fn for "fp8", int8 for formats of
+            integers. None keeps x as it is.
 
     Returns:
         A Weight, which checks that its tensors fit together. `Weight.quantize` makes one from a matrix, `Weight.pack`
@@ -189,6 +192,21 @@ class Weight:
         """What a launch cache's key and its tensors are made of (core/replay.py)."""
         return (self.format, self.group_shape, self.activation_dtype, self.data, self.scales, self.zeros)
 
+    @property
+    def activation_group(self) -> tuple[int, int]:
+        """(rows, columns) of x that share a scale where x is rounded; -1 stands for all columns."""
+        columns = self.group_shape[1]
+        return 1, columns if columns == -1 else max(columns, MIN_ACTIVATION_GROUP)
+
+    def take(self, indices: Tensor) -> Weight:
+        """Returns the rows of the matrix that `indices` (int64) name, as an embedding's lookup takes them."""
+        if self.group_shape[0] != 1 or self.ndim != 2:
+            raise ValueError(f"Weight.take: {self!r} has no scales of its own for each row")
+        flat = indices.reshape(-1)
+        return self._with(
+            [one if one is None else one.index_select(0, flat) for one in (self.data, self.scales, self.zeros)]
+        )
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix as a tensor in `dtype`, computed in float32 (in float64 for that) and rounded once."""
         return _FORMATS[self.format].dequantize(self, dtype)
@@ -196,6 +214,12 @@ class Weight:
     def rows(self, rows: slice) -> Weight:
         """Returns some rows of the matrix, that is outputs of the layer: a view of the data. `rows` is a slice."""
         return _FORMATS[self.format].rows(self, rows)
+
+    def tiled(self) -> Weight:
+        """Returns the matrix in the order that Hopper's kernels read (formats "int4_tiles", "int8_tiles" and
+        "mxfp4_tiles", of "int4", "int8" and "mxfp4"): the same values, but for scales rounded to float16. ValueError if
+        it has no such order: rows and columns are multiples of 64."""
+        return tiles.tiled_format(self).tiled(self)
 
     def to(self, device: torch.device | str) -> Weight:
         """Returns the Weight on another `device`."""
@@ -252,6 +276,22 @@ def group_shape_of(granularity: str) -> tuple[int, int]:
             "columns such as 1x64"
         )
     return int(rows), int(columns)
+
+
+def layouts(weights: Sequence[Any]) -> str:
+    """The different layouts of a call's weights: "int8 row", or "int8 row and plain"."""
+    found: list[str] = []
+    for weight in weights:
+        layout = weight.layout if isinstance(weight, Weight) else "plain"
+        if layout not in found:
+            found.append(layout)
+    return " and ".join(found)
+
+
+def scales_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
+    """The shape of a matrix's scales, of which each group has one; its last rows and columns may be a smaller group."""
+    groups = GRANULARITIES[granularity]
+    return tuple(1 if each == -1 else -(-size // each) for size, each in zip(shape, groups))
 
 
 def _rebuilt(tensors: list[Tensor], layout: Layout) -> Weight:
@@ -349,7 +389,7 @@ def rounded_activations(x: Tensor, weight: Weight) -> Tensor:
     """
     if weight.activation_dtype is None or x.numel() == 0:
         return x
-    group = (1, weight.group_shape[1])
+    group = weight.activation_group
     flat = x.detach().reshape(-1, x.shape[-1])
     quantize = quantize_int8_groups if weight.activation_dtype == torch.int8 else quantize_fp8_groups
     data, scales = quantize(flat, group)
@@ -388,7 +428,7 @@ class WeightBuffers(nn.Module):
     """
 
     def __init__(self, weight: Weight) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # whatever other kind of layer a subclass is
         self._context = (weight.format, weight.group_shape, weight.activation_dtype)
         if weight.format == "plain" and weight.data.requires_grad:
             self.data = weight.data if isinstance(weight.data, nn.Parameter) else nn.Parameter(weight.data)
@@ -428,4 +468,4 @@ class WeightBuffers(nn.Module):
 
 
 # Each registers itself; they need the names above.
-from flashkernel.blocks.weight_formats import float8, int4, int8, mxfp4, plain  # noqa: E402, F401
+from flashkernel.blocks.weight_formats import float8, gguf, int4, int8, mxfp4, plain, tiles  # noqa: E402, F401

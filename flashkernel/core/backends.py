@@ -8,13 +8,14 @@ from importlib.util import find_spec
 
 import torch
 
+from flashkernel.core import cpp as cpp_loader
 from flashkernel.core import cuda as cuda_loader
 from flashkernel.core import env
 from flashkernel.core.op import FLOATS, Backend, Call
 from flashkernel.core.versions import INSTALL_TRITON
 
 Supports = Callable[[Call], "str | None"]
-_installed = cache(find_spec)
+installed = cache(find_spec)
 
 
 def _anything(call: Call) -> str | None:
@@ -40,7 +41,7 @@ def triton(
     """
 
     def answer(call: Call) -> str | None:
-        if _installed("triton") is None:
+        if installed("triton") is None:
             return f"triton is not installed; {INSTALL_TRITON}"
         if call.device.kind != "cuda" and not env.interpreting():
             return "it needs a CUDA GPU (or TRITON_INTERPRET=1, for tests)"
@@ -58,9 +59,9 @@ def hopper(
     """Gluon kernels for sm_90 only, with TMA and asynchronous warpgroup matrix products (wgmma)."""
 
     def answer(call: Call) -> str | None:
-        if _installed("triton") is None:
+        if installed("triton") is None:
             return f"triton is not installed; {INSTALL_TRITON}"
-        if _installed("triton.experimental.gluon") is None:
+        if installed("triton.experimental.gluon") is None:
             return f"this version of triton has no Gluon; {INSTALL_TRITON}"
         if call.device.kind != "cuda" or call.device.arch != 90:
             return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"
@@ -87,6 +88,22 @@ def cuda(
         return _dtype(call, dtypes) or _arch(call, 75) or cuda_loader.available() or supports(call)
 
     return Backend("cuda", target, answer, auto_devices=auto_devices, deprioritised=deprioritised)
+
+
+def cpp(
+    target: str,
+    supports: Supports = _anything,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    deprioritised: Supports | None = None,
+) -> Backend:
+    """C++ kernels for a CPU, compiled at first use by the machine's C++ compiler."""
+
+    def answer(call: Call) -> str | None:
+        if call.device.kind != "cpu":
+            return "its kernels run on a CPU"
+        return _dtype(call, dtypes) or supports(call) or cpp_loader.can_compile()
+
+    return Backend("cpp", target, answer, auto_devices=("cpu",), deprioritised=deprioritised)
 
 
 def _dtype(call: Call, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -66,7 +66,8 @@ def compare(
         expected: The exact result, in float64.
         torch_own: The result of torch's own backend in the same dtype; its error widens the limit.
         tolerance: The operator's.
-        input_dtype: The dtype that the limit's roundings are of; None: the result's.
+        input_dtype: What intermediate results are rounded to; the limit's roundings are of this dtype or the result's,
+            whichever is coarser. None: the result's.
         half_rule: Also require an error below HALF_LIMIT in float16 where the exact value is at most 1.
     """
     if actual.shape != expected.shape:
@@ -85,7 +86,7 @@ def compare(
     if bool((infinite & (actual.double() != exact)).any()) or bool((~infinite & actual.double().isinf()).any()):
         return _failed(name, "infinities stand where they should not")
     error = _error(actual, exact, infinite)
-    limit = _limit(actual.dtype if input_dtype is None else input_dtype, exact, torch_own, tolerance)
+    limit = _limit(_coarser(actual.dtype, input_dtype), exact, torch_own, tolerance)
     largest = float(error.max())
     if largest > limit:
         return Report(name, False, largest, limit, _where(name, actual, exact, error, limit))
@@ -94,6 +95,11 @@ def compare(
         if worst >= HALF_LIMIT:
             return Report(name, False, worst, HALF_LIMIT, f"{name}: error {worst:.2e} in float16 at order one")
     return Report(name, True, largest, limit)
+
+
+def _coarser(result: torch.dtype, intermediate: torch.dtype | None) -> torch.dtype:
+    """The one of two dtypes with the larger rounding error."""
+    return result if intermediate is None else max(result, intermediate, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _limit(rounded: torch.dtype, exact: torch.Tensor, torch_own: torch.Tensor | None, tolerance: Tolerance) -> float:
@@ -259,7 +265,8 @@ def verify(
         actual = actual.to(expected_on)
     tolerance = op.tolerance_of(case, dtype)
     ours = not callable(implementation)  # a baseline need not keep the rule for float16 to be compared with
-    half_rule = ours and (case.through or op.tolerance.through) is None and draws == 1
+    rounded_before = case.through or op.tolerance.through or op.tolerance.of_inputs == "all"
+    half_rule = ours and not rounded_before and draws == 1
     reports = [
         compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], tolerance,
                 _rounded_dtype(op, case, dtype, False), half_rule)
@@ -339,7 +346,7 @@ def _largest_limits(
             for name, value in getattr(actual, kind).items():
                 if not value.is_floating_point() or not value.numel():
                     continue
-                rounded = _rounded_dtype(op, case, dtype, gradients) or value.dtype
+                rounded = _coarser(value.dtype, _rounded_dtype(op, case, dtype, gradients))
                 tolerance = op.tolerance_of(case, dtype)
                 limit = _limit(rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], tolerance)
                 limits[prefix + name] = max(limits.get(prefix + name, 0.0), limit)

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
+from flashkernel.core import build_counter, driver, env, nvrtc, replay_switch
 from flashkernel.core import device as devices
-from flashkernel.core import driver, env, nvrtc, replay_switch
 from flashkernel.core.driver import LaunchRecord, PreparedLaunch, TensorMap
 from flashkernel.core.launch import is_observed, notify_launch
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
@@ -204,6 +204,7 @@ class Module:
 
     def compile(self, name: str, arch: int, cache_dir: Path | None = None) -> CompiledCubin:
         """The code of one kernel for `sm_<arch>`, from the disk cache if it is there: the user's, or `cache_dir`."""
+        build_counter.note("compiled")
         source = self.source_path.read_text(encoding="utf-8")
         reason = can_compile()
         if reason is not None:

@@ -111,7 +111,7 @@ def use_backend(name: str | None = None, /, **by_operator: str) -> Iterator[None
     function under torch.compile keeps the backend that was in force when it was traced.
 
     Args:
-        name: Backend for all operators: "hopper", "triton", "cuda", "torch" or "reference".
+        name: Backend for all operators: "hopper", "triton", "cuda", "cpp", "torch" or "reference".
         by_operator: Backends by operator instead, e.g. `rms_norm="torch"`.
 
     Example:
@@ -201,6 +201,28 @@ def _scoped(op: Op, requested: str | None) -> str | None:
         return requested
     scoped = _forced.get()
     return scoped if scoped is None or isinstance(scoped, str) else scoped.get(op.name)
+
+
+def requested_backend(name: str, requested: str | None) -> str | None:
+    """The backend that a call or a scope requests of an operator that is computed by another one; None: neither does.
+
+    Args:
+        name: The operator's name.
+        requested: The call's `backend=` argument.
+    """
+    if requested is not None:
+        return requested
+    if not torch.compiler.is_compiling():
+        return _scoped(Op.declared[name], None)
+    if _traced_scopes:
+        scope = _traced_scopes[-1]
+        return scope if isinstance(scope, str) else scope.get(name)
+    return _scoped_while_tracing(name)
+
+
+@assume_constant_result
+def _scoped_while_tracing(name: str) -> str | None:
+    return _scoped(Op.declared[name], None)
 
 
 @assume_constant_result

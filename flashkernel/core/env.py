@@ -8,12 +8,14 @@
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
 | PTXAS_OPTIONS | Triton's own: additional options of ptxas |
 | XDG_CACHE_HOME | the user's cache folder; default: `~/.cache` |
+| CXX | the C++ compiler of CPU kernels; default: g++, c++ or clang++ (core/cpp.py) |
 | CUDA_HOME | a CUDA toolkit, for the headers that CUDA C++ kernels include; default: `/usr/local/cuda` |
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -51,3 +53,13 @@ def ptxas_options() -> str:
 def cuda_home() -> Path:
     """The CUDA toolkit's folder; it may not exist."""
     return Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+
+
+def cxx() -> str | None:
+    """The C++ compiler that the user names; None: the usual ones."""
+    return os.environ.get("CXX") or None
+
+
+def of_child() -> dict[str, str]:
+    """The environment of a Python process that imports from the same folders as this one."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

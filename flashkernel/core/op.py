@@ -132,7 +132,7 @@ class Backend:
     is fine: calls that need gradients then go to another backend. An operator lists backends in order of preference.
 
     Attributes:
-        name: "hopper", "triton", "cuda", "torch" or "reference".
+        name: "hopper", "triton", "cuda", "cpp", "torch" or "reference".
         target: What to import: "package.module" or "package.module:attribute".
         supports: Given a call: None, or the reason why the backend does not support it.
         composite: A plain function, not a module of launchers.

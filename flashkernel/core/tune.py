@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from flashkernel.core import build_counter, env, files, replay_switch
 from flashkernel.core import device as devices
-from flashkernel.core import env, files, replay_switch
 from flashkernel.core.device import Device
 from flashkernel.core.timing import Timing, measure
 
@@ -144,6 +144,11 @@ def override(tunable: Tunable | str, config: Any) -> Iterator[None]:
             del _overrides[name]
 
 
+def overridden() -> tuple[Any, ...]:
+    """The configs of the `override`s in force: what a cache keys on whose entries depend on launch configs."""
+    return tuple(_overrides.values()) if _overrides else ()
+
+
 def search(
     tunable: Tunable,
     device: Device,
@@ -170,6 +175,7 @@ def search(
     """
     if devices.pretending():
         raise ValueError(f"{tunable.name}: cannot search for {device.name}, which is not here; leave pretend() first")
+    build_counter.note("tuned")
     heuristic = tunable.heuristic(device, shape)
     times: dict[Any, float] = {}
     for config in dict.fromkeys([heuristic, *tunable.space(device, shape)]):

@@ -1,5 +1,5 @@
 // PTX instructions of Hopper (sm_90a), one function each: TMA copies, their barriers, asynchronous products of a
-// warpgroup. They stand apart from ptx.cuh because no CPU model of them exists.
+// warpgroup. They stand apart from ptx.cuh because other GPUs have none of them.
 //
 // Addresses of shared memory are 32-bit numbers (`shared_address` of ptx.cuh).
 
@@ -25,13 +25,31 @@ __device__ inline void mbarrier_arrive(unsigned barrier) {
 __device__ inline void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// BOUNDED_WAITS, for kernels not yet seen working on a GPU: a wait of seconds is a deadlock, which ends with a message.
 __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
+#ifdef BOUNDED_WAITS
+    const long long begin = clock64();
+    for (unsigned done = 0; !done;) {
+        asm volatile(
+            "{\n\t.reg .pred done;\n\t"
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+            "selp.u32 %0, 1, 0, done;\n\t}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+        if (!done && clock64() - begin > 2000000000ll) {
+            printf("block %d thread %d waits for phase %u of the mbarrier at %u\n", blockIdx.x, threadIdx.x, parity, barrier);
+            __trap();
+        }
+    }
+#else
     asm volatile(
         "{\n\t.reg .pred done;\n"
         "again:\n\t"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
         "@!done bra again;\n\t}" ::"r"(barrier), "r"(parity)
         : "memory");
+#endif
 }
 
 // The box of a two-dimensional tensor that starts at column x and row y; its bytes count towards the barrier. Elements
@@ -42,8 +60,57 @@ __device__ inline void tma_load_2d(unsigned target, const TensorMap& map, int x,
         ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
+// `bytes` contiguous bytes of device memory; both addresses and the size are multiples of 16.
+__device__ inline void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(target), "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
 __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Registers of this warpgroup's threads: fewer for those that copy, more for those that multiply.
+template <int COUNT>
+__device__ inline void set_max_registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ inline void set_max_registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// A barrier of some of a block's threads; 0 is __syncthreads()'s own.
+__device__ inline void named_barrier_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements, transposed. A lane has of each, in r[i], elements 2 (lane % 4) and the next of
+// row lane / 4, and passes the address of row lane % 8 of the transposed matrix lane / 8.
+__device__ inline void stmatrix_transposed(unsigned address, const unsigned (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+__device__ inline unsigned load_shared_4(unsigned address) {
+    unsigned value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+__device__ inline unsigned load_shared_2(unsigned address) {
+    unsigned short value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// (value & MASK) | bits, in one instruction: with two constants the compiler makes two.
+template <unsigned MASK>
+__device__ inline unsigned masked_or(unsigned value, unsigned bits) {
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(value), "n"(MASK), "r"(bits));
+    return result;
 }
 
 // A matrix in shared memory in the 128-byte swizzle, as wgmma takes it: start address, and the strides in bytes between

@@ -24,6 +24,7 @@ class GroupedFormat(ABC):
     scale_dtype = torch.float32
     activation_dtypes: tuple[torch.dtype, ...] = ()  # what x may be rounded to
     has_zeros = False
+    zero_dtype: torch.dtype | None = None  # None: data_dtype
     packing = 1  # elements in an element of data
 
     def shape(self, data: Tensor) -> torch.Size:
@@ -61,9 +62,10 @@ class GroupedFormat(ABC):
         if not self.has_zeros:
             return f"{self.name} has no zeros"
         assert weight.scales is not None
-        if zeros.dtype != self.data_dtype or zeros.shape != weight.scales.shape or zeros.device != weight.device:
+        dtype = self.zero_dtype or self.data_dtype
+        if zeros.dtype != dtype or zeros.shape != weight.scales.shape or zeros.device != weight.device:
             return (
-                f"the zeros are {zeros.dtype} {tuple(zeros.shape)} on {zeros.device}; they must be {self.data_dtype} "
+                f"the zeros are {zeros.dtype} {tuple(zeros.shape)} on {zeros.device}; they must be {dtype} "
                 f"of the scales' shape {tuple(weight.scales.shape)} on {weight.device}"
             )
         return None
@@ -149,7 +151,14 @@ class GroupedFormat(ABC):
         )
 
     def declines(self, backend: str, layout: Layout) -> str | None:
-        return f"its kernels read float weights, not {self.name}"
+        if backend != "triton":
+            return f"its kernels read float weights, not {self.name}"
+        if layout.activation_dtype is not None:
+            return "its kernels take x as it is; this weight asks for x in 8 bits"
+        if layout.group_shape[0] not in (1, -1):
+            rows, columns = layout.group_shape
+            return f"its kernels read scales of rows, of groups in a row or of the tensor, not of {rows}x{columns}"
+        return None
 
 
 def scales_of(weight: Weight) -> Tensor:

@@ -30,6 +30,7 @@ class Int4(IntegerFormat):
     name = "int4"
     data_dtype = torch.uint8
     packing = 2
+    activation_dtypes = (torch.int8,)
     numbers = INT4
 
     def store(self, codes: Tensor) -> Tensor:

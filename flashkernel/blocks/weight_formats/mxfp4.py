@@ -27,6 +27,7 @@ class Mxfp4(GroupedFormat):
     data_dtype = torch.uint8
     scale_dtype = torch.uint8
     packing = 2
+    activation_dtypes = (torch.int8,)
 
     def group_problem(self, group: tuple[int, int], columns: int) -> str | None:
         if group != (1, e2m1.GROUP):

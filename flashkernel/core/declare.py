@@ -1,0 +1,40 @@
+"""Declares an operator by the usual names of its package's modules, so that a declaration says what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flashkernel.core import backends
+from flashkernel.core.op import Backend, Baseline, Op
+
+
+def declare(
+    room: str,
+    name: str,
+    summary: str,
+    *,
+    kernels: Iterable[Backend] = (),
+    baselines: Iterable[str | Baseline] = (),
+    **fields: Any,
+) -> Op:
+    """Returns an operator whose functions are `room.api:name`, `room.reference:name` and `room.torch:name`.
+
+    Args:
+        room: The operator's package.
+        name: The operator's name.
+        summary: A few words, for tables.
+        kernels: Backends of kernel modules, in order of preference; torch's and the reference follow them.
+        baselines: Names of functions in `room.baselines` ("compile" is `compiled`, since `compile` is Python's).
+        fields: Further fields of `Op`; `function` and `reference` where they have other names.
+    """
+    found = tuple(Baseline(one, _baseline(room, one)) if isinstance(one, str) else one for one in baselines)
+    functions = {"function": f"{room}.api:{name}", "reference": f"{room}.reference:{name}"}
+    composites = (backends.torch_native(f"{room}.torch:{name}"), backends.reference(f"{room}.reference:{name}"))
+    return Op(
+        name=name, summary=summary, backends=(*kernels, *composites), baselines=found, **{**functions, **fields}
+    )  # fmt: skip
+
+
+def _baseline(room: str, name: str) -> str:
+    return f"{room}.baselines:{'compiled' if name == 'compile' else name}"
