@@ -21,9 +21,9 @@ from flashkernel.blocks import mask as masks
 from flashkernel.blocks.expression import Table
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
-from flashkernel.compat.arguments import number, optional_number, positive_softcap, window_sides
+from flashkernel.compat.arguments import integer, number, optional_number, positive_softcap, window_sides
 from flashkernel.compat.kvcache import flash_attn_with_kvcache
-from flashkernel.ops.attention import attention
+from flashkernel.ops.attention import attention, attention_varlen
 
 __all__ = [
     "flash_attn_func",
@@ -188,8 +188,11 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 (batch + 1,), where each sequence's queries begin.
         cu_seqlens_k: int32 (batch + 1,), where each sequence's keys begin.
         max_seqlen_q: accepted, not needed.
-        max_seqlen_k: accepted, not needed.
-        block_table: not supported; `flashkernel.paged_attention` reads pages.
+        max_seqlen_k: accepted, and needed with block_table: the longest sequence's keys at most.
+        block_table: int32 (batch, max_blocks), the pages of each sequence; k and v are then (num_blocks, page_size,
+            heads_k, dim). They are gathered first into batch * max_seqlen_k packed keys and values, which costs that
+            memory and reading and writing it once; for a few queries each, `flash_attn_with_kvcache` reads pages as
+            they lie.
         OPTIONS
 
     Returns:
@@ -204,21 +207,22 @@ def flash_attn_varlen_func(
         torch.Size([12, 8, 64])
     """
     name = "flash_attn_varlen_func"
+    cu_seqlens = _checked_cu_seqlens(name, cu_seqlens_q, cu_seqlens_k, q)
     if block_table is not None:
-        raise NotImplementedError(
-            f"{name}: block_table (a paged key/value cache) is not supported; gather the pages into k and v first"
-        )
+        k, v = _gather_pages(name, k, v, block_table, cu_seqlens[1], integer(name, "max_seqlen_k", max_seqlen_k))
     for tensor, label in ((q, "q"), (k, "k"), (v, "v")):
         if tensor.ndim != 3:
             raise ValueError(f"{name}: {label} has shape {tuple(tensor.shape)}; it must be (total, heads, head_dim)")
-    cu_seqlens = _checked_cu_seqlens(name, cu_seqlens_q, cu_seqlens_k, q)
     left, right = _sides(name, options)
-    mask, diagonal = packed_mask(*cu_seqlens, q.shape[0], left, right)
     given = _attention_options(name, options)
     if options.alibi_slopes is not None:
-        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1])
-    found = attention(q[None], k[None], v[None], mask=mask, **given)
-    return (found[0][0], found[1][0], None) if options.return_attn_probs else found[0]
+        packed = (cu_seqlens[0].int(), cu_seqlens[1].int())
+        mask, diagonal = packed_mask(*packed, q.shape[0], left, right)
+        given |= _packed_alibi(options.alibi_slopes, diagonal, packed, q.shape[1], cu_seqlens[0] is cu_seqlens[1])
+        found = attention(q[None], k[None], v[None], mask=mask, **given)
+        return (found[0][0], found[1][0], None) if options.return_attn_probs else found[0]
+    found = attention_varlen(q, k, v, *cu_seqlens, window=(left, right), **given)
+    return found if isinstance(found, Tensor) else (*found, None)
 
 
 @_flash_attn_signature
@@ -329,12 +333,42 @@ def _checked_cu_seqlens(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q
             f"{name}: cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_k {cu_seqlens_k.shape[0]}; both "
             f"must have one more than there are sequences, of which there must be one at least"
         )
-    same = cu_seqlens_q is cu_seqlens_k
-    first = cu_seqlens_q.to(torch.int32).contiguous()
-    return first, first if same else cu_seqlens_k.to(torch.int32).contiguous()
+    return cu_seqlens_q, cu_seqlens_k
 
 
-def _packed_alibi(slopes: Tensor, diagonal: Tensor, cu_seqlens: tuple[Tensor, Tensor], heads: int) -> dict[str, Any]:
+def _gather_pages(
+    name: str, k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values in pages as packed sequences. Positions behind the last sequence, of which the host does not know
+    how many there are, repeat some key; nothing sees them."""
+    batch = cu_seqlens_k.shape[0] - 1
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"{name}: with block_table, k {tuple(k.shape)} and v {tuple(v.shape)} must be (num_blocks, page_size, "
+            "heads_k, dim)"
+        )
+    if block_table.ndim != 2 or block_table.shape[0] != batch or block_table.is_floating_point():
+        raise ValueError(
+            f"{name}: block_table is {block_table.dtype} {tuple(block_table.shape)}; it must be int32 ({batch}, blocks)"
+        )
+    page_size = k.shape[1]
+    if max_seqlen_k > block_table.shape[1] * page_size:
+        raise ValueError(
+            f"{name}: max_seqlen_k is {max_seqlen_k}, but block_table has {block_table.shape[1]} pages of {page_size} "
+            "for a sequence"
+        )
+    token = torch.arange(batch * max_seqlen_k, dtype=torch.int64, device=k.device)
+    lengths = cu_seqlens_k.long()
+    sequence = (torch.searchsorted(lengths, token, right=True) - 1).clamp(0, batch - 1)
+    position = (token - lengths[sequence]).clamp(max=max(0, max_seqlen_k - 1))
+    page = block_table[sequence, position // page_size].long()
+    row = (page * page_size + position % page_size).clamp(0, k.shape[0] * page_size - 1)
+    return k.flatten(0, 1)[row], v.flatten(0, 1)[row]
+
+
+def _packed_alibi(
+    slopes: Tensor, diagonal: Tensor, cu_seqlens: tuple[Tensor, Tensor], heads: int, packed_alike: bool
+) -> dict[str, Any]:
     """ALiBi within packed sequences: `alibi_slopes` where q and k are packed alike, else a score function."""
     sequences = cu_seqlens[0].shape[0] - 1
     if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
@@ -342,7 +376,7 @@ def _packed_alibi(slopes: Tensor, diagonal: Tensor, cu_seqlens: tuple[Tensor, Te
             f"flash_attn_varlen_func: alibi_slopes has shape {tuple(slopes.shape)}; it must be ({heads},) or "
             f"({sequences}, {heads}): heads, or sequences and heads"
         )
-    if slopes.ndim == 1 and cu_seqlens[0] is cu_seqlens[1]:
+    if slopes.ndim == 1 and packed_alike:
         return {"alibi_slopes": slopes}
     if slopes.requires_grad:
         raise NotImplementedError(

@@ -24,6 +24,8 @@ from flashkernel.core.replay import replayed
 from flashkernel.ops.attention import library, spec
 from flashkernel.ops.attention.arguments import check_tensors
 from flashkernel.ops.attention.params import AttentionInputs
+from flashkernel.ops.attention.support import FEW_KEYS
+from flashkernel.ops.attention.varlen.documents import attention_of_documents, packed_lengths
 
 
 @replayed
@@ -106,9 +108,11 @@ def attention(
     _check_settings(q, scale, softcap, score, dropout, seed)
     if score is not None and not isinstance(score, ex.Traced):
         score = ex.score_function(score)
+    lengths = packed_lengths(mask, q, k) if mask is not None and mask.tables else None
     chosen = choose(
         spec.ATTENTION, backend, q.device, q.dtype, needs_gradients(q, k, v, bias, sinks, alibi_slopes),
-        head_dim=q.shape[-1], value_dim=v.shape[-1], has_tables=mask is not None and len(mask.tables) > 0,
+        head_dim=q.shape[-1], value_dim=v.shape[-1],
+        has_tables=mask is not None and len(mask.tables) > 0 and lengths is None,
         has_score=score is not None, has_bias=bias is not None, has_slopes=alibi_slopes is not None,
         has_dropout=dropout > 0, deterministic=deterministic, few_keys=_few_keys(q, k, mask),
     )  # fmt: skip
@@ -120,6 +124,11 @@ def attention(
                 q, k, v, bias, sinks, alibi_slopes,
                 mask=mask, scale=scale, softcap=softcap, score=score, dropout=dropout, seed=seed, return_lse=return_lse,
             )  # fmt: skip
+    if lengths is not None and mask is not None and chosen.name == "hopper":
+        return attention_of_documents(
+            q, k, v, sinks, mask, lengths,
+            scale=scale, softcap=softcap, deterministic=deterministic, return_lse=return_lse, backend="hopper",
+        )  # fmt: skip
     out, lse = library.attention(
         chosen.target, AttentionInputs(q, k, v, bias, sinks, alibi_slopes), mask, score,
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout),
@@ -131,9 +140,9 @@ def attention(
 def _few_keys(q: Tensor, k: Tensor, mask: Mask | None) -> bool:
     """Whether a mask leaves each tile of queries few of many keys; under torch.compile sizes may be symbols, and it is
     taken not to."""
-    if mask is None or mask.tables or k.shape[1] < 4 * spec.FEW_KEYS or torch.compiler.is_compiling():
+    if mask is None or mask.tables or k.shape[1] < 4 * FEW_KEYS or torch.compiler.is_compiling():
         return False
-    return max_visible_keys(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1]) <= spec.FEW_KEYS
+    return max_visible_keys(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1]) <= FEW_KEYS
 
 
 def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:

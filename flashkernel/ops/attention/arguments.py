@@ -19,6 +19,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention") ->
             )
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{caller}: {label} has a batch of {x.shape[0]} but q has one of {q.shape[0]}")
+    check_heads(q, k, v, caller)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, caller: str) -> None:
+    """Raise a ValueError unless keys have their values, q and k one head_dim, and query heads share those of keys."""
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"{caller}: k has {k.shape[1]} positions of {k.shape[2]} heads but v has {v.shape[1]} of {v.shape[2]}; "
@@ -33,3 +38,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention") ->
         raise ValueError(
             f"{caller}: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
         )
+
+
+def check_packed_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention_varlen") -> None:
+    """Raise a ValueError unless q, k and v are those of one attention call over packed sequences."""
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(f"{caller}: {label} has shape {tuple(x.shape)}; it must be (tokens, heads, head_dim)")
+    (_, heads, head_dim), (keys, kv_heads, key_dim), (values, value_heads, _) = q.shape, k.shape, v.shape
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
+    sizes = keys == values and kv_heads == value_heads and head_dim == key_dim > 0
+    if not alike or not sizes or heads == 0 or kv_heads == 0 or heads % kv_heads:
+        check_tensors(q[None], k[None], v[None], caller)  # which says what is wrong

@@ -11,76 +11,18 @@ import torch
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal, custom, prefix, sink_tokens, window
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op, Tolerance
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Baseline, Case, Cost, Draw, Input, Tolerance
 from flashkernel.core.shapes import MODELS
-from flashkernel.ops.attention.configs import too_wide
+from flashkernel.ops.attention import support
 from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
 from flashkernel.ops.attention.random_cases import mask_of, random_case
 from flashkernel.ops.attention.rotary.spec import ROTARY_ATTENTION
+from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN
 
 _ROOM = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
 _TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
-
-
-def _kernels(call: Call) -> str | None:
-    widest = max(call.facts["head_dim"], call.facts["value_dim"])
-    if widest > 512:
-        return f"heads must be at most 512 wide, not {widest}"
-    if widest > 128 and call.dtype == torch.float32 and call.device.kind == "cuda":
-        return f"in float32 heads of {widest} leave no registers: kernels would take minutes to compile, and spill"
-    reason = too_wide(call.device, call.facts["head_dim"], call.facts["value_dim"], call.dtype.itemsize)
-    if reason is not None:
-        return f"heads of {widest} are too wide in {str(call.dtype).removeprefix('torch.')}: {reason}"
-    if call.facts["deterministic"] and call.facts["has_bias"]:
-        return "the gradient of a bias is added by atomics, in no fixed order; leave deterministic off or the bias out"
-    return None
-
-
-def _hopper(call: Call) -> str | None:
-    head_dim, value_dim = call.facts["head_dim"], call.facts["value_dim"]
-    if max(head_dim, value_dim) > 256 or head_dim % 8 or value_dim % 8:
-        return f"heads must be multiples of 8 and at most 256 wide, not {head_dim} and {value_dim}"
-    for fact, what in (
-        ("has_score", "a score function"), ("has_bias", "a bias"), ("has_slopes", "ALiBi"), ("has_dropout", "dropout"),
-    ):  # fmt: skip
-        if call.facts[fact]:
-            return f"it has no {what.removeprefix('a ')}"
-    if call.facts["deterministic"]:
-        return "the gradient of q is added by atomics, in no fixed order; leave deterministic off"
-    return None
-
-
-def _cuda(call: Call) -> str | None:
-    head_dim, value_dim = _widths(call)
-    if head_dim % 8 or value_dim % 8:
-        return f"it loads 16 bytes at a time: heads must be multiples of 8, not {head_dim} and {value_dim}"
-    most = 128 if call.gradients else 256
-    if max(head_dim, value_dim) > most:
-        which = "with gradients heads" if call.gradients else "heads"
-        return f"{which} must be at most {most} wide, not {head_dim} and {value_dim}"
-    if max(head_dim, value_dim) > 128 and (call.facts["has_bias"] or call.facts["has_dropout"]):
-        return (
-            f"with a bias or dropout, heads of {max(head_dim, value_dim)} leave no registers; they must be at most 128"
-        )
-    if call.facts["deterministic"] and call.gradients:
-        return "the gradient of q is added by atomics, in no fixed order; leave deterministic off"
-    return None
-
-
-FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a warp-specialised pipeline is full
-
-
-def _slower(call: Call) -> str | None:
-    if call.facts["has_tables"]:  # they are known on the device only
-        return "its mask has tables, so that the tile schedule cannot be laid out beforehand"
-    if call.facts["few_keys"] and not call.gradients and max(_widths(call)) > 64:
-        return f"each tile of queries sees at most {FEW_KEYS} keys, where the portable forward kernel is faster"
-    return None
-
-
-def _widths(call: Call) -> tuple[int, int]:
-    return call.facts["head_dim"], call.facts["value_dim"]
 
 
 def _slopes() -> Draw:
@@ -277,18 +219,15 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": Cost(forward, operands + result), "bwd": Cost(backward, 2 * operands + 2 * result)}
 
 
-ATTENTION = Op(
-    name="attention",
-    summary="softmax attention with any mask, sinks, bias, softcap, ALiBi and dropout",
-    function=f"{_ROOM}.api:attention",
-    reference=f"{_ROOM}.reference:attention",
+ATTENTION = declare(
+    _ROOM,
+    "attention",
+    "softmax attention with any mask, sinks, bias, softcap, ALiBi and dropout",
     inputs=_INPUTS,
-    backends=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_slower),
-        backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
-        backends.cuda(f"{_ROOM}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
-        backends.torch_native(f"{_ROOM}.torch:attention"),
-        backends.reference(f"{_ROOM}.reference:attention"),
+    kernels=(
+        backends.hopper(f"{_ROOM}.hopper", support.hopper, deprioritised=support.slower_than_triton),
+        backends.triton(f"{_ROOM}.triton", support.triton, min_arch=80),
+        backends.cuda(f"{_ROOM}.cuda", support.cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
     ),
     cases=(*_SHAPES, *_MASKS, *_SCORES),
     benches=_benches(),
@@ -304,4 +243,4 @@ ATTENTION = Op(
         for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")
     ),
 )
-OPS = (ATTENTION, ATTENTION_FP8, ROTARY_ATTENTION)
+OPS = (ATTENTION, ATTENTION_VARLEN, ATTENTION_FP8, ROTARY_ATTENTION)

@@ -40,8 +40,8 @@ class ForwardConfig:
 # By padded head width: (usual, with extras). With extras (bias, score function, dropout, rotation, tables ...) a thread
 # needs registers for more than S and O, and tiles of S are smaller.
 _ASYNCHRONOUS = {
-    64: (ForwardConfig(128, 112, 4), ForwardConfig(64, 48, 4)),
-    128: (ForwardConfig(128, 48, 4), ForwardConfig(64, 48, 4)),
+    64: (ForwardConfig(128, 128, 4), ForwardConfig(64, 48, 4)),
+    128: (ForwardConfig(128, 64, 4), ForwardConfig(64, 48, 4)),
     256: (ForwardConfig(64, 64, 4), ForwardConfig(64, 16, 4)),
 }
 _BLACKWELL = {128: (ForwardConfig(128, 32, 4), ForwardConfig(64, 48, 4))}

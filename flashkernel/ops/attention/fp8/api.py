@@ -8,6 +8,7 @@ from flashkernel.blocks.mask import Mask, checked, narrowed
 from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
+from flashkernel.ops.attention.arguments import check_heads
 from flashkernel.ops.attention.fp8 import library, spec
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,20 +108,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"attention_fp8: {label} has a batch of {x.shape[0]} on {x.device} but q has one of {q.shape[0]} on "
                 f"{q.device}; they must agree"
             )
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(
-            f"attention_fp8: k has {k.shape[1]} positions of {k.shape[2]} heads but v has {v.shape[1]} of "
-            f"{v.shape[2]}; every key needs its value"
-        )
-    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
-        raise ValueError(
-            f"attention_fp8: q has head_dim {q.shape[3]} and k has {k.shape[3]}; they must be equal, and not zero"
-        )
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"attention_fp8: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
-        )
+    check_heads(q, k, v, "attention_fp8")
 
 
 def _check_scales(q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales
-from flashkernel.blocks.mask import Mask
 from flashkernel.ops.attention import reference
 
 
@@ -20,26 +21,13 @@ def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    *,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    return_lse: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, *,
+    out_dtype: torch.dtype = torch.bfloat16, return_lse: bool = False, **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of the dequantized q, k and v: in float32, or in q's dtype if that is wider than FP8."""
     quantized = q.dtype == FP8
     wide = torch.float32 if quantized else q.dtype
-    found = reference.attention(
-        dequantized(q, q_scale, wide), dequantized(k, k_scale, wide), dequantized(v, v_scale, wide), sinks=sinks,
-        mask=mask, scale=scale, softcap=softcap, return_lse=True,
-    )  # fmt: skip
+    q, k, v = (dequantized(x, factor, wide) for x, factor in ((q, q_scale), (k, k_scale), (v, v_scale)))
+    found = reference.attention(q, k, v, return_lse=True, **options)
     out, lse = found[0].to(out_dtype) if quantized else found[0], found[1]
     return (out, lse) if return_lse else out

@@ -11,7 +11,8 @@ from torch import Tensor
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.mask import Mask, causal, custom, sink_tokens, window
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Call, Case, Cost, Input, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.random_cases import random_fp8_case
 
@@ -146,17 +147,14 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": Cost(2.0 * pairs * (axes["head_dim"] + axes["value_dim"]), operands + result)}
 
 
-ATTENTION_FP8 = Op(
-    name="attention_fp8",
-    summary="softmax attention of FP8 queries, keys and values, forward",
-    function=f"{_ROOM}.api:attention_fp8",
-    reference=f"{_ROOM}.reference:attention_fp8",
+ATTENTION_FP8 = declare(
+    _ROOM,
+    "attention_fp8",
+    "softmax attention of FP8 queries, keys and values, forward",
     inputs=_INPUTS,
-    backends=(
+    kernels=(
         backends.hopper(f"{_ROOM}.hopper", _hopper, dtypes=(FP8,)),
         backends.triton(f"{_ROOM}.triton", _triton, dtypes=(FP8,), min_arch=89),
-        backends.torch_native(f"{_ROOM}.torch:attention_fp8"),
-        backends.reference(f"{_ROOM}.reference:attention_fp8"),
     ),
     cases=_CASES,
     benches=_benches(),
@@ -166,5 +164,5 @@ ATTENTION_FP8 = Op(
     differentiable=False,
     random_case=random_fp8_case,
     random_share=3,
-    baselines=tuple(Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "fa3")),
+    baselines=("eager", "fa3"),
 )

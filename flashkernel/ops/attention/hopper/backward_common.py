@@ -13,9 +13,18 @@ from typing import Any, NamedTuple
 
 from triton.language.extra.cuda import gdc_wait
 
+from flashkernel.blocks.ragged_gluon import head_place
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import gl, gluon, load_tile, mbarrier, store_tile, tma, warpgroup_mma
-from flashkernel.ops.attention.hopper.pipeline import BlockCursor, work_tile_at
+from flashkernel.ops.attention.hopper.pipeline import (
+    RECORD,
+    BlockCursor,
+    range_counts_of,
+    range_offset_of,
+    sequence_of,
+    table_row,
+    work_tile_at,
+)
 
 # Whether these are multiples of 16 makes no difference here, and would only compile a kernel again. Triton compiles for
 # it nevertheless inside NamedTuples, so the kernels take them as arguments of their own.
@@ -40,12 +49,13 @@ class BackwardTraits(NamedTuple):
     MASK_RELATIVE: bool  # the mask depends on the difference of positions alone
     MASK_BOUNDED: bool  # the mask is False for keys past the last one
     PDL: bool
+    VARLEN: bool = False  # packed sequences: work tiles and descriptors follow them
 
 
 class Buffers(NamedTuple):
     """Tiles in shared memory that the producer fills: by stage, and for K and V by KV stage."""
 
-    q: Any  # [NUM_STAGES, 1, BLOCK_M, 1, HEAD_DIM]
+    q: Any  # [NUM_STAGES, 1, BLOCK_M, 1, HEAD_DIM]; with VARLEN there is one more dim of size 1, here and below
     do: Any  # [NUM_STAGES, 1, BLOCK_M, 1, VALUE_DIM]
     k: Any  # [KV_STAGES, 1, BLOCK_N, 1, HEAD_DIM]; dK in the end
     v: Any  # [KV_STAGES, 1, BLOCK_N, 1, VALUE_DIM]; dV in the end
@@ -104,47 +114,59 @@ class ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def allocate_buffers(q, do, k, v, lse_delta, BLOCK_N: gl.constexpr, TRAITS: gl.constexpr):
+def allocate_buffers(q, do, k, v, lse_delta, TRAITS: gl.constexpr):
     """Allocates the shared memory that the producer fills."""
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
-    k_buffers = gl.allocate_shared_memory(k.dtype, [TRAITS.KV_STAGES, 1, BLOCK_N, 1, TRAITS.HEAD_DIM], k.layout)
-    v_buffers = gl.allocate_shared_memory(v.dtype, [TRAITS.KV_STAGES, 1, BLOCK_N, 1, TRAITS.VALUE_DIM], v.layout)
-    q_buffers = gl.allocate_shared_memory(q.dtype, [NUM_STAGES, 1, TRAITS.BLOCK_M, 1, TRAITS.HEAD_DIM], q.layout)
-    do_buffers = gl.allocate_shared_memory(do.dtype, [NUM_STAGES, 1, TRAITS.BLOCK_M, 1, TRAITS.VALUE_DIM], do.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, [TRAITS.KV_STAGES] + k.block_shape, k.layout)
+    v_buffers = gl.allocate_shared_memory(v.dtype, [TRAITS.KV_STAGES] + v.block_shape, v.layout)
+    q_buffers = gl.allocate_shared_memory(q.dtype, [NUM_STAGES] + q.block_shape, q.layout)
+    do_buffers = gl.allocate_shared_memory(do.dtype, [NUM_STAGES] + do.block_shape, do.layout)
     neg_lse = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, TRAITS.BLOCK_M], lse_delta.layout)
     neg_delta = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, TRAITS.BLOCK_M], lse_delta.layout)
     return Buffers(q_buffers, do_buffers, k_buffers, v_buffers, neg_lse, neg_delta)
 
 
 @gluon.jit
-def _load_kv(args, tile_index, KV_STAGES: gl.constexpr):
-    """Load K and V of a work tile, if there is one."""
-    tile, batch, kv_head = work_tile_at(args.work_tiles, tile_index)
-    if tile >= 0:
-        stage = tile_index % KV_STAGES
-        full = args.barriers.kv_full.index(stage)
-        mbarrier.expect(full, args.k.block_type.nbytes + args.v.block_type.nbytes)
-        load_tile(args.k, [batch, tile * args.k.block_shape[1], kv_head, 0], full, args.buffers.k.index(stage))
-        load_tile(args.v, [batch, tile * args.v.block_shape[1], kv_head, 0], full, args.buffers.v.index(stage))
+def _kv_place(work_tile, x, schedule, TRAITS: gl.constexpr):
+    """Returns the coordinates of a work tile of keys in the descriptor x."""
+    if TRAITS.VARLEN:
+        sequence = sequence_of(work_tile, schedule)
+        place = head_place(sequence.k_start + sequence.first, work_tile.head, sequence.k_end)
+    else:
+        place = [work_tile.batch, work_tile.tile * x.block_shape[1], work_tile.head, 0]
+    return place
 
 
 @gluon.jit
-def _store_dkdv(args, tile_index, KV_STAGES: gl.constexpr):
+def _load_kv(args, tile_index, TRAITS: gl.constexpr):
+    """Load K and V of a work tile, if there is one."""
+    work_tile = work_tile_at(args.work_tiles, tile_index, TRAITS.VARLEN)
+    if work_tile.tile >= 0:
+        stage = tile_index % TRAITS.KV_STAGES
+        full = args.barriers.kv_full.index(stage)
+        mbarrier.expect(full, args.k.block_type.nbytes + args.v.block_type.nbytes)
+        load_tile(args.k, _kv_place(work_tile, args.k, args.work_tiles, TRAITS), full, args.buffers.k.index(stage))
+        load_tile(args.v, _kv_place(work_tile, args.v, args.work_tiles, TRAITS), full, args.buffers.v.index(stage))
+
+
+@gluon.jit
+def _store_dkdv(args, tile_index, TRAITS: gl.constexpr):
     """Store a work tile's dK and dV from the buffers of its K and V, and load there those of KV_STAGES tiles later."""
-    tile, batch, kv_head = work_tile_at(args.work_tiles, tile_index)
+    KV_STAGES: gl.constexpr = TRAITS.KV_STAGES
+    work_tile = work_tile_at(args.work_tiles, tile_index, TRAITS.VARLEN)
     stage = tile_index % KV_STAGES
     mbarrier.wait(args.barriers.kv_done.index(stage), (tile_index // KV_STAGES) & 1)
-    store_tile(args.dv, [batch, tile * args.dv.block_shape[1], kv_head, 0], args.buffers.v.index(stage))
-    store_tile(args.dk, [batch, tile * args.dk.block_shape[1], kv_head, 0], args.buffers.k.index(stage))
+    store_tile(args.dv, _kv_place(work_tile, args.dv, args.work_tiles, TRAITS), args.buffers.v.index(stage))
+    store_tile(args.dk, _kv_place(work_tile, args.dk, args.work_tiles, TRAITS), args.buffers.k.index(stage))
     tma.store_wait(0)
-    _load_kv(args, tile_index + KV_STAGES, KV_STAGES)
+    _load_kv(args, tile_index + KV_STAGES, TRAITS)
 
 
 @gluon.jit
 def _load_queries(args, batch, head, first_query, block, num_loaded, SHARE_BARRIERS: gl.constexpr,
                   TRAITS: gl.constexpr):  # fmt: skip
     """Load Q, dO, -LSE and -delta of a block of queries into the next stage, once the consumers have released it.
-    `first_query` is that of the head in lse_delta."""
+    `first_query` is that of the head in lse_delta; with VARLEN, `batch` is the sequence."""
     BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
     Q_BYTES: gl.constexpr = args.q.block_type.nbytes + args.lse_delta.block_type.nbytes
     DO_BYTES: gl.constexpr = args.do.block_type.nbytes + args.lse_delta.block_type.nbytes
@@ -160,13 +182,37 @@ def _load_queries(args, batch, head, first_query, block, num_loaded, SHARE_BARRI
         do_full = barriers.do_full.index(stage)
         mbarrier.expect(q_full, Q_BYTES)
     query = first_query + block * BLOCK_M
-    load_tile(args.q, [batch, block * BLOCK_M, head, 0], q_full, buffers.q.index(stage))
+    if TRAITS.VARLEN:
+        place = head_place(batch.q_start + block * BLOCK_M, head, batch.q_end)
+    else:
+        place = [batch, block * BLOCK_M, head, 0]
+    load_tile(args.q, place, q_full, buffers.q.index(stage))
     load_tile(args.lse_delta, [query], q_full, buffers.neg_lse.index(stage))
     if not SHARE_BARRIERS:
         mbarrier.wait(barriers.do_empty.index(stage), phase ^ 1)
         mbarrier.expect(do_full, DO_BYTES)
-    load_tile(args.do, [batch, block * BLOCK_M, head, 0], do_full, buffers.do.index(stage))
+    load_tile(args.do, place, do_full, buffers.do.index(stage))
     load_tile(args.lse_delta, [args.delta_start + query], do_full, buffers.neg_delta.index(stage))
+
+
+@gluon.jit
+def _num_load_ranges(row, loads):
+    """Returns how many ranges of blocks a row loads; of packed sequences one, which may be empty."""
+    if loads.batch_stride is None:
+        count = gl.to_tensor(1)
+    else:
+        count = gl.load(loads.range_counts + row)
+    return count
+
+
+@gluon.jit
+def _load_range(row, index, loads):
+    """Returns (begin, end) of a range of blocks to load."""
+    if loads.batch_stride is None:
+        ranges = loads.ranges + row + (8 - RECORD)
+    else:
+        ranges = loads.ranges + (row * loads.max_ranges + index) * 3
+    return gl.load(ranges), gl.load(ranges + 1)
 
 
 @gluon.jit
@@ -184,31 +230,48 @@ def produce(args, SHARE_BARRIERS: gl.constexpr, TRAITS: gl.constexpr):
     if TRAITS.PDL:
         gdc_wait()
     for tile_index in gl.static_range(KV_STAGES):
-        _load_kv(args, tile_index, KV_STAGES)
+        _load_kv(args, tile_index, TRAITS)
     num_loaded = 0
     tile_index = 0
     more = True
     while more:
-        tile, batch, kv_head = work_tile_at(args.work_tiles, tile_index)
-        more = tile >= 0
+        work_tile = work_tile_at(args.work_tiles, tile_index, TRAITS.VARLEN)
+        more = work_tile.tile >= 0
+        if TRAITS.VARLEN:
+            batch = sequence_of(work_tile, args.work_tiles)
+        else:
+            batch = work_tile.batch
         store_pending = tile_index > 0  # dK and dV of the work tile before
         last_free = num_loaded + TRAITS.NUM_STAGES
         for member in range(gl.where(more, args.group_size, 0)):
-            head = kv_head * args.group_size + member
-            row = batch.to(gl.int64) * loads.batch_stride + head * loads.head_stride + tile
-            first_query = (batch * args.heads + head) * padded
-            for index in range(gl.load(loads.range_counts + row)):
-                block_begin = gl.load(loads.ranges + (row * loads.max_ranges + index) * 3)
-                block_end = gl.load(loads.ranges + (row * loads.max_ranges + index) * 3 + 1)
+            head = work_tile.head * args.group_size + member
+            row = _member_row(work_tile, head, loads)
+            if TRAITS.VARLEN:
+                first_query = head * padded + batch.block * TRAITS.BLOCK_M
+            else:
+                first_query = (batch * args.heads + head) * padded
+            for index in range(_num_load_ranges(row, loads)):
+                block_begin, block_end = _load_range(row, index, loads)
                 for block in range(block_begin, block_end):
                     if store_pending & (num_loaded == last_free):
-                        _store_dkdv(args, tile_index - 1, KV_STAGES)
+                        _store_dkdv(args, tile_index - 1, TRAITS)
                         store_pending = False
                     _load_queries(args, batch, head, first_query, block, num_loaded, SHARE_BARRIERS, TRAITS)
                     num_loaded += 1
         if store_pending:
-            _store_dkdv(args, tile_index - 1, KV_STAGES)
+            _store_dkdv(args, tile_index - 1, TRAITS)
         tile_index += 1
+
+
+@gluon.jit
+def _member_row(work_tile, head, tables):
+    """Returns the row of a work tile and a query head of its group in the block tables."""
+    if tables.batch_stride is None:  # packed sequences
+        row = table_row(work_tile, tables, 0, 1)
+    else:
+        row = work_tile.batch.to(gl.int64) * tables.batch_stride + head * tables.head_stride
+        row += gl.maximum(work_tile.tile, 0)
+    return row
 
 
 @gluon.jit
@@ -216,38 +279,55 @@ def before_first_block(work_tile, member, args):
     """Returns a BlockCursor before the first block of queries that sees a work tile, in query head `member` of its
     group; of some work tile if there is none. `blocks_left` counts that block, too."""
     tables = args.visits
-    tile, batch, kv_head = work_tile
-    head = kv_head * args.group_size + member
-    row = batch.to(gl.int64) * tables.batch_stride + head * tables.head_stride + gl.maximum(tile, 0)
-    offset = (row * tables.max_ranges * 3).to(gl.int32)
-    num_blocks = gl.load(tables.range_counts + row * 3 + 1)
+    row = _member_row(work_tile, work_tile.head * args.group_size + member, tables)
+    offset = range_offset_of(row, tables)
+    num_blocks = gl.load(range_counts_of(row, tables) + 1)
     block_begin, block_end = gl.load(tables.ranges + offset), gl.load(tables.ranges + offset + 1)
     return BlockCursor(num_blocks, offset, block_begin - 1, block_end, gl.load(tables.ranges + offset + 2))
 
 
 @gluon.jit
-def first_dq_block(work_tile, args):
+def first_dq_block(work_tile, args, VARLEN: gl.constexpr):
     """Returns the index in dq_accum of the first block of a work tile's first query head."""
-    return (work_tile.batch * args.heads + work_tile.head * args.group_size) * args.q_blocks
+    if VARLEN:
+        sequence = sequence_of(work_tile, args.work_tiles)
+        block = work_tile.head * args.group_size * args.q_blocks + sequence.block
+    else:
+        block = (work_tile.batch * args.heads + work_tile.head * args.group_size) * args.q_blocks
+    return block
 
 
 @gluon.jit
-def visible_keys(batch, head, first_query, first_key, scores, S_LAYOUT: gl.constexpr, MASK: gl.constexpr,
+def visible_keys(work_tile, head, first_query, first_key, scores, S_LAYOUT: gl.constexpr, MASK: gl.constexpr,
                  TRAITS: gl.constexpr):  # fmt: skip
-    """[64, BLOCK_M]: which of 64 keys are visible to which queries."""
+    """[64, BLOCK_M]: which of 64 keys are visible to which queries. With VARLEN, `first_key` counts from the first key
+    of the work tile."""
     BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
     query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, BLOCK_M]
     key = first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))[:, None]  # [64, 1]
-    visible = key < scores.seqlen_k
+    if TRAITS.VARLEN:
+        visible = key < work_tile.num_keys
+        if MASK is not None:  # a key is at the position of the query that it is aligned with
+            if TRAITS.MASK_RELATIVE:
+                key = key + (work_tile.position - first_query)
+            else:
+                key = key + work_tile.position
+                query = first_query + query
+            by_mask = MASK(0, head, query, key, 0, 0, scores.mask_tables)
+    else:
+        visible = key < scores.seqlen_k
+        if MASK is not None:
+            if TRAITS.MASK_RELATIVE:  # both positions count from the first query
+                by_mask = MASK(
+                    work_tile.batch, head, query, key - first_query, scores.seqlen_q, scores.seqlen_k,
+                    scores.mask_tables,
+                )  # fmt: skip
+            else:
+                by_mask = MASK(
+                    work_tile.batch, head, first_query + query, key, scores.seqlen_q, scores.seqlen_k,
+                    scores.mask_tables,
+                )  # fmt: skip
     if MASK is not None:
-        if TRAITS.MASK_RELATIVE:  # both positions count from the first query
-            by_mask = MASK(
-                batch, head, query, key - first_query, scores.seqlen_q, scores.seqlen_k, scores.mask_tables
-            )  # fmt: skip
-        else:
-            by_mask = MASK(
-                batch, head, first_query + query, key, scores.seqlen_q, scores.seqlen_k, scores.mask_tables
-            )  # fmt: skip
         if TRAITS.MASK_BOUNDED:
             visible = by_mask
         else:

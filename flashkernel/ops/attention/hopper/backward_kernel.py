@@ -52,7 +52,7 @@ from flashkernel.ops.attention.hopper.backward_common import (
     produce,
     visible_keys,
 )
-from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, work_tile_at
+from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
 from flashkernel.ops.attention.hopper.softmax import ScoreParams
 
 
@@ -108,7 +108,10 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
-    tile, batch, kv_head = work_tile
+    if TRAITS.VARLEN:
+        first_key = w * 64
+    else:
+        first_key = work_tile.tile * 128 + w * 64
     dtype: gl.constexpr = buffers.q.dtype
     k_tile = buffers.k.index(kv_stage).reshape([128, HEAD_DIM])
     v_tile = buffers.v.index(kv_stage).reshape([128, VALUE_DIM])
@@ -118,12 +121,12 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     dv = gl.zeros([64, VALUE_DIM], gl.float32, DV_LAYOUT)
     zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
-    dq_block_base = first_dq_block(work_tile, args)
+    dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
     prev_dq_block = gl.to_tensor(-1)  # of the step before
     kv_phase = (tile_index // TRAITS.KV_STAGES) & 1
     mbarrier.wait(barriers.kv_full.index(kv_stage), kv_phase)
     for member in range(args.group_size):
-        head = kv_head * args.group_size + member
+        head = work_tile.head * args.group_size + member
         if member > 0:
             cursor = before_first_block(work_tile, member, args)
         blocks_left, range_offset, block, block_end, masked = cursor
@@ -153,9 +156,7 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
                 neg_lse = buffers.neg_lse.index(stage).load(QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
             if masked != 0:
-                visible = visible_keys(
-                    batch, head, block * BLOCK_M, tile * 128 + w * 64, args.scores, S_LAYOUT, MASK, TRAITS
-                )
+                visible = visible_keys(work_tile, head, block * BLOCK_M, first_key, args.scores, S_LAYOUT, MASK, TRAITS)
                 p = gl.where(visible, p, 0.0)
             p_half = p.to(dtype)
             # dV += P^T dO
@@ -196,7 +197,7 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             step += 1
             blocks_left -= 1
         dq_block_base += args.q_blocks
-    work_tile = work_tile_at(args.work_tiles, tile_index + 1)
+    work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
     # dK and dV leave through the buffers of K and V; of V each warpgroup has read its own rows only.
     if DQ_WARPGROUP:
         own_v.store(dv.to(dtype))
@@ -232,7 +233,7 @@ def _consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     COPIES: gl.constexpr = KV_STAGES if TRAITS.BLOCK_M == 64 else 1
     step = 0
     tile_index = 0
-    work_tile = work_tile_at(args.work_tiles, 0)
+    work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     cursor = before_first_block(work_tile, 0, args)
     while work_tile.tile >= 0:
         for copy in gl.static_range(COPIES):
@@ -263,10 +264,10 @@ def _consume_dq(args, TRAITS: gl.constexpr):
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     step = 0
     tile_index = 0
-    work_tile = work_tile_at(args.work_tiles, 0)
+    work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
         kv_stage = tile_index % TRAITS.KV_STAGES
-        dq_block_base = first_dq_block(work_tile, args)
+        dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         mbarrier.wait(barriers.kv_full.index(kv_stage), (tile_index // TRAITS.KV_STAGES) & 1)
         k_transposed = buffers.k.index(kv_stage).reshape([128, HEAD_DIM]).permute((1, 0))
         k_operand = k_transposed.load(gl.DotOperandLayout(0, DQ_LAYOUT, 2))
@@ -286,7 +287,7 @@ def _consume_dq(args, TRAITS: gl.constexpr):
             dq_block_base += args.q_blocks
         mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)
         tile_index += 1
-        work_tile = work_tile_at(args.work_tiles, tile_index)
+        work_tile = work_tile_at(args.work_tiles, tile_index, TRAITS.VARLEN)
 
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
@@ -298,7 +299,7 @@ def attention_backward(
     """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
     BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
     DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
-    buffers = allocate_buffers(q, do, k, v, lse_delta, 128, TRAITS)
+    buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_M], q.dtype)
     ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], DS_LAYOUT)
     dq_buffers = ds_buffers  # not used
@@ -316,9 +317,13 @@ def attention_backward(
     if TRAITS.PDL:
         pdl_enter()
     synchronize()  # else the compiler does so in the producer's loops, since these wait for the barriers
-    work_tiles = tables.schedule + gl.program_id(0) * max_work_tiles * 3
-    loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
-    visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
+    work_tiles = program_work_tiles(tables.schedule, max_work_tiles, TRAITS.VARLEN)
+    if TRAITS.VARLEN:
+        loads = BlockTables(tables.schedule, tables.schedule, None, None, None)
+        visits = loads
+    else:
+        loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
+        visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
     scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
     heads = kv_heads * group_size
     delta_start = batch_kv_heads * group_size * q_blocks * BLOCK_M

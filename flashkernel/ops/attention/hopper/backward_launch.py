@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,27 @@ from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_sched
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
 
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward kernels are launched.
+
+    Attributes:
+        config: launch config of the main kernel.
+        programs: persistent programs of the main kernel.
+        tables: kernel arguments: `TileTables`, max_ranges, max_loads, batch_stride, head_stride, max_work_tiles.
+        q_blocks: blocks of queries of a head, in lse_delta and dq_accum.
+        descriptor: makes the TMA descriptor of a tensor for tiles of (positions, heads).
+        query_blocks: of packed sequences, the rows of every block (preprocess.py); they are one batch entry.
+    """
+
+    config: BackwardConfig | WideBackwardConfig
+    programs: int
+    tables: tuple[Any, ...]
+    q_blocks: int
+    descriptor: Callable[[Tensor, tuple[int, int]], Any] = tile_descriptor
+    query_blocks: Tensor | None = None
+
+
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -39,9 +62,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients (dq, dk, dv, None, dsinks, None).
 
-    Three kernels: preprocess (delta, and zeros in dq_accum), the main kernel (dk, dv, dq_accum), postprocess (dq from
-    dq_accum).
-
     Args:
         do: (batch, seqlen_q, heads, value_dim), gradient of o.
         dlse: (batch, heads, seqlen_q) float32, gradient of lse; or None.
@@ -51,21 +71,30 @@ def backward(
     """
     q, k, v, _, sinks, _ = inputs
     if k.shape[1] == 0 or q.numel() == 0:
-        return _without_keys(dlse, q, k, v, sinks)
-    config = _config(q, k, v, params)
+        return without_keys(dlse, q, k, v, sinks)
+    return launch_backward(do, dlse, inputs, o, lse, params, _plan(q, k, v, params))
+
+
+def launch_backward(
+    do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor, params: AttentionParams,
+    plan: BackwardPlan,
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:  # fmt: skip
+    """Launches three kernels: preprocess (delta, and zeros in dq_accum), the main kernel (dk, dv, dq_accum) and
+    postprocess (dq from dq_accum). Returns what `backward` does."""
+    q, k, v, _, sinks, _ = inputs
+    config, q_blocks = plan.config, plan.q_blocks
     batch, seqlen_q, heads, head_dim = q.shape
-    q_blocks = tune.ceil_div(seqlen_q, config.block_m)
     padded = q_blocks * config.block_m
     lse_delta = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     dq_accum = torch.empty((batch, heads, padded, block(head_dim)), dtype=torch.float32, device=q.device)
     lse_scale = 1 / params.scale if config.fold_lse else LOG2E  # S is scaled after -LSE has been folded in
-    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, dq_accum, lse_scale)
+    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, dq_accum, lse_scale, plan)
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
-    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, config)
+    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, plan)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         attention_backward_postprocess, (heads * q_blocks * batch,),
-        dq_accum, dq, dsinks_partial, dsinks, params.scale, heads, seqlen_q, q_blocks,
+        dq_accum, dq, dsinks_partial, dsinks, plan.query_blocks, params.scale, heads, seqlen_q, q_blocks,
         0 if dsinks_partial is None else dsinks_partial.shape[2],
         HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, BLOCK_D=block(head_dim), BLOCK_M=config.block_m,
         DQ_MODE=config.dq_mode, num_warps=8, **pdl_options(device.properties(q.device)),
@@ -73,7 +102,7 @@ def backward(
     return dq, dk, dv, None, dsinks, None
 
 
-def _without_keys(
+def without_keys(
     dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:
     """Returns the gradients where no query sees a key: zeros. LSE is then the sink's logit."""
@@ -86,7 +115,7 @@ def _without_keys(
 
 def _preprocess(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, lse_delta: Tensor,
-    dq_accum: Tensor, lse_scale: float,
+    dq_accum: Tensor, lse_scale: float, plan: BackwardPlan,
 ) -> Tensor | None:  # fmt: skip
     """Fills lse_delta and zeroes dq_accum. Returns the gradient of the sinks in parts, [batch, heads, blocks]."""
     batch, seqlen_q, heads, value_dim = o.shape
@@ -95,8 +124,9 @@ def _preprocess(
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
         attention_backward_preprocess, (heads * blocks * batch,),
-        o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, *do.stride()[:3], heads, seqlen_q, padded, lse_scale,
-        HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m, VALUE_DIM=value_dim,
+        o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, plan.query_blocks, *do.stride()[:3], heads, seqlen_q,
+        padded, lse_scale, HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m,
+        TABLE_BLOCK=block_m if plan.query_blocks is None else plan.config.block_m, VALUE_DIM=value_dim,
         BLOCK_DV=block(value_dim), BLOCK_D=dq_accum.shape[3], PDL=pdl_options(device.properties(o.device))["PDL"],
         num_warps=4,
     )  # fmt: skip
@@ -105,33 +135,43 @@ def _preprocess(
 
 def _main(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, dq_accum: Tensor, params: AttentionParams,
-    config: BackwardConfig | WideBackwardConfig,
+    plan: BackwardPlan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Adds dQ / scale to dq_accum and returns (dk, dv)."""
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    config, descriptor = plan.config, plan.descriptor
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    ranges = block_ranges(
-        params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, 1, q.device, transposed=True
-    )
     mask, _, _, _, mask_tables = params.functions()
-    grid, programs = _grid(q, k, v, params, config)
-    schedule = tile_schedule(params.mask, ranges, grid, programs, (seqlen_q, seqlen_k, config.block_m, config.block_n))
     traits = _traits(config, params, block(head_dim), block(value_dim), device.properties(q.device))
+    if plan.query_blocks is not None:
+        traits = traits._replace(VARLEN=True, MASK_RELATIVE=False)
     q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
     launch(
-        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (programs,),
+        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (plan.programs,),
         reduce_descriptor(dq_accum) if config.dq_mode == "tma_reduce" else dq_accum,
-        tile_descriptor(q, q_box), tile_descriptor(do, q_box), tile_descriptor(k, kv_box), tile_descriptor(v, kv_box),
-        vector_descriptor(lse_delta, config.block_m), tile_descriptor(dk, kv_box), tile_descriptor(dv, kv_box),
-        mask_tables, TileTables(ranges.ranges, ranges.counts, ranges.loads, ranges.load_counts, schedule),
-        ranges.ranges.shape[-2], ranges.loads.shape[-2], *ranges.strides, schedule.shape[1],
-        batch * kv_heads, kv_heads, heads // kv_heads, lse_delta.shape[3] // config.block_m, seqlen_q, seqlen_k,
+        descriptor(q, q_box), descriptor(do, q_box), descriptor(k, kv_box), descriptor(v, kv_box),
+        vector_descriptor(lse_delta, config.block_m), descriptor(dk, kv_box), descriptor(dv, kv_box),
+        mask_tables, *plan.tables, batch * kv_heads, kv_heads, heads // kv_heads, plan.q_blocks, seqlen_q, seqlen_k,
         params.scale * LOG2E, params.scale, params.softcap,
         MASK=mask, TRAITS=traits, num_warps=4, launch_pdl=traits.PDL,
     )  # fmt: skip
     return dk, dv
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardPlan:
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k = k.shape[1]
+    config = backward_config(config_shape(q, k, v, params), params, q.device)
+    ranges = block_ranges(
+        params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, 1, q.device, transposed=True
+    )
+    grid, programs = _grid(q, k, v, params, config)
+    schedule = tile_schedule(params.mask, ranges, grid, programs, (seqlen_q, seqlen_k, config.block_m, config.block_n))
+    tables = TileTables(ranges.ranges, ranges.counts, ranges.loads, ranges.load_counts, schedule)
+    sizes = (ranges.ranges.shape[-2], ranges.loads.shape[-2], *ranges.strides, schedule.shape[1])
+    return BackwardPlan(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m))
 
 
 def _traits(
@@ -179,10 +219,12 @@ def _grid(
     return TileGrid(batch_heads, tiles, kv_heads, 1, together, transposed=True, group_size=group_size), programs
 
 
-def _config(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardConfig | WideBackwardConfig:
+def backward_config(
+    shape: dict[str, int], params: AttentionParams, where: torch.device
+) -> BackwardConfig | WideBackwardConfig:
     """Returns the launch config; nothing is folded into scores that are capped or scaled by zero."""
-    properties, shape = device.properties(q.device), config_shape(q, k, v, params)
-    if max(q.shape[3], v.shape[3]) > 128:
+    properties = device.properties(where)
+    if max(shape["head_dim"], shape["value_dim"]) > 128:
         wide: WideBackwardConfig = tune.pick(WIDE_BACKWARD, properties, shape)
         return wide
     config: BackwardConfig = tune.pick(BACKWARD, properties, shape)

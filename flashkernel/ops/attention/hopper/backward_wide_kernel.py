@@ -44,7 +44,7 @@ from flashkernel.ops.attention.hopper.backward_common import (
     produce,
     visible_keys,
 )
-from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, work_tile_at
+from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
 from flashkernel.ops.attention.hopper.softmax import ScoreParams
 
 
@@ -87,11 +87,14 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     step = 0
     tile_index = 0
-    work_tile = work_tile_at(args.work_tiles, 0)
+    work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
-        tile, batch, kv_head = work_tile
+        if TRAITS.VARLEN:
+            first_key = 0
+        else:
+            first_key = work_tile.tile * 64
         dv = gl.zeros([64, VALUE_DIM], gl.float32, DV_LAYOUT)
-        dq_block_base = first_dq_block(work_tile, args)
+        dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         prev_dq_block = gl.to_tensor(-1)  # of the step before
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
@@ -112,8 +115,10 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 s = warpgroup_mma_wait(0, deps=[s_mma])
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
                 if masked != 0:
-                    head = kv_head * args.group_size + member
-                    visible = visible_keys(batch, head, block * 64, tile * 64, args.scores, S_LAYOUT, MASK, TRAITS)
+                    head = work_tile.head * args.group_size + member
+                    visible = visible_keys(
+                        work_tile, head, block * 64, first_key, args.scores, S_LAYOUT, MASK, TRAITS
+                    )  # fmt: skip
                     p = gl.where(visible, p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
                 # The other warpgroup has read P of the step before when it has written dS.
@@ -139,7 +144,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         last = (step + 1) & 1
         mbarrier.wait(exchange.ds_full.index(last), ((step - 1) >> 1) & 1)
         dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
-        work_tile = work_tile_at(args.work_tiles, tile_index + 1)
+        work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         v_tile.store(dv.to(dtype))  # the last dS is there: V has been read for the last time
         dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(0), count=1)
@@ -169,10 +174,10 @@ def _consume_dk(args, TRAITS: gl.constexpr):
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     step = 0
     tile_index = 0
-    work_tile = work_tile_at(args.work_tiles, 0)
+    work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
         dk = gl.zeros([64, HEAD_DIM], gl.float32, DK_LAYOUT)
-        dq_block_base = first_dq_block(work_tile, args)
+        dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
             blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
@@ -210,7 +215,7 @@ def _consume_dk(args, TRAITS: gl.constexpr):
                 step += 1
                 blocks_left -= 1
             dq_block_base += args.q_blocks
-        work_tile = work_tile_at(args.work_tiles, tile_index + 1)
+        work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         mbarrier.wait(exchange.k_read.index(0), tile_index & 1)
         k_tile.store((dk * args.scores.softmax_scale).to(dtype))
         fence_async_shared()
@@ -225,7 +230,7 @@ def attention_backward_wide(
     softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
-    buffers = allocate_buffers(q, do, k, v, lse_delta, 64, TRAITS)
+    buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
     p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], lse_delta.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
     ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
@@ -243,9 +248,13 @@ def attention_backward_wide(
     if TRAITS.PDL:
         pdl_enter()
     synchronize()  # else the compiler does so in the producer's loops, since these wait for the barriers
-    work_tiles = tables.schedule + gl.program_id(0) * max_work_tiles * 3
-    loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
-    visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
+    work_tiles = program_work_tiles(tables.schedule, max_work_tiles, TRAITS.VARLEN)
+    if TRAITS.VARLEN:
+        loads = BlockTables(tables.schedule, tables.schedule, None, None, None)
+        visits = loads
+    else:
+        loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
+        visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
     scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
     heads = kv_heads * group_size
     delta_start = batch_kv_heads * group_size * q_blocks * 64

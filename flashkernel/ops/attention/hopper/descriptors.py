@@ -15,7 +15,7 @@ from flashkernel.core.tune import head_block as block
 def tile_descriptor(x: Tensor, box: tuple[int, int]) -> Any:
     """Returns the TMA descriptor of x (batch, seqlen, heads, head_dim) for tiles of `box` = (positions, heads).
     Elements outside x read as zero."""
-    x = _tma_compatible(x)
+    x = tma_compatible(x)
     shape = x.shape
     # TMA never follows the stride of a dim of size 1, but it must be a legal one.
     strides = [stride if size > 1 else shape[3] for size, stride in zip(shape, x.stride())]
@@ -55,7 +55,7 @@ def _vector_fields(count: int) -> dict[str, Any]:
     return descriptor_fields(like, [count], layout)
 
 
-def _tma_compatible(x: Tensor) -> Tensor:
+def tma_compatible(x: Tensor) -> Tensor:
     """Returns x, copied if TMA cannot load it: address and strides must be multiples of 16 bytes."""
     unit = 16 // x.element_size()
     if x.data_ptr() % 16 == 0:

@@ -35,6 +35,7 @@ from flashkernel.ops.attention.hopper.pipeline import (
     consumer_release_k,
     consumer_release_v,
     first_block,
+    range_counts_of,
     skip_blocks,
     table_row,
     work_tile_at,
@@ -80,6 +81,7 @@ class ForwardTraits(NamedTuple):
     HAS_SINKS: bool
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
+    VARLEN: bool = False  # packed sequences: work tiles and descriptors follow them
     FP8: bool = False  # layouts of K and V (`warp_roles._load_kv`)
 
 
@@ -198,7 +200,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
     no_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     empty = RowState(gl.convert_layout(zeros.to(dtype), P_LAYOUT), no_max, partial_row_sums(zeros))
     rows = empty
-    step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, 0, RETRY)
+    step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, 0, RETRY, TRAITS.VARLEN)
     _, cursor = first_block(table_row(work_tile, tables, w, NUM_CONSUMERS), tables)
     following_tile = work_tile
     between = NUM_STAGES - 1  # K blocks between this work tile and the next, or NUM_STAGES - 1: they do not overlap
@@ -217,7 +219,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
                 mbarrier.wait(barriers.k_full.index(stage), phase)
                 s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
                 if OVERLAP:
-                    following_tile = work_tile_at(args.work_tiles, step + 1)
+                    following_tile = work_tile_at(args.work_tiles, step + 1, TRAITS.VARLEN)
                     between = blocks_between(work_tile, following_tile, tables, w, NUM_CONSUMERS, NUM_STAGES)
                 block, masked = cursor.block, cursor.masked
                 cursor = advance(cursor, tables)
@@ -232,7 +234,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
                 rows = empty
                 between = gl.to_tensor(NUM_STAGES - 1)
                 if OVERLAP:
-                    following_tile = work_tile_at(args.work_tiles, step + 1)
+                    following_tile = work_tile_at(args.work_tiles, step + 1, TRAITS.VARLEN)
         o, rows, state = _mma_loop(args, work_tile, q_tile, state, cursor, rows, w, MASK, FIXED_MAX, TRAITS)
         if not TRAITS.REUSE_Q_FOR_O:
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
@@ -257,7 +259,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             cursor = advance(cursor, tables)
             s = warpgroup_mma_wait(1, deps=[s_issued])
             consumer_release_k(stage, NUM_CONSUMERS, NUM_STAGES)
-            third_tile = work_tile_at(args.work_tiles, step + 2)
+            third_tile = work_tile_at(args.work_tiles, step + 2, TRAITS.VARLEN)
             between = blocks_between(following_tile, third_tile, tables, w, NUM_CONSUMERS, NUM_STAGES)
             s = masked_scores(s, block, masked, following_tile, scores, w, MASK, TRAITS)
             p, row_max, row_sum = first_softmax(s, scores.scale_log2, FIXED_MAX)
@@ -273,7 +275,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
                 mbarrier.wait(barriers.v_full.index(v_stage), v_phase)
                 o_issued = warpgroup_mma(p_operand, v_tile, o, is_async=True)
                 row = table_row(work_tile, tables, w, NUM_CONSUMERS)
-                skipped = gl.load(tables.range_counts + row * 3 + 2)
+                skipped = gl.load(range_counts_of(row, tables) + 2)
                 o = warpgroup_mma_wait(0, deps=[o_issued])
                 consumer_release_v(v_stage, NUM_CONSUMERS, NUM_STAGES)
                 state = skip_blocks(barriers, next_stage(state, NUM_STAGES), skipped, NUM_CONSUMERS, NUM_STAGES)
@@ -290,7 +292,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             step += 1
             work_tile, following_tile = following_tile, third_tile
         else:
-            step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, step + 1, RETRY)
+            step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, step + 1, RETRY, TRAITS.VARLEN)
     return state, num_tiles
 
 
@@ -307,21 +309,14 @@ def attention_forward(
     MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """O and LSE. q, k, v, o are TMA descriptors; tables are `TileTables`, scales `Scales`."""
-    BLOCK_M: gl.constexpr = 64 // TRAITS.PACK_GQA
     NUM_Q: gl.constexpr = TRAITS.Q_STAGES * TRAITS.NUM_CONSUMERS
-    q_buffers = gl.allocate_shared_memory(q.dtype, [NUM_Q, 1, BLOCK_M, TRAITS.PACK_GQA, TRAITS.HEAD_DIM], q.layout)
-    k_buffers = gl.allocate_shared_memory(
-        k.dtype, [TRAITS.NUM_STAGES, 1, TRAITS.BLOCK_N, 1, TRAITS.HEAD_DIM], k.layout
-    )  # fmt: skip
-    v_buffers = gl.allocate_shared_memory(
-        v.dtype, [TRAITS.NUM_STAGES, 1, TRAITS.BLOCK_N, 1, TRAITS.VALUE_DIM], v.layout
-    )  # fmt: skip
+    q_buffers = gl.allocate_shared_memory(q.dtype, [NUM_Q] + q.block_shape, q.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, [TRAITS.NUM_STAGES] + k.block_shape, k.layout)
+    v_buffers = gl.allocate_shared_memory(v.dtype, [TRAITS.NUM_STAGES] + v.block_shape, v.layout)
     if TRAITS.REUSE_Q_FOR_O:
         o_buffers = q_buffers
     else:
-        o_buffers = gl.allocate_shared_memory(
-            o.dtype, [TRAITS.NUM_CONSUMERS, 1, BLOCK_M, TRAITS.PACK_GQA, TRAITS.VALUE_DIM], o.layout
-        )  # fmt: skip
+        o_buffers = gl.allocate_shared_memory(o.dtype, [TRAITS.NUM_CONSUMERS] + o.block_shape, o.layout)
     buffers = Buffers(q_buffers, k_buffers, v_buffers, o_buffers)
     sizes = TableSizes(max_ranges, max_loads, batch_stride, head_stride, max_work_tiles)
     scores = ScoreParams(seqlen_q, seqlen_k, scales.scale_log2, scales.softmax_scale, scales.softcap, mask_tables)

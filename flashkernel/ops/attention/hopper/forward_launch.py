@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class ForwardSchedule:
 
     ranges: BlockRanges
     work_tiles: Tensor  # `tile_schedule`
+    varlen: ClassVar[bool] = False
 
     @property
     def num_programs(self) -> int:
@@ -85,8 +87,8 @@ def schedule_forward(
 def forward(inputs: AttentionInputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
     """Returns (o, lse): o (batch, seqlen_q, heads, value_dim) in q's dtype, lse (batch, heads, seqlen_q) in float32."""
     q, k, v, _, sinks, _ = inputs
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    batch, seqlen_q, _, head_dim = q.shape
+    seqlen_k, value_dim = k.shape[1], v.shape[3]
     o, lse = allocate_outputs(q, value_dim, q.dtype)
     if batch == 0 or seqlen_q == 0:
         return o, lse
@@ -97,21 +99,36 @@ def forward(inputs: AttentionInputs, params: AttentionParams) -> tuple[Tensor, T
         params.mask, q, k, config, seqlen_k * (head_dim + value_dim) * k.element_size(), UNMASKED_KV_HEADS,
         pad_front=config.pad_front,
     )  # fmt: skip
-    fixed_max = can_fix_max(q, k, params)
+    launch_forward(inputs, o, lse, params, config, scheduled, can_fix_max(q, k, params), tile_descriptor)
+    return o, lse
+
+
+def launch_forward(
+    inputs: AttentionInputs, o: Tensor, lse: Tensor, params: AttentionParams, config: Forward, scheduled: Any,
+    fixed_max: bool, descriptor: Callable[[Tensor, tuple[int, int]], Any],
+) -> None:  # fmt: skip
+    """Launches the forward kernel.
+
+    Args:
+        scheduled: `ForwardSchedule`, or that of packed sequences, which are one batch entry.
+        fixed_max: optimistic softmax.
+        descriptor: makes the TMA descriptor of a tensor for tiles of (positions, heads).
+    """
+    q, k, v, _, sinks, _ = inputs
+    seqlen_q, heads, head_dim = q.shape[1:]
     # With a softcap or a scale <= 0 the largest product is not the largest score: S is scaled before the row max.
     scale_first = params.softcap > 0 or params.scale <= 0
-    traits = _traits(config, params, block(head_dim), block(value_dim), fixed_max, scale_first, sinks is not None)
+    traits = _traits(config, params, block(head_dim), block(v.shape[3]), fixed_max, scale_first, sinks is not None)
+    traits = traits._replace(VARLEN=scheduled.varlen)
     mask, _, _, _, mask_tables = params.functions()
     q_box, kv_box = (config.block_m, config.pack_gqa), (config.block_n, 1)
     launch(
         attention_forward, (scheduled.num_programs,),
-        lse, tile_descriptor(q, q_box), tile_descriptor(k, kv_box), tile_descriptor(v, kv_box),
-        tile_descriptor(o, q_box), sinks, scheduled.retry_flags() if fixed_max else None, mask_tables,
-        *scheduled.arguments, heads, heads // kv_heads, seqlen_q, seqlen_k,
-        Scales(1.0 if scale_first else params.scale * LOG2E, params.scale, params.softcap),
+        lse, descriptor(q, q_box), descriptor(k, kv_box), descriptor(v, kv_box), descriptor(o, q_box), sinks,
+        scheduled.retry_flags() if fixed_max else None, mask_tables, *scheduled.arguments, heads, heads // k.shape[2],
+        seqlen_q, k.shape[1], Scales(1.0 if scale_first else params.scale * LOG2E, params.scale, params.softcap),
         MASK=mask, TRAITS=traits, num_warps=4,
     )  # fmt: skip
-    return o, lse
 
 
 def _traits(

@@ -54,10 +54,15 @@ def any_flagged(retry_flags, first_pass_done):
 
 
 @gluon.jit
-def next_work_tile(work_tiles, retry_flags, step, RETRY: gl.constexpr):
+def next_work_tile(work_tiles, retry_flags, step, RETRY: gl.constexpr, VARLEN: gl.constexpr = False):
     """Returns (step, work tile) of the first work tile at or after `step`; with RETRY, of the first flagged one."""
     step = gl.to_tensor(step)
     if RETRY:
-        while (gl.load(work_tiles + step * 3) >= 0) & (gl.load(retry_flags + 1 + step, volatile=True) == 0):
+        ENTRY: gl.constexpr = 2 if VARLEN else 3
+        if VARLEN:
+            entries = work_tiles.table + work_tiles.work_tiles
+        else:
+            entries = work_tiles
+        while (gl.load(entries + step * ENTRY) >= 0) & (gl.load(retry_flags + 1 + step, volatile=True) == 0):
             step += 1
-    return step, work_tile_at(work_tiles, step)
+    return step, work_tile_at(work_tiles, step, VARLEN)

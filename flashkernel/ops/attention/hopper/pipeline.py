@@ -4,7 +4,9 @@ K and V go through a ring of NUM_STAGES stages in shared memory. TMA signals a l
 v_full). Consumers release a stage through a named barrier, on which the producer warp waits before it loads the next
 block there (`producer_acquire_k`, `producer_acquire_v`).
 
-The tables that say what is loaded and visited are made on the host: tile_scheduler.py and block_ranges.py.
+The tables that say what is loaded and visited are made on the host (tile_scheduler.py and block_ranges.py); those of
+packed sequences (varlen) on the device (varlen_schedule.py). Then a work tile lies in one sequence, and TMA descriptors
+are ragged: tiles end with their sequence.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +22,42 @@ class WorkTile(NamedTuple):
     tile: Any
     batch: Any
     head: Any
+
+
+class VarlenTile(NamedTuple):
+    """A work tile of packed sequences.
+
+    `tile` is the offset of its record, -1 after a program's last work tile. `position` is the key that its first query
+    is aligned with, and `num_keys` those of its sequence. In the backward kernels `position` is the query that its
+    first key is aligned with, and `num_keys` counts from that key on.
+    """
+
+    tile: Any
+    head: Any
+    position: Any
+    num_keys: Any
+
+
+class Sequence(NamedTuple):
+    """The sequence of a work tile: its rows in the packed tensors, [start, end), and the tile's first row in it
+    (negative: consumers in front have no rows). `block` is where its blocks of queries begin in dq_accum."""
+
+    first: Any
+    q_start: Any
+    q_end: Any
+    k_start: Any
+    k_end: Any
+    block: Any
+
+
+class VarlenSchedule(NamedTuple):
+    """The int32 table of packed sequences (varlen_schedule.py), and where this program's list is in it.
+
+    The table has a list for each program, (offset of the record, first head) of each work tile, and the records.
+    """
+
+    table: Any
+    work_tiles: Any
 
 
 class TileTables(NamedTuple):
@@ -111,11 +149,52 @@ def skip_blocks(barriers, state, num_blocks, NUM_CONSUMERS: gl.constexpr, NUM_ST
     return state
 
 
+# A record of a work tile of packed sequences: first row, q_start, q_end, k_start, k_end, position, num_keys, block,
+# first and end of the blocks to load; then for each consumer MAX_RANGES ranges (masked, not masked, masked) and three
+# counts. Everything is behind one pointer: consumers have no registers for more.
+MAX_RANGES = gl.constexpr(3)
+RECORD = gl.constexpr(12)
+CONSUMER = gl.constexpr(12)
+
+
 @gluon.jit
-def work_tile_at(schedule, step):
+def program_work_tiles(schedule, max_work_tiles, VARLEN: gl.constexpr):
+    """Returns where a program's work tiles are in the schedule."""
+    program = gl.program_id(0)
+    if VARLEN:
+        found = VarlenSchedule(schedule, program * max_work_tiles * 2)
+    else:
+        found = schedule + program * max_work_tiles * 3
+    return found
+
+
+@gluon.jit
+def work_tile_at(schedule, step, VARLEN: gl.constexpr = False):
     """Returns a program's work tile number `step` from its schedule."""
-    entry = schedule + step * 3
-    return WorkTile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2))
+    if VARLEN:
+        entry = schedule.table + schedule.work_tiles + step * 2
+        tile = gl.load(entry)
+        record = schedule.table + gl.maximum(tile, 0)
+        found = VarlenTile(tile, gl.load(entry + 1), gl.load(record + 5), gl.load(record + 6))
+    else:
+        entry = schedule + step * 3
+        found = WorkTile(gl.load(entry), gl.load(entry + 1), gl.load(entry + 2))  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def sequence_of(work_tile, schedule):
+    """Returns the sequence of a work tile; anything if there is none."""
+    record = schedule.table + gl.maximum(work_tile.tile, 0)
+    return Sequence(gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3),
+                    gl.load(record + 4), gl.load(record + 7))  # fmt: skip
+
+
+@gluon.jit
+def first_row(sequence, w, BLOCK_M: gl.constexpr):
+    """Returns the first of the BLOCK_M queries of consumer `w` in its sequence; behind the last one if it has none."""
+    first = sequence.first + w * BLOCK_M
+    return gl.where(first < 0, sequence.q_end - sequence.q_start, first)
 
 
 @gluon.jit
@@ -133,20 +212,45 @@ def first_query(work_tile, w, seqlen_q, NUM_CONSUMERS: gl.constexpr, BLOCK_M: gl
 
 @gluon.jit
 def table_row(work_tile, tables, w: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
-    """Returns the row of a work tile and consumer `w` in the block tables; some row if there is no work tile."""
-    tile, batch, head = work_tile
-    row = batch.to(gl.int64) * tables.batch_stride + head * tables.head_stride + gl.maximum(tile, 0)
-    return row * NUM_CONSUMERS + w
+    """Returns the row of a work tile and consumer `w` in the block tables; some row if there is no work tile. Of packed
+    sequences it is the offset of the consumer's part of the record."""
+    if tables.batch_stride is None:  # packed sequences
+        row = gl.maximum(work_tile.tile, 0) + (RECORD + w * CONSUMER)
+    else:
+        tile, batch, head = work_tile
+        row = batch.to(gl.int64) * tables.batch_stride + head * tables.head_stride + gl.maximum(tile, 0)
+        row = row * NUM_CONSUMERS + w
+    return row
+
+
+@gluon.jit
+def range_offset_of(row, tables):
+    """Returns where the ranges of a row begin in `tables.ranges`."""
+    if tables.batch_stride is None:
+        offset = row
+    else:
+        offset = (row * tables.max_ranges * 3).to(gl.int32)
+    return offset
+
+
+@gluon.jit
+def range_counts_of(row, tables):
+    """Returns a pointer to the counts of a row: K blocks that are skipped before, visited, and skipped after."""
+    if tables.batch_stride is None:
+        counts = tables.range_counts + row + MAX_RANGES * 3
+    else:
+        counts = tables.range_counts + row * 3
+    return counts
 
 
 @gluon.jit
 def first_block(row, tables):
     """Returns (number of K blocks to skip first, cursor at the first visited K block)."""
-    offset = (row * tables.max_ranges * 3).to(gl.int32)
-    ranges = tables.ranges + offset
-    num_visited = gl.load(tables.range_counts + row * 3 + 1)
+    offset = range_offset_of(row, tables)
+    ranges, counts = tables.ranges + offset, range_counts_of(row, tables)
+    num_visited = gl.load(counts + 1)
     cursor = BlockCursor(num_visited - 1, offset, gl.load(ranges), gl.load(ranges + 1), gl.load(ranges + 2))
-    return gl.load(tables.range_counts + row * 3), cursor
+    return gl.load(counts), cursor
 
 
 @gluon.jit
@@ -180,12 +284,12 @@ def blocks_between(work_tile, following, tables, w: gl.constexpr, NUM_CONSUMERS:
     blocks. With NUM_STAGES - 1 skipped blocks between them, the producer could never load those; with NUM_STAGES - 2
     neither, if K is released together with V.
     """
-    row = table_row(work_tile, tables, w, NUM_CONSUMERS)
-    row_next = table_row(following, tables, w, NUM_CONSUMERS)
-    visited = gl.load(tables.range_counts + row * 3 + 1)
-    skipped_after = gl.load(tables.range_counts + row * 3 + 2)
-    skipped_before = gl.load(tables.range_counts + row_next * 3)
-    visited_next = gl.load(tables.range_counts + row_next * 3 + 1)
+    counts = range_counts_of(table_row(work_tile, tables, w, NUM_CONSUMERS), tables)
+    counts_next = range_counts_of(table_row(following, tables, w, NUM_CONSUMERS), tables)
+    visited = gl.load(counts + 1)
+    skipped_after = gl.load(counts + 2)
+    skipped_before = gl.load(counts_next)
+    visited_next = gl.load(counts_next + 1)
     both_visit = (visited > 0) & (visited_next > 0) & (following.tile >= 0)
     MAX_SKIPPED: gl.constexpr = NUM_STAGES - 2 if NUM_STAGES <= 4 else NUM_STAGES - 3
     skipped = skipped_after + skipped_before

@@ -1,5 +1,9 @@
 """Preprocess and postprocess kernels of the Hopper backward pass: delta and the scaled LSE before the main kernel, dQ
-from its float32 accumulator and the gradient of the sinks after it."""
+from its float32 accumulator and the gradient of the sinks after it.
+
+Of packed sequences (varlen) every sequence begins with a block of its own: query_blocks, int32 [blocks, 2], has the
+first row of each block in the packed tensors and the number of its rows. Without it, blocks are those of a batch entry.
+"""
 
 import triton
 import triton.language as tl
@@ -10,16 +14,31 @@ from flashkernel.blocks.softmax_triton import LOG2E
 
 
 @triton.jit
+def _rows(query_blocks, padded_row, block, seqlen_q, TABLE_BLOCK: tl.constexpr):
+    """(rows in o, lse and dq, which of them exist), [rows] each; `block` is their block in query_blocks."""
+    if query_blocks is None:
+        row = padded_row
+        exists = row < seqlen_q
+    else:
+        within = padded_row - block * TABLE_BLOCK
+        row = tl.load(query_blocks + block * 2) + within
+        exists = within < tl.load(query_blocks + block * 2 + 1)
+    return row, exists
+
+
+@triton.jit
 def attention_backward_preprocess(
-    o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, do_batch, do_seq, do_head, heads, seqlen_q, padded, lse_scale,
-    HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, query_blocks, do_batch, do_seq, do_head, heads, seqlen_q,
+    padded, lse_scale, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores -LSE * lse_scale and -delta = dLSE - rowsum(dO * O), and zeroes dq_accum.
 
     lse_delta is [2, batch, heads, padded], with `padded` queries up to a whole number of blocks. Queries that do not
     exist or see no key get an LSE of +inf, so that P = 0. Heads come first in the grid: neighbouring programs read
     neighbouring addresses. The first batch entry comes last: it is in L2 when the main kernel begins with it.
+    TABLE_BLOCK is the number of rows of a block in query_blocks.
     """
     if PDL:
         gdc_launch_dependents()  # the main kernel waits for what is computed here
@@ -28,9 +47,10 @@ def attention_backward_preprocess(
     block = tl.program_id(0) // heads % blocks
     batch = tl.num_programs(0) // (heads * blocks)
     b = (batch - 1 - tl.program_id(0) // (heads * blocks)).to(tl.int64)
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    padded_row = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    row, exists = _rows(query_blocks, padded_row, block * BLOCK_M // TABLE_BLOCK, seqlen_q, TABLE_BLOCK)
     column = tl.arange(0, BLOCK_DV)[None, :]
-    inside = (row < seqlen_q)[:, None] & (column < VALUE_DIM)
+    inside = exists[:, None] & (column < VALUE_DIM)
     o_tile = tl.load(o + ((b * seqlen_q + row[:, None]) * heads + h) * VALUE_DIM + column, mask=inside, other=0.0)
     do_tile = tl.load(
         do + b * do_batch + h.to(tl.int64) * do_head + row[:, None].to(tl.int64) * do_seq + column,
@@ -39,24 +59,27 @@ def attention_backward_preprocess(
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)  # [BLOCK_M]
     query = (b * heads + h) * seqlen_q + row
     if HAS_DLSE:
-        delta -= tl.load(dlse + query, mask=row < seqlen_q, other=0.0)
-    row_lse = tl.load(lse + query, mask=row < seqlen_q, other=float("-inf"))
+        delta -= tl.load(dlse + query, mask=exists, other=0.0)
+    row_lse = tl.load(lse + query, mask=exists, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    padded_query = (b * heads + h) * padded + row
+    padded_query = (b * heads + h) * padded + padded_row
     delta_start = batch.to(tl.int64) * heads * padded
-    tl.store(lse_delta + padded_query, -row_lse * lse_scale, mask=row < padded)
-    tl.store(lse_delta + delta_start + padded_query, -delta, mask=row < padded)
+    tl.store(lse_delta + padded_query, -row_lse * lse_scale, mask=padded_row < padded)
+    tl.store(lse_delta + delta_start + padded_query, -delta, mask=padded_row < padded)
     if HAS_SINKS:  # a sink has P = exp(sink - LSE) and no value: dS = P (0 - delta)
         p_sink = tl.exp2((tl.load(sinks + h).to(tl.float32) - row_lse) * LOG2E)
         tl.store(dsinks + (b * heads + h) * blocks + block, -tl.sum(p_sink * delta, 0))
     dq_column = tl.arange(0, BLOCK_D)[None, :]
     zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    tl.store(dq_accum + padded_query[:, None] * BLOCK_D + dq_column, zeros, mask=(row < padded)[:, None])
+    cleared = padded_row < padded
+    if query_blocks is not None:  # a block without rows is never added to
+        cleared = cleared & (tl.max(exists.to(tl.int32), 0) > 0)
+    tl.store(dq_accum + padded_query[:, None] * BLOCK_D + dq_column, zeros, mask=cleared[:, None])
 
 
 @triton.jit
 def attention_backward_postprocess(
-    dq_accum, dq, dsinks_partial, dsinks, softmax_scale, heads, seqlen_q, q_blocks, sink_blocks,
+    dq_accum, dq, dsinks_partial, dsinks, query_blocks, softmax_scale, heads, seqlen_q, q_blocks, sink_blocks,
     HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     DQ_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +115,7 @@ def attention_backward_postprocess(
     elif DQ_MODE == "dq_warpgroup":  # (j, w, r, c, i, e)
         tile = tl.permute(tile.reshape([BLOCK_M // 8, 4, 8, 4, 2, 2]), (0, 3, 5, 1, 4, 2))
     tile = tile.reshape([BLOCK_M, BLOCK_D])
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    row, exists = _rows(query_blocks, block * BLOCK_M + tl.arange(0, BLOCK_M), block, seqlen_q, BLOCK_M)
     column = tl.arange(0, BLOCK_D)[None, :]
-    query = (b * seqlen_q + row) * heads + h
-    tl.store(dq + query * HEAD_DIM + column, tile, mask=(row < seqlen_q) & (column < HEAD_DIM))
+    query = (b * seqlen_q + row[:, None]) * heads + h
+    tl.store(dq + query * HEAD_DIM + column, tile, mask=exists[:, None] & (column < HEAD_DIM))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max, tanh
 from flashkernel.core.gluon import gl, gluon
 from flashkernel.ops.attention.hopper.overflow_retry import MARGIN_LOG2, MAX_ROW_SUM, flag_overflow
-from flashkernel.ops.attention.hopper.pipeline import first_query
+from flashkernel.ops.attention.hopper.pipeline import first_query, first_row, sequence_of
 
 
 class ScoreParams(NamedTuple):
@@ -43,6 +43,38 @@ def masked_scores(s, block, masked, work_tile, params, w: gl.constexpr, MASK: gl
 @gluon.jit
 def apply_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr):
     """Returns S [64, BLOCK_N] with -inf where the mask hides a key. The keys are first_key + key [1, BLOCK_N]."""
+    if TRAITS.VARLEN:
+        s = _apply_varlen_mask(s, key, first_key, work_tile, params, w, MASK, TRAITS)
+    else:
+        s = _apply_dense_mask(s, key, first_key, work_tile, params, w, MASK, TRAITS)
+    return s
+
+
+@gluon.jit
+def _apply_varlen_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
+                       TRAITS: gl.constexpr):  # fmt: skip
+    """`apply_mask` of packed sequences: a query is at the position of the key that it is aligned with."""
+    visible = key < work_tile.num_keys - first_key
+    if MASK is not None:
+        BLOCK_M: gl.constexpr = 64 // TRAITS.PACK_GQA
+        first = work_tile.position + w * BLOCK_M
+        query = first + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout)) // TRAITS.PACK_GQA  # [64]
+        if TRAITS.MASK_RELATIVE:
+            query = query - first_key
+        else:
+            key = first_key + key
+        in_mask = MASK(0, work_tile.head, query[:, None], key, 0, 0, params.mask_tables)
+        if TRAITS.MASK_BOUNDED:
+            visible = in_mask
+        else:
+            visible = visible & in_mask
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _apply_dense_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
+                      TRAITS: gl.constexpr):  # fmt: skip
+    """`apply_mask` of a batch."""
     visible = key < params.seqlen_k - first_key
     if MASK is not None:
         first = first_query(work_tile, w, params.seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA,
@@ -114,12 +146,18 @@ def finalize(row_max, row_sum, o_unit, work_tile, step, num_visited, args, w: gl
     PACK_GQA: gl.constexpr = TRAITS.PACK_GQA
     seqlen_q = args.scores.seqlen_q
     row = gl.arange(0, 64, ROWS)
-    first = first_query(work_tile, w, seqlen_q, TRAITS.NUM_CONSUMERS, 64 // PACK_GQA, TRAITS.PAD_FRONT)
-    query = first + row // PACK_GQA  # [64]
+    if TRAITS.VARLEN:  # rows of the packed tensor
+        sequence = sequence_of(work_tile, args.work_tiles)
+        query = sequence.q_start + first_row(sequence, w, 64 // PACK_GQA) + row // PACK_GQA  # [64]
+        exists = query < sequence.q_end
+    else:
+        first = first_query(work_tile, w, seqlen_q, TRAITS.NUM_CONSUMERS, 64 // PACK_GQA, TRAITS.PAD_FRONT)
+        query = first + row // PACK_GQA  # [64]
+        exists = query < seqlen_q
     head = work_tile.head + row % PACK_GQA  # [64]
     total = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
     if CHECK_OVERFLOW:
-        valid = (query < seqlen_q) & (num_visited > 0)
+        valid = exists & (num_visited > 0)
         flag_overflow(args.retry_flags, step, total, valid, MIN_SUM, MAX_ROW_SUM)
     if TRAITS.HAS_SINKS:
         sink = gl.load(args.sinks + head).to(gl.float32) * LOG2E
@@ -129,6 +167,9 @@ def finalize(row_max, row_sum, o_unit, work_tile, step, num_visited, args, w: gl
     else:
         scale = gl.where(total == 0.0, 0.0, o_unit / total)
     lse = gl.where(total == 0.0, float("-inf"), (row_max - P_MAX_LOG2 + gl.log2(total)) * LN2)
-    batch_head = work_tile.batch.to(gl.int64) * args.heads + head
-    gl.store(args.lse + batch_head * seqlen_q + query, lse, mask=query < seqlen_q)
+    if TRAITS.VARLEN:
+        batch_head = head.to(gl.int64)
+    else:
+        batch_head = work_tile.batch.to(gl.int64) * args.heads + head
+    gl.store(args.lse + batch_head * seqlen_q + query, lse, mask=exists)
     return scale

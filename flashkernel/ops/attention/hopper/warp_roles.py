@@ -11,6 +11,7 @@ The kernels differ in their layouts of K and V, and in the function PROCESS by w
 from typing import Any, NamedTuple
 
 from flashkernel.blocks.pipeline_gluon import PipelineState
+from flashkernel.blocks.ragged_gluon import head_place
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -28,9 +29,12 @@ from flashkernel.ops.attention.hopper.overflow_retry import any_flagged, clear_f
 from flashkernel.ops.attention.hopper.pipeline import (
     BlockTables,
     first_query,
+    first_row,
     producer_acquire_k,
     producer_acquire_v,
     producer_drain,
+    program_work_tiles,
+    sequence_of,
     table_row,
 )
 
@@ -117,27 +121,38 @@ def q_slot(num_tiles, w, TRAITS: gl.constexpr):
 @gluon.jit
 def _load_ranges(work_tile, tables):
     """Returns (number of block ranges to load for a work tile, where they are, first block and end of the first)."""
-    row = table_row(work_tile, tables, 0, 1)
-    ranges = tables.ranges + row * tables.max_ranges * 3
-    return gl.load(tables.range_counts + row), ranges, gl.load(ranges), gl.load(ranges + 1)
+    if tables.batch_stride is None:  # packed sequences: one range, which may be empty
+        ranges = tables.ranges + gl.maximum(work_tile.tile, 0) + 8
+        num_ranges = gl.to_tensor(1)
+    else:
+        row = table_row(work_tile, tables, 0, 1)
+        ranges = tables.ranges + row * tables.max_ranges * 3
+        num_ranges = gl.load(tables.range_counts + row)
+    return num_ranges, ranges, gl.load(ranges), gl.load(ranges + 1)
 
 
 @gluon.jit
-def _load_q(args, work_tile, num_tiles, TRAITS: gl.constexpr):
-    """Loads Q of a work tile, once the consumers have released the buffers."""
+def _load_q(args, work_tile, sequence, num_tiles, TRAITS: gl.constexpr):
+    """Loads Q of a work tile, once the consumers have released the buffers. `sequence` is None unless VARLEN."""
     NUM_CONSUMERS: gl.constexpr = TRAITS.NUM_CONSUMERS
     for w in gl.static_range(NUM_CONSUMERS):
         slot, phase = q_slot(num_tiles, w, TRAITS)
         mbarrier.wait(args.barriers.q_empty.index(slot), phase ^ 1)
         full = args.barriers.q_full.index(slot)
         mbarrier.expect(full, args.q.block_type.nbytes)
-        first = first_query(work_tile, w, args.seqlen_q, NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT)
-        load_tile(args.q, [work_tile.batch, first, work_tile.head, 0], full, args.buffers.q.index(slot))
+        if TRAITS.VARLEN:
+            first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
+            place = head_place(first, work_tile.head, sequence.q_end)
+        else:
+            first = first_query(work_tile, w, args.seqlen_q, NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT)
+            place = [work_tile.batch, first, work_tile.head, 0]
+        load_tile(args.q, place, full, args.buffers.q.index(slot))
 
 
 @gluon.jit
 def _load_kv(args, batch, kv_head, block, num_loaded, TRAITS: gl.constexpr):
-    """Loads K and V of a block into the next stage, each once the consumers have released it."""
+    """Loads K and V of a block into the next stage, each once the consumers have released it. With VARLEN, `batch` is
+    the sequence."""
     NUM_CONSUMERS: gl.constexpr = TRAITS.NUM_CONSUMERS
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
@@ -147,6 +162,8 @@ def _load_kv(args, batch, kv_head, block, num_loaded, TRAITS: gl.constexpr):
     mbarrier.expect(k_full, args.k.block_type.nbytes)
     if TRAITS.FP8:  # (batch, pair, quad, one, heads and dims): key = 4 quad + 2 pair + one
         k_place = [batch, 0, block * (BLOCK_N // 4), 0, kv_head * TRAITS.HEAD_DIM]
+    elif TRAITS.VARLEN:
+        k_place = head_place(batch.k_start + block * BLOCK_N, kv_head, batch.k_end)
     else:
         k_place = [batch, block * BLOCK_N, kv_head, 0]
     load_tile(args.k, k_place, k_full, args.buffers.k.index(stage))
@@ -155,6 +172,8 @@ def _load_kv(args, batch, kv_head, block, num_loaded, TRAITS: gl.constexpr):
     mbarrier.expect(v_full, args.v.block_type.nbytes)
     if TRAITS.FP8:  # V^T
         v_place = [batch, kv_head, 0, block * BLOCK_N]
+    elif TRAITS.VARLEN:
+        v_place = k_place
     else:
         v_place = [batch, block * BLOCK_N, kv_head, 0]
     load_tile(args.v, v_place, v_full, args.buffers.v.index(stage))
@@ -164,20 +183,27 @@ def _load_kv(args, batch, kv_head, block, num_loaded, TRAITS: gl.constexpr):
 def _produce_work_tiles(args, num_loaded, num_tiles, TRAITS: gl.constexpr, RETRY: gl.constexpr):
     """Loads all work tiles, or with RETRY the flagged ones. Reads the tables of the next work tile before it loads this
     one. Returns (K blocks, work tiles) loaded so far."""
-    step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, 0, RETRY)
+    VARLEN: gl.constexpr = TRAITS.VARLEN
+    step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, 0, RETRY, VARLEN)
     num_ranges, ranges, block_begin, block_end = _load_ranges(work_tile, args.tables)
     while work_tile.tile >= 0:
         this_tile = work_tile
-        step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, step + 1, RETRY)
+        if VARLEN:
+            sequence = sequence_of(this_tile, args.work_tiles)
+            batch = sequence
+        else:
+            sequence = None
+            batch = this_tile.batch
+        step, work_tile = next_work_tile(args.work_tiles, args.retry_flags, step + 1, RETRY, VARLEN)
         next_num_ranges, next_ranges, next_begin, next_end = _load_ranges(work_tile, args.tables)
-        _load_q(args, this_tile, num_tiles, TRAITS)
+        _load_q(args, this_tile, sequence, num_tiles, TRAITS)
         kv_head = this_tile.head // args.group_size
         for index in range(num_ranges):
             if index > 0:
                 block_begin = gl.load(ranges + index * 3)
                 block_end = gl.load(ranges + index * 3 + 1)
             for block in range(block_begin, block_end):
-                _load_kv(args, this_tile.batch, kv_head, block, num_loaded, TRAITS)
+                _load_kv(args, batch, kv_head, block, num_loaded, TRAITS)
                 num_loaded += 1
         num_ranges, ranges, block_begin, block_end = next_num_ranges, next_ranges, next_begin, next_end
         num_tiles += 1
@@ -221,10 +247,16 @@ def store_o(o, args, work_tile, w: gl.constexpr, TRAITS: gl.constexpr):
     buffer = args.buffers.o.index(w)
     buffer.reshape([64, TRAITS.VALUE_DIM]).store(o.to(args.o.dtype))
     fence_async_shared()
-    first = first_query(
-        work_tile, w, args.scores.seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT
-    )  # fmt: skip
-    store_tile(args.o, [work_tile.batch, first, work_tile.head, 0], buffer)
+    if TRAITS.VARLEN:
+        sequence = sequence_of(work_tile, args.work_tiles)
+        first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
+        place = head_place(first, work_tile.head, sequence.q_end)
+    else:
+        first = first_query(
+            work_tile, w, args.scores.seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT
+        )  # fmt: skip
+        place = [work_tile.batch, first, work_tile.head, 0]
+    store_tile(args.o, place, buffer)
 
 
 @gluon.jit
@@ -256,9 +288,14 @@ def run_warp_roles(
         retry_flags += first_work_tile
         clear_flags(retry_flags, sizes.max_work_tiles)
     synchronize()  # else the compiler does so in the first consumer's loops, since these wait for the barriers
-    work_tiles = tables.schedule + first_work_tile * 3
-    loads = BlockTables(tables.loads, tables.load_counts, sizes.max_loads, sizes.batch_stride, sizes.head_stride)
-    visits = BlockTables(tables.ranges, tables.range_counts, sizes.max_ranges, sizes.batch_stride, sizes.head_stride)
+    work_tiles = program_work_tiles(tables.schedule, sizes.max_work_tiles, TRAITS.VARLEN)
+    if TRAITS.VARLEN:
+        loads = BlockTables(tables.schedule, tables.schedule, None, None, None)
+        visits = loads
+    else:
+        strides = (sizes.batch_stride, sizes.head_stride)
+        loads = BlockTables(tables.loads, tables.load_counts, sizes.max_loads, *strides)
+        visits = BlockTables(tables.ranges, tables.range_counts, sizes.max_ranges, *strides)
     producer_args = ProducerArgs(
         q, k, v, buffers, barriers, work_tiles, retry_flags, loads, group_size, scores.seqlen_q
     )  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 
 from flashkernel.blocks.mask import causal, window
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op, Tolerance
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Call, Case, Cost, Draw, Input, Tolerance
 from flashkernel.core.random_case import Rng
 
 _ROOM = "flashkernel.ops.attention.rotary"
@@ -99,22 +100,17 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {name: Cost(cost.flops, cost.bytes + tables) for name, cost in plain.items()}
 
 
-ROTARY_ATTENTION = Op(
-    name="rotary_attention",
-    summary="softmax attention that rotates q and k (RoPE) as it loads them",
-    function=f"{_ROOM}.api:rotary_attention",
-    reference=f"{_ROOM}.reference:rotary_attention",
+ROTARY_ATTENTION = declare(
+    _ROOM,
+    "rotary_attention",
+    "softmax attention that rotates q and k (RoPE) as it loads them",
     inputs=_INPUTS,
-    backends=(
-        backends.cuda(f"{_ROOM}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
-        backends.torch_native(f"{_ROOM}.torch:rotary_attention"),
-        backends.reference(f"{_ROOM}.reference:rotary_attention"),
-    ),
+    kernels=(backends.cuda(f"{_ROOM}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),),
     cases=_CASES,
     benches=_benches(),
     cost=_cost,
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "positions": (40, 48, 1)},
     random_case=_random_case,
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"),),
+    baselines=("eager",),
 )

@@ -82,6 +82,7 @@ class Fp8Traits(NamedTuple):
     REUSE_Q_FOR_O: bool = False
     MASK_RELATIVE: bool = False
     MASK_BOUNDED: bool = False
+    VARLEN: bool = False
     FP8: bool = True
 
 
