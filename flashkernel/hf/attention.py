@@ -26,7 +26,7 @@ from flashkernel.blocks import mask as masks
 from flashkernel.blocks.expression import Constant, Expression, Table, Variable
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
-from flashkernel.ops.attention import attention
+from flashkernel.ops.attention import attention, attention_varlen
 
 NAME = "fkernel"  # Transformers rewrites names that contain "flash" for some models
 
@@ -136,6 +136,13 @@ def attention_forward(
     """
     _refuse(module, kwargs)
     sizes = (query.shape[0], query.shape[2], key.shape[2])
+    options: dict[str, Any] = {
+        "scale": scaling, "softcap": softcap or 0.0, "dropout": dropout, "deterministic": bool(deterministic),
+    }  # fmt: skip
+    if cu_seq_lens_q is not None and attention_mask is None and position_bias is None:  # as flash-attn aligns them
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        window = _implied_window(causal, sliding_window)
+        return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), window, s_aux, options), None  # type: ignore
     bias = None if position_bias is None else position_bias[..., : sizes[2]]
     if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
         added = _checked_pairs(attention_mask, sizes)
@@ -148,13 +155,39 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _implied_mask(bool(is_causal), sliding_window, sizes)
     if cu_seq_lens_q is not None:
-        packed = _packed(cu_seq_lens_q, cu_seq_lens_k, sizes, masked=mask is not None or bias is not None)
+        form = None if mask is None or bias is not None else mask.packed_form
+        if form is not None and form.ids is None and sizes[1] == sizes[2]:
+            lengths, window = (cu_seq_lens_q, cu_seq_lens_k), (form.left, form.right)
+            return _packed(query, key, value, lengths, window, s_aux, options), None  # type: ignore[return-value]
+        packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, sizes, masked=mask is not None or bias is not None)
         mask = packed if mask is None else mask & packed
     out = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux, mask=mask,
-        scale=scaling, softcap=softcap or 0.0, dropout=dropout, deterministic=bool(deterministic),
-    )  # fmt: skip
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux, mask=mask, **options
+    )
     return out, None  # type: ignore[return-value]
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Tensor, Tensor | None],
+    window: tuple[int | None, int | None] | None, sinks: Tensor | None, options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention of packed sequences, (1, tokens, heads, value_dim)."""
+    _check_one_batch(query.shape[0])
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    found: Any = attention_varlen(q, k, v, lengths[0], lengths[1], sinks, window=window, **options)
+    return found.unsqueeze(0)
+
+
+def _check_one_batch(batch: int) -> None:
+    if batch != 1:
+        raise ValueError(f"{NAME}: cu_seq_lens_q is given with a batch of {batch}; packed sequences are one batch")
+
+
+def _implied_window(causal: bool, sliding_window: int | None) -> tuple[int | None, int | None]:
+    """(left, right) of a layer that gives no mask."""
+    if not causal and sliding_window is not None:
+        _implied_mask(causal, sliding_window, (1, 1, 1))  # which says why there is none
+    return None if sliding_window is None else sliding_window - 1, 0 if causal else None
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -226,10 +259,11 @@ def _implied_mask(causal: bool, sliding_window: int | None, sizes: tuple[int, in
     return masks.causal() if sliding_window is None else masks.causal() & masks.window(sliding_window)
 
 
-def _packed(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, sizes: tuple[int, int, int], masked: bool) -> Mask:
+def _packed_mask(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, sizes: tuple[int, int, int], masked: bool
+) -> Mask:
     """The mask of packed sequences; with another mask, queries and keys must be packed alike."""
-    if sizes[0] != 1:
-        raise ValueError(f"{NAME}: cu_seq_lens_q is given with a batch of {sizes[0]}; packed sequences are one batch")
+    _check_one_batch(sizes[0])
     if masked and sizes[1] != sizes[2]:
         raise NotImplementedError(
             f"{NAME}: cu_seq_lens_q is given with {sizes[1]} queries, {sizes[2]} keys and a mask that does not know "

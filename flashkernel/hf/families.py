@@ -14,6 +14,7 @@ _LLAMAS = {
     "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "gpt_oss": "GptOss",
 }  # fmt: skip
+_ROUTED = {"qwen3_moe": "Qwen3Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 _GEMMAS = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3"}
 
 
@@ -47,7 +48,7 @@ class Head:
 _WINDOW = {"sliding_window": "sliding_window"}
 
 NORMS: dict[str, Norm] = {
-    **{f"{family}.{name}RMSNorm": Norm("variance_epsilon") for family, name in _LLAMAS.items()},
+    **{f"{family}.{name}RMSNorm": Norm("variance_epsilon") for family, name in {**_LLAMAS, **_ROUTED}.items()},
     **{f"{family}.{name}RMSNorm": Norm("eps", offset=1.0, promotes=False) for family, name in _GEMMAS.items()},
     "gpt_oss.GptOssRMSNorm": Norm("variance_epsilon", promotes=False),
     "torch.LayerNorm": Norm("eps", rms=False),
@@ -59,6 +60,7 @@ ATTENTIONS: dict[str, Attention] = {
     "mixtral.MixtralAttention": Attention({"sliding_window": "config.sliding_window"}),
     "qwen2.Qwen2Attention": Attention(_WINDOW),
     "qwen3.Qwen3Attention": Attention(_WINDOW, head_norms=True),
+    "qwen3_moe.Qwen3MoeAttention": Attention(_WINDOW, head_norms=True),
     "gemma.GemmaAttention": Attention(),
     "gemma2.Gemma2Attention": Attention({**_WINDOW, "softcap": "attn_logit_softcapping"}),
     "gemma3.Gemma3Attention": Attention(_WINDOW, head_norms=True),
@@ -71,7 +73,7 @@ GPT2_ATTENTIONS = {"gpt2.GPT2Attention"}
 # down_proj(act_fn(gate_proj(x)) * up_proj(x))
 GATED_MLPS = {
     f"{family}.{name}MLP"
-    for family, name in {**_LLAMAS, **_GEMMAS}.items()
+    for family, name in {**_LLAMAS, **_GEMMAS, **_ROUTED}.items()
     if family not in ("mixtral", "gpt_oss")  # those have experts
 }
 
@@ -81,8 +83,12 @@ PLAIN_MLPS = {"gpt2.GPT2MLP": "act"}
 # Decoder layers: h = x + self_attn(input_layernorm(x)), then h + mlp(post_attention_layernorm(h)), of modules above.
 LAYERS = {f"{family}.{name}DecoderLayer" for family, name in _LLAMAS.items() if family not in ("mixtral", "gpt_oss")}
 
-# Experts whose gated activation is a method, `_apply_gate`, and what it computes; None: what their act_fn says.
-EXPERTS: dict[str, str | None] = {"gpt_oss.GptOssExperts": "gpt_oss_glu", "mixtral.MixtralExperts": None}
+# Experts stored as stacks, and their activation; None: what their act_fn says.
+EXPERTS: dict[str, str | None] = {
+    "gpt_oss.GptOssExperts": "gpt_oss_glu",
+    "mixtral.MixtralExperts": None,
+    **{f"{family}.{name}Experts": None for family, name in _ROUTED.items()},
+}
 
 HEADS: dict[str, Head] = {
     **{f"{family}.{name}ForCausalLM": Head() for family, name in _LLAMAS.items()},
@@ -91,11 +97,17 @@ HEADS: dict[str, Head] = {
     "gemma3.Gemma3ForCausalLM": Head(softcap=True),
     "mixtral.MixtralForCausalLM": Head("MoeCausalLMOutputWithPast", routed=True),
     "gpt_oss.GptOssForCausalLM": Head("MoeCausalLMOutputWithPast", routed=True),
+    "qwen3_moe.Qwen3MoeForCausalLM": Head("MoeCausalLMOutputWithPast", routed=True),
+    "deepseek_v2.DeepseekV2ForCausalLM": Head(),
+    "deepseek_v3.DeepseekV3ForCausalLM": Head(),
     "gpt2.GPT2LMHeadModel": Head("CausalLMOutputWithCrossAttentions"),
 }
 
 # Modules that only contain modules of these tables.
-CONTAINERS = {"gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock"}
+CONTAINERS = {
+    "gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock", "qwen3_moe.Qwen3MoeSparseMoeBlock",
+    "deepseek_v2.DeepseekV2Moe", "deepseek_v3.DeepseekV3MoE",
+}  # fmt: skip
 
 
 def key_of(module: nn.Module) -> str:

@@ -22,9 +22,10 @@ from transformers.utils.generic import can_return_tuple
 from flashkernel.core.arguments import autocast_dtype
 from flashkernel.core.device import properties
 from flashkernel.hf.attention import NAME, LayerMask, attention_forward, sees_all
+from flashkernel.hf.experts import run_experts
 from flashkernel.hf.families import Attention, Head, Norm
 from flashkernel.hf.quantized import QuantizedLinear
-from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, swiglu
+from flashkernel.ops.activation import geglu, gelu, reglu, relu, silu, swiglu
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
@@ -194,13 +195,11 @@ def activation(module: Any, name: str, x: Tensor) -> Tensor:
     return _ACTIVATIONS[name](x, backend="torch" if _host_bound(x) and not _is_decode_step(x) else None)
 
 
-def expert_glu(module: Any, glu: str, gate_up: Tensor) -> Tensor:
-    """The gated activation of experts, [tokens * experts_per_token, 2 width]; replaces `_apply_gate`."""
-    if _keeps_own_code(gate_up):
-        return type(module)._apply_gate(module, gate_up)
-    if glu == "gpt_oss_glu":
-        return gpt_oss_glu(gate_up, alpha=module.alpha, limit=module.limit)
-    return _GLUS[glu](gate_up)
+def experts(module: Any, name: str, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Experts [tokens, hidden]: products, activation and weighted sum. `name` is that of the activation."""
+    if _keeps_own_code(hidden_states) or kwargs or len(args) != 2:
+        return type(module).forward(module, hidden_states, *args, **kwargs)
+    return run_experts(module, name, hidden_states, *args)
 
 
 def causal_loss(

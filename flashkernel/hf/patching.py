@@ -1,8 +1,8 @@
 """Replaces parts of a loaded Transformers model by these kernels, and restores it.
 
 Attention goes through Transformers' AttentionInterface and the loss through `loss_function`. Norms, MLPs, attention
-layers, decoder layers and the activation of experts get a forward on the instance. Transformers itself and other models
-do not change. Parameters stay where they are, so state dicts and optimizers are not affected.
+layers, decoder layers and experts get a forward on the instance. Transformers itself and other models do not change.
+Parameters stay where they are, so state dicts and optimizers are not affected.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from flashkernel.blocks.activation_modules import activation_of
 from flashkernel.hf import families, forwards, layer
 from flashkernel.hf.attention import NAME, register
+from flashkernel.hf.experts import activation_name
 from flashkernel.hf.report import PARTS, Entry, Report
 
 LOSSES = ("fused", "logits", None)
@@ -27,7 +28,7 @@ UNKNOWN = "not in the tables; it keeps its own"
 _STATE = "_fkernel_patch"  # where a patched model keeps the attention that each of its configs had
 _OURS = (
     forwards.norm, forwards.attention, forwards.gpt2_attention, forwards.gated_mlp, forwards.plain_mlp,
-    forwards.activation, forwards.causal_model, layer.decoder_layer,
+    forwards.activation, forwards.causal_model, forwards.experts, layer.decoder_layer,
 )  # fmt: skip
 _PART_BY_SUFFIX = (
     ("Attention", "attention"),
@@ -105,8 +106,6 @@ def unpatch(model: nn.Module) -> None:
             del kept["forward"]
         if _is_ours(kept.get("_old_forward")):  # accelerate's hook calls this
             kept["_old_forward"] = type(module).forward.__get__(module)
-        if getattr(kept.get("_apply_gate"), "func", None) is forwards.expert_glu:
-            del kept["_apply_gate"]
     if target.__dict__.get("_loss_function") is forwards.causal_loss:
         del target.__dict__["_loss_function"]
 
@@ -224,14 +223,10 @@ def _patch_norm(module: nn.Module, kind: families.Norm) -> Entry:
 
 
 def _patch_experts(module: Any, glu: str | None) -> Entry:
-    implementation = getattr(module.config, "_experts_implementation", None)
-    glu = glu or activation_of(module.act_fn, gated=True)
+    glu = glu or activation_name(module)
     if glu is None:
         return _skipped("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")
-    if implementation == "eager" and hasattr(module, "act_fn"):
-        return _skipped("mlp", module, 'with experts_implementation="eager" the gate is not a function of its own')
-    module.__dict__["_apply_gate"] = partial(forwards.expert_glu, module, glu)
-    return Entry("mlp", type(module).__name__, 1, glu, "the activation; routing and products stay with Transformers")
+    return _set_forward("mlp", module, f"moe_experts with {glu}", forwards.experts, glu)
 
 
 def _patch_loss(model: PreTrainedModel, loss: str | None) -> Entry:

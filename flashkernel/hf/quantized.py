@@ -1,9 +1,13 @@
-"""Linear layers of a Transformers model with quantized weights."""
+"""Linear layers of a Transformers model with quantized weights: made from plain ones, or loaded from a checkpoint."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from flashkernel.blocks.weight import Weight, WeightBuffers
@@ -12,10 +16,13 @@ from flashkernel.ops.gemm import linear
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class QuantizedLinear(WeightBuffers):
-    """A linear layer whose weight is a `Weight`; the state dict has `data`, `scales` and `bias`."""
+class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
+    """A linear layer whose weight is a `Weight`; the state dict has `data`, `scales` and `bias`.
 
-    bias: nn.Parameter | None
+    It is a torch.nn.Linear to PEFT, which puts adapters around it.
+    """
+
+    bias: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         super().__init__(weight)
@@ -58,3 +65,105 @@ def quantize(
             if type(layer) is nn.Linear and not full.endswith(skip):
                 setattr(module, child, QuantizedLinear(Weight.quantize(layer.weight, format, granularity), layer.bias))
     return model
+
+
+def load_quantized(
+    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", **options: Any
+) -> Any:
+    """Loads a quantized checkpoint into a Transformers model whose linear layers keep the weights as they are stored.
+
+    GPTQ, AWQ, compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), fp8 and GGUF
+    files' formats become a `flashkernel.Weight`, and `flashkernel.linear` multiplies by it. Experts in MXFP4 and
+    embeddings are dequantized. The weights are frozen; gradients go through them, so adapters can be trained.
+
+    Args:
+        folder: A folder as Transformers saves it, with `quantization_config` in its config.json.
+        dtype: Of everything that is not quantized; None: what the configuration says.
+        device: Where the model is put.
+        options: Passed to AutoModelForCausalLM.from_config, such as attn_implementation.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Example:
+        >>> import flashkernel.hf
+        >>> model = flashkernel.hf.load_quantized("Llama-3.1-8B-Instruct-AWQ")  # doctest: +SKIP
+        >>> print(flashkernel.hf.patch(model))  # doctest: +SKIP
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flashkernel.engine.checkpoint import open_checkpoint
+    from flashkernel.engine.quantized_checkpoint import WeightReader
+
+    reader = WeightReader(open_checkpoint(Path(folder)))
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # else Transformers looks for its own kernels
+    kind = dtype or config.dtype or torch.float32
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=kind, **options)
+    _load_linears(model, reader, kind)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta and (reader.has(name) or name not in tied):
+            _set(model, name, _plain(reader.read(name), kind, tuple(parameter.shape)), reader.source)
+    model.tie_weights()
+    return model.to(device).eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that are registered inside take no memory; buffers, such as rotary frequencies, are as usual."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _load_linears(model: nn.Module, reader: Any, dtype: torch.dtype) -> None:
+    """Replaces linear layers whose weights are stored quantized."""
+    for name, module in list(model.named_modules()):
+        for child, layer in list(module.named_children()):
+            full = f"{name}.{child}" if name else child
+            if type(layer) is not nn.Linear or not reader.has(f"{full}.weight"):
+                continue
+            weight = reader.read(f"{full}.weight")
+            if not isinstance(weight, Weight):
+                _set(layer, "weight", weight.to(dtype), reader.source)
+                continue
+            if tuple(weight.shape) != (layer.out_features, layer.in_features):
+                expected = (layer.out_features, layer.in_features)
+                raise _error(f"{reader.source}: {full} has shape {tuple(weight.shape)}; the model has {expected}")
+            bias = None if layer.bias is None else _plain(reader.read(f"{full}.bias"), dtype, (layer.out_features,))
+            setattr(module, child, QuantizedLinear(weight, bias))
+
+
+def _plain(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A parameter; experts in MXFP4 are stored (experts, out, in), and Transformers has them (experts, in, out)."""
+    if isinstance(found, Weight):
+        dense = found.dequantize(dtype)
+        return dense.transpose(-1, -2).contiguous() if found.ndim == 3 and tuple(dense.shape) != shape else dense
+    return found.to(dtype)
+
+
+def _set(model: nn.Module, name: str, value: Tensor, source: str) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    expected = tuple(getattr(module, last).shape)
+    if tuple(value.shape) != expected:
+        raise _error(f"{source}: {name} has shape {tuple(value.shape)}; the model has {expected}")
+    setattr(module, last, nn.Parameter(value, value.is_floating_point()))
+
+
+def _error(text: str) -> Exception:
+    from flashkernel.engine import ModelError
+
+    return ModelError(text)

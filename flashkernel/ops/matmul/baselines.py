@@ -12,6 +12,7 @@ from flashkernel.blocks.activation import NATIVE, apply_gate
 from flashkernel.blocks.epilogue import GATES
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core.op import Case, Op
+from flashkernel.ops.matmul.params import MatmulOptions
 from flashkernel.ops.matmul.reference import as_matrices
 from flashkernel.ops.matmul.torch import matmul_dact
 
@@ -19,31 +20,23 @@ _OPTIONS = {"activation", "scale", "packed"}
 _TENSORS = {"bias", "residual", "a_scale", "b_scale"}
 
 
-def model_code(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    packed: str = "halves",
-    scale: float = 1.0,
-) -> Tensor:
+def model_code(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     """What people write: cuBLAS, whose result is rounded, then torch's operators."""
-    if a_scale is None or b_scale is None:
+    params = MatmulOptions(**options)
+    bias: Any = params.bias
+    activation: Any = params.activation
+    if params.a_scale is None or params.b_scale is None:
         value = torch.matmul(a, b) if bias is None else torch.addmm(bias, a, b)
     else:
-        a_scale, b_scale = as_matrices(a_scale, b_scale)
+        a_scale, b_scale = as_matrices(params.a_scale, params.b_scale)
         value = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16)
         value = value if bias is None else value + bias
     if activation in GATES:
-        value = apply_gate(NATIVE, GATES[activation], *split_gate_up(value, packed))
+        value = apply_gate(NATIVE, GATES[activation], *split_gate_up(value, params.packed))
     elif activation is not None:
         value = NATIVE[activation](value)
-    value = value if scale == 1.0 else value * scale
-    return value if residual is None else value + residual
+    value = value if params.scale == 1.0 else value * params.scale
+    return value if params.residual is None else value + params.residual
 
 
 def eager(op: Op, case: Case) -> Callable[..., Any]:

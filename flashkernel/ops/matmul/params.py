@@ -17,6 +17,11 @@ Pair = tuple[Tensor, Tensor]  # of gate and up
 class MatmulOptions:
     """`matmul` documents the fields."""
 
+    bias: Tensor | Pair | None = None
+    residual: Tensor | None = None
+    a_scale: Tensor | None = None
+    b_scale: Tensor | None = None
+    out_scale: Tensor | None = None
     activation: str | Activation | Gate | None = None
     packed: str = "halves"
     scale: float = 1.0
@@ -25,6 +30,15 @@ class MatmulOptions:
     out_dtype: torch.dtype | None = None
     out_quantize: str | None = None
     return_preactivation: bool = False
+
+
+@dataclass(frozen=True)
+class DactOptions:
+    """`matmul_dact` documents the fields."""
+
+    activation: str | Activation | Gate
+    packed: str = "halves"
+    dz_out: Tensor | None = None
 
 
 class MatmulTensors(NamedTuple):

@@ -12,33 +12,23 @@ from flashkernel.blocks.dropout import keep
 from flashkernel.blocks.epilogue import Activation, Gate, activation_piece
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
-from flashkernel.ops.matmul.params import MatmulOptions, Pair
+from flashkernel.ops.matmul.params import DactOptions, MatmulOptions, Pair
 
 WIDE = (torch.float32, torch.float64)
 
 
-def matmul(
-    a: Tensor,
-    b: Tensor | Pair,
-    *,
-    bias: Tensor | Pair | None = None,
-    residual: Tensor | None = None,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
+def matmul(a: Tensor, b: Tensor | Pair, **options: Any) -> Tensor | tuple[Tensor, ...]:
     """dropout(scale * activation(A B + bias)) + residual, where A and B are multiplied by their scales first.
 
     With `out_quantize` also the scales of its blocks or rows, and with `return_preactivation` also A B + bias.
     """
     params = MatmulOptions(**options)
     kept = default_dtype(a.dtype)
-    if a_scale is not None and b_scale is not None and isinstance(b, Tensor):
-        a_scale, b_scale = as_matrices(a_scale, b_scale)
+    if params.a_scale is not None and params.b_scale is not None and isinstance(b, Tensor):
+        a_scale, b_scale = as_matrices(params.a_scale, params.b_scale)
         a, b = dequantized(a, a_scale), dequantized(b, b_scale)
+    matrices, bias = [b] if isinstance(b, Tensor) else b, params.bias
     biases = [None, None] if bias is None else [bias] if isinstance(bias, Tensor) else bias
-    matrices = [b] if isinstance(b, Tensor) else b
     values = [
         torch.matmul(_widened(a), _widened(matrix)) + (0 if vector is None else vector)
         for matrix, vector in zip(matrices, biases)
@@ -47,29 +37,21 @@ def matmul(
     value = activated(preactivation, params.activation, params.packed) * params.scale
     if params.dropout > 0:
         value = torch.where(kept_elements(value, params), value / (1 - params.dropout), 0.0)
-    results = stored(value if residual is None else value + residual, kept, out_scale, params)
+    results = stored(value if params.residual is None else value + params.residual, kept, params)
     if params.return_preactivation:
         results = (*results, preactivation.to(kept))
     return results if len(results) > 1 else results[0]
 
 
-def matmul_dact(
-    a: Tensor,
-    b: Tensor,
-    preactivation: Tensor,
-    *,
-    activation: str | Activation | Gate,
-    packed: str = "halves",
-    dz_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def matmul_dact(a: Tensor, b: Tensor, preactivation: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """(G * activation'(Z), activation(Z)) where G = A B is the gradient of activation(Z)."""
-    gradient = torch.matmul(a, b)
+    params, gradient = DactOptions(**options), torch.matmul(a, b)
     with torch.enable_grad():
         z = preactivation.detach().to(gradient.dtype).requires_grad_()
-        value = activated(z, activation, packed)
+        value = activated(z, params.activation, params.packed)
         (dz,) = torch.autograd.grad(value, z, gradient)
     dz = dz.to(preactivation.dtype)
-    return dz if dz_out is None else dz_out.copy_(dz), value.detach().to(preactivation.dtype)
+    return dz if params.dz_out is None else params.dz_out.copy_(dz), value.detach().to(preactivation.dtype)
 
 
 def activated(preactivation: Tensor, activation: str | Activation | Gate | None, packed: str) -> Tensor:
@@ -81,7 +63,7 @@ def activated(preactivation: Tensor, activation: str | Activation | Gate | None,
     return preactivation if piece is None else FORMULAS[piece.kind](preactivation)
 
 
-def stored(value: Tensor, kept: torch.dtype, out_scale: Tensor | None, params: MatmulOptions) -> tuple[Tensor, ...]:
+def stored(value: Tensor, kept: torch.dtype, params: MatmulOptions) -> tuple[Tensor, ...]:
     """The result in the output's dtype, and with `out_quantize` its scales. `kept` is the dtype of an intermediate."""
     if params.out_quantize == "block":
         return quantize_fp8_groups(value, (1, SCALE_BLOCK))
@@ -89,7 +71,8 @@ def stored(value: Tensor, kept: torch.dtype, out_scale: Tensor | None, params: M
         return quantize_fp8_groups(value.to(kept), (1, -1))
     dtype = kept if params.out_dtype is None else params.out_dtype
     if dtype == FP8:
-        value = (value if out_scale is None else value / out_scale).clamp(-torch.finfo(FP8).max, torch.finfo(FP8).max)
+        limit = torch.finfo(FP8).max
+        value = (value if params.out_scale is None else value / params.out_scale).clamp(-limit, limit)
     return (value.to(dtype),)
 
 

@@ -12,10 +12,16 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Gate, activation_width
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.core import backends
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
-from flashkernel.ops.matmul.grouped.spec import GROUPED_MATMUL
+from flashkernel.ops.matmul.grouped.spec import (
+    GROUPED_MATMUL,
+    GROUPED_WEIGHT_GRADIENT,
+    eight_bit_gradients,
+    triton_operands,
+)
 
 _ROOM = "flashkernel.ops.matmul"
 _HALF = (torch.bfloat16,)
@@ -38,19 +44,13 @@ def _gates(call: Call) -> str | None:
 
 
 def _triton(call: Call) -> str | None:
-    if call.gradients and call.dtype not in FLOATS:
-        return "products of 8-bit operands are forward only"
-    if call.dtype == FP8 and call.device.kind == "cuda" and call.device.arch < 89:
-        return f"FP8 products need sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
-    return _gates(call)
+    return triton_operands(call) or _gates(call)
 
 
 def _hopper(call: Call) -> str | None:
-    if call.gradients and call.dtype not in FLOATS:
-        return "products of 8-bit operands are forward only"
     if call.facts["gated"] and call.facts["scaling"] == "block":
         return "gate and up with block scales would need four accumulators"
-    return _gates(call)
+    return eight_bit_gradients(call) or _gates(call)
 
 
 def _cublas_is_faster(call: Call) -> str | None:
@@ -348,15 +348,16 @@ def _written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return (given["out"],) if "out" in given else ()
 
 
-MATMUL = Op(
-    name="matmul",
+MATMUL = declare(
+    _ROOM,
+    "matmul",
+    "matrix products, batched and scaled, with bias, activation and residual",
     backward=None,  # the gradients are products of the same kernels
-    summary="matrix products, batched and scaled, with bias, activation and residual",
     function=f"{_ROOM}.named:matmul",
     reference=f"{_ROOM}.named:reference",
     inputs=_INPUTS,
     written=_written,
-    backends=(
+    kernels=(
         backends.hopper(
             f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
         ),
@@ -364,8 +365,6 @@ MATMUL = Op(
             backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
             deprioritised=_cublas_is_faster,
         ),
-        backends.torch_native(f"{_ROOM}.torch:matmul"),
-        backends.reference(f"{_ROOM}.reference:matmul"),
     ),
     cases=_CASES,
     benches=_benches(),
@@ -375,8 +374,8 @@ MATMUL = Op(
     random_share=3,
     sum_length=lambda case: case.axes["k"],
     baselines=(
-        Baseline("eager", f"{_ROOM}.baselines:eager"),
-        Baseline("compile", f"{_ROOM}.baselines:compiled"),
+        "eager",
+        "compile",
         Baseline("max_autotune", f"{_ROOM}.baselines:max_autotune", forward_only=True),
         Baseline("addmm_activation", f"{_ROOM}.baselines:addmm_activation", forward_only=True),
     ),
@@ -459,9 +458,10 @@ def _dact_written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return (given["dz_out"],) if "dz_out" in given else ()
 
 
-MATMUL_DACT = Op(
-    name="matmul_dact",
-    summary="a matrix product with an activation's gradient in its epilogue",
+MATMUL_DACT = declare(
+    _ROOM,
+    "matmul_dact",
+    "a matrix product with an activation's gradient in its epilogue",
     function=f"{_ROOM}.named:matmul_dact",
     reference=f"{_ROOM}.named:reference_dact",
     inputs={
@@ -470,11 +470,9 @@ MATMUL_DACT = Op(
         "preactivation": _Preactivation(("*c_batch", "m", "n")),
         "dz_out": _Preactivation(("*c_batch", "m", "n"), optional=True),
     },
-    backends=(
+    kernels=(
         backends.hopper(f"{_ROOM}.hopper", dtypes=(torch.bfloat16, torch.float16)),
         backends.triton(f"{_ROOM}.triton", min_arch=80),
-        backends.torch_native(f"{_ROOM}.torch:matmul_dact"),
-        backends.reference(f"{_ROOM}.reference:matmul_dact"),
     ),
     differentiable=False,
     written=_dact_written,
@@ -487,4 +485,4 @@ MATMUL_DACT = Op(
 )
 
 
-OPS = (MATMUL, MATMUL_DACT, GROUPED_MATMUL)
+OPS = (MATMUL, MATMUL_DACT, GROUPED_MATMUL, GROUPED_WEIGHT_GRADIENT)

@@ -7,31 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Gate, Operands, activation_piece, standard
+from flashkernel.blocks.epilogue import Bias, Epilogue, Gate, Operands, activation_piece, standard
 from flashkernel.blocks.fp8 import FP8, scaled_mm_takes
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
-from flashkernel.ops.matmul.params import MatmulOptions, Pair
+from flashkernel.ops.matmul.params import DactOptions, MatmulOptions, Pair
 from flashkernel.ops.matmul.reference import default_dtype, dequantized, kept_elements, stored
 
 
-def matmul(
-    a: Tensor,
-    b: Tensor | Pair,
-    *,
-    bias: Tensor | Pair | None = None,
-    residual: Tensor | None = None,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
+def matmul(a: Tensor, b: Tensor | Pair, **options: Any) -> Tensor | tuple[Tensor, ...]:
     params = MatmulOptions(**options)
+    bias, residual = params.bias, params.residual
     chain = Epilogue(standard(bias is not None, params.activation, params.scale, residual is not None, params.dropout))
     # Nothing that would show a rounded product.
     rounds_late = all([isinstance(one, Bias) for one in chain.pieces])  # noqa: C419  dynamo wants a list
     rounds_late = rounds_late and params.out_quantize is None and params.out_dtype != FP8
     matrices = (b,) if isinstance(b, Tensor) else tuple(b)
-    products = tuple([_product(a, matrix, a_scale, b_scale, rounds_late) for matrix in matrices])
+    products = tuple([_product(a, matrix, params.a_scale, params.b_scale, rounds_late) for matrix in matrices])
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
     if chain.gated and len(products) == 1:
         products = split_gate_up(products[0], params.packed)
@@ -40,23 +31,16 @@ def matmul(
     operands = Operands(biases, residual, kept)
     values = chain.before_activation.values(products, operands)
     kept_dtype = default_dtype(a.dtype)
-    results = stored(chain.from_activation.run(values, operands), kept_dtype, out_scale, params)
+    results = stored(chain.from_activation.run(values, operands), kept_dtype, params)
     if params.return_preactivation:
         z = values[0] if len(values) == 1 else join_gate_up(values[0], values[1], params.packed)
         results = (*results, z.to(kept_dtype))
     return results if len(results) > 1 else results[0]
 
 
-def matmul_dact(
-    a: Tensor,
-    b: Tensor,
-    preactivation: Tensor,
-    *,
-    activation: str | Activation | Gate,
-    packed: str = "halves",
-    dz_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    piece = activation_piece(activation)
+def matmul_dact(a: Tensor, b: Tensor, preactivation: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    params = DactOptions(**options)
+    packed, dz_out, piece = params.packed, params.dz_out, activation_piece(params.activation)
     assert piece is not None
     gradient = torch.matmul(a, b) if a.dtype.itemsize > 2 else _wide_product(a, b)
     z = preactivation.to(gradient.dtype)

@@ -3,24 +3,17 @@
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Activation, Gate, standard
+from flashkernel.blocks.epilogue import Activation, Gate, activation_width, check_activation, standard
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.core.arguments import (
-    autocast,
-    autocast_dtype,
-    check_finite,
-    check_non_negative,
-    needs_gradients,
-    without_autocast,
-)
+from flashkernel.core.arguments import autocast, autocast_dtype, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import FLOATS
 from flashkernel.core.replay import replayed
 from flashkernel.ops.matmul.configs import MAX_GROUPS
 from flashkernel.ops.matmul.grouped import library, spec
-from flashkernel.ops.matmul.grouped.params import GroupedParams
-from flashkernel.ops.matmul.grouped.reference import as_row_and_column_scales, offsets_of_counts
+from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
+from flashkernel.ops.matmul.grouped.reference import as_offsets, as_row_and_column_scales
 from flashkernel.ops.matmul.reference import default_dtype
 
 
@@ -40,8 +33,9 @@ def grouped_matmul(
     weight_scale: Tensor | None = None,
     out_rows: int | None = None,
     out_dtype: torch.dtype | None = None,
+    return_preactivation: bool = False,
     backend: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multiplies each group of rows by the group's own weight, in one launch: the products of a mixture of experts.
 
     y[scatter[r]] = row_weights[r] * activation(x[gather[r]] @ weights[g] + bias[g]), where row r belongs to group g.
@@ -65,10 +59,12 @@ def grouped_matmul(
         weight_scale: one for all, one for each group, (groups,), or one for each column of each, (groups, N).
         out_rows: rows of the output with `scatter`; as many as there are rows unless given. Others are zero.
         out_dtype: the output's dtype; x's unless given, and bfloat16 of 8-bit operands.
+        return_preactivation: returns (y, z) with z = x[gather] @ weights + bias (rows, N), before the activation and
+            without a gradient, in x's dtype. Rows after the last group are zero.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
-        (out_rows, N), or (out_rows, N / 2) with a gate.
+        (out_rows, N), or (out_rows, N / 2) with a gate; with `return_preactivation` two tensors.
 
     Example:
         >>> import torch, flashkernel as fk
@@ -84,6 +80,8 @@ def grouped_matmul(
         x, weights = autocast(x, lower), autocast(weights, lower)
     rows = _check_groups(x, weights, group_offsets, gather, scatter, row_weights, bias)
     _check_options(activation, packed, weights.shape[2], out_rows, rows, scatter, out_dtype)
+    if return_preactivation and (row_weights is not None or x.dtype.itemsize == 1):
+        raise ValueError("grouped_matmul: return_preactivation is for products of 16 or 32 bits without row weights")
     x_scale, weight_scale = _scales(x, weights, x_scale, weight_scale)
     gradients = needs_gradients(x, weights, row_weights, bias)
     chosen = choose(spec.GROUPED_MATMUL, backend, x.device, x.dtype, gradients)
@@ -92,18 +90,70 @@ def grouped_matmul(
             return chosen.run(
                 x, weights, group_offsets, gather=gather, scatter=scatter, row_weights=row_weights, bias=bias,
                 activation=activation, packed=packed, x_scale=x_scale, weight_scale=weight_scale, out_rows=out_rows,
-                out_dtype=out_dtype,
+                out_dtype=out_dtype, return_preactivation=return_preactivation,
             )  # fmt: skip
-    offsets = group_offsets if group_offsets.shape[0] == weights.shape[0] + 1 else offsets_of_counts(group_offsets)
     chain = ";".join([piece.text for piece in standard(False, activation, 1.0, False)])
     params = GroupedParams(
         default_dtype(x.dtype) if out_dtype is None else out_dtype, rows if out_rows is None else out_rows,
         torch.backends.cuda.matmul.allow_tf32, chain, packed,
     )  # fmt: skip
-    save = gradients and (activation is not None or needs_gradients(row_weights))
-    return library.grouped_matmul(
-        chosen.target, x, weights, offsets, gather, scatter, row_weights, bias, x_scale, weight_scale, params, save
-    )
+    save = return_preactivation or (gradients and (activation is not None or needs_gradients(row_weights)))
+    tensors = GroupedTensors(gather, scatter, row_weights, bias, x_scale, weight_scale)
+    offsets = as_offsets(group_offsets, weights.shape[0])
+    y, z = library.grouped_matmul(chosen.target, x, weights, offsets, tensors, params, save)
+    return (y, z) if return_preactivation else y
+
+
+@replayed
+def grouped_weight_gradient(
+    x: Tensor, dz: Tensor, group_offsets: Tensor, *, gather: Tensor | None = None, backend: str | None = None
+) -> Tensor:
+    """Returns the gradient of a grouped product's weights: x[gather].T @ dz for each group of rows. Not differentiable.
+
+    Args:
+        x: (tokens, K), float32, float16 or bfloat16.
+        dz: (rows, N) in x's dtype, sorted by group: the gradient of the products.
+        group_offsets: integers (groups + 1,): group g has the rows from group_offsets[g] to group_offsets[g + 1].
+        gather: integers (rows,): which row of x belongs to row r; None: row r.
+        backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
+
+    Returns:
+        (groups, K, N) in x's dtype; zero for a group without rows.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> x, dz = torch.randn(5, 8), torch.randn(5, 4)
+        >>> dw = fk.grouped_weight_gradient(x, dz, torch.tensor([0, 2, 2, 5]))
+        >>> torch.allclose(dw[2], x[2:].T @ dz[2:], atol=1e-5), bool((dw[1] == 0).all())
+        (True, True)
+    """
+    rows = dz.shape[0] if gather is None else gather.shape[0]
+    if x.ndim != 2 or dz.ndim != 2 or dz.shape[0] != rows or (gather is None and x.shape[0] != rows):
+        raise ValueError(
+            f"grouped_weight_gradient: x is {tuple(x.shape)} and dz {tuple(dz.shape)}; they must be (tokens, K) and "
+            f"({rows}, N), with as many tokens as rows unless they are gathered"
+        )
+    if x.dtype != dz.dtype or x.dtype not in (*FLOATS, torch.float64) or x.device != dz.device:
+        raise ValueError(
+            f"grouped_weight_gradient: x is {x.dtype} on {x.device} and dz {dz.dtype} on {dz.device}; they must be one "
+            "float dtype on one device"
+        )
+    _check_indices("grouped_weight_gradient", x.device, group_offsets=group_offsets, gather=gather)
+    if not 1 <= group_offsets.shape[0] <= MAX_GROUPS:
+        raise ValueError(f"grouped_weight_gradient: {group_offsets.shape[0]} offsets; there are 1 to {MAX_GROUPS}")
+    chosen = choose(spec.GROUPED_WEIGHT_GRADIENT, backend, x.device, x.dtype)
+    if chosen.composite:
+        return chosen.run(x, dz, group_offsets, gather=gather)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return library.grouped_weight_gradient(chosen.target, x, dz, group_offsets, gather, tf32)
+
+
+def _check_indices(function: str, device: torch.device, **indices: Tensor | None) -> None:
+    for name, index in indices.items():
+        if index is not None and (index.dtype not in (torch.int32, torch.int64) or index.device != device):
+            raise ValueError(
+                f"{function}: {name} is {index.dtype} on {index.device}; it must be int32 or int64 on {device}"
+            )
 
 
 def _check_options(
@@ -115,18 +165,10 @@ def _check_options(
     scatter: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> None:
-    known, kind = [*ACTIVATIONS, *GATES], activation
-    if isinstance(activation, (Activation, Gate)):
-        known = [*ACTIVATIONS, "gpt_oss"] if isinstance(activation, Gate) else [*ACTIVATIONS]
-        kind = activation.kind
-        if isinstance(activation, Gate):
-            check_finite("grouped_matmul", "the gate's alpha", activation.alpha)
-            check_non_negative("grouped_matmul", "the gate's limit", activation.limit)
-    if kind is not None and kind not in known:
-        raise ValueError(f"grouped_matmul: activation is {kind!r}; it must be one of {', '.join(known)}")
+    check_activation("grouped_matmul", activation)
     if packed not in PACKINGS:
         raise ValueError(f"grouped_matmul: packed is {packed!r}; it must be 'halves' or 'interleaved'")
-    if (isinstance(activation, Gate) or kind in GATES) and columns % 2:
+    if activation_width(activation) == 2 and columns % 2:
         raise ValueError(f"grouped_matmul: {columns} columns do not divide into gate and up; N must be even")
     if out_rows is not None and (scatter is None or out_rows < rows):
         raise ValueError(
@@ -192,12 +234,7 @@ def _check_groups(
     rows = gather.shape[0] if gather is not None else scatter.shape[0] if scatter is not None else x.shape[0]
     if gather is None and rows != x.shape[0]:
         raise ValueError(f"grouped_matmul: scatter has {rows} indices for {x.shape[0]} rows; give one for each")
-    integers = {"group_offsets": group_offsets, "gather": gather, "scatter": scatter}
-    for name, index in integers.items():
-        if index is not None and (index.dtype not in (torch.int32, torch.int64) or index.device != x.device):
-            raise ValueError(
-                f"grouped_matmul: {name} is {index.dtype} on {index.device}; it must be int32 or int64 on {x.device}"
-            )
+    _check_indices("grouped_matmul", x.device, group_offsets=group_offsets, gather=gather, scatter=scatter)
     shapes = {"gather": (gather, (rows,)), "scatter": (scatter, (rows,)), "row_weights": (row_weights, (rows,)),
               "bias": (bias, (groups, weights.shape[2]))}  # fmt: skip
     for name, (given, shape) in shapes.items():

@@ -43,6 +43,18 @@ def torch_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:
     return run
 
 
+def weight_gradient_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:
+    """torch._grouped_mm of two matrices, whose groups lie along the summed dim."""
+    if case.axes["tail"]:
+        raise ValueError("torch._grouped_mm has no rows outside of groups")
+
+    def run(x: Tensor, dz: Tensor, group_offsets: Tensor, gather: Tensor | None = None) -> Tensor:
+        given = x if gather is None else x.index_select(0, gather)
+        return torch._grouped_mm(given.t(), dz, offs=group_offsets[1:])
+
+    return run
+
+
 _compiled_activation = torch.compile(activated, dynamic=False)
 
 

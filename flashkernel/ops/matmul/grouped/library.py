@@ -11,7 +11,7 @@ from torch import Tensor
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-from flashkernel.ops.matmul.grouped.params import GroupedParams
+from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 
 _GRADIENTS = "flashkernel.ops.matmul.grouped.gradients"  # of all kernel modules
 
@@ -21,24 +21,26 @@ def grouped_matmul(
     x: Tensor,
     weights: Tensor,
     offsets: Tensor,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-    row_weights: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
+    tensors: GroupedTensors,
     params: GroupedParams,
     save: bool,
-) -> Tensor:
-    """y [out_rows, columns]; differentiable in x, the weights, the row weights and the bias.
+) -> tuple[Tensor, Tensor]:
+    """(y [out_rows, columns], z); y is differentiable in x, the weights, the row weights and the bias.
 
-    `save` stores z for the backward pass.
+    `save` stores z [rows, N], for the backward pass or the caller; without it z is empty.
     """
-    y, _ = _grouped(
-        x, weights, row_weights, bias, offsets, gather, scatter, x_scale, weight_scale, params.out_rows,
-        params.out_dtype, params.tf32, params.activation, params.packed, save, kernels,
+    return _grouped(
+        x, weights, tensors.row_weights, tensors.bias, offsets, tensors.gather, tensors.scatter, tensors.x_scale,
+        tensors.weight_scale, params.out_rows, params.out_dtype, params.tf32, params.activation, params.packed, save,
+        kernels,
     )  # fmt: skip
-    return y
+
+
+def grouped_weight_gradient(
+    kernels: str, x: Tensor, dz: Tensor, offsets: Tensor, gather: Tensor | None, tf32: bool
+) -> Tensor:
+    """dW [groups, K, N]"""
+    return _weight_gradient(x, dz, offsets, gather, tf32, kernels)
 
 
 def _index(index: Tensor | None) -> Tensor | None:
@@ -47,10 +49,6 @@ def _index(index: Tensor | None) -> Tensor | None:
 
 def _row_weights(row_weights: Tensor | None) -> Tensor | None:
     return None if row_weights is None else row_weights.to(torch.float32).contiguous()
-
-
-def _num_rows(x: Tensor, gather: Tensor | None, scatter: Tensor | None) -> int:
-    return gather.shape[0] if gather is not None else scatter.shape[0] if scatter is not None else x.shape[0]
 
 
 def _saved_dtype(x: Tensor, row_weights: Tensor | None, activation: str) -> torch.dtype:
@@ -76,13 +74,14 @@ def _forward(
     save: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    size = (_num_rows(x, gather, scatter), weights.shape[2])
+    size = (GroupedTensors(gather, scatter).num_rows(x), weights.shape[2])
     saved_dtype = _saved_dtype(x, row_weights, activation)
     preactivation = torch.empty(size, dtype=saved_dtype, device=x.device) if save else None
-    y = resolve(kernels).grouped_forward(
-        x, weights, _index(offsets), GroupedParams(out_dtype, out_rows, tf32, activation, packed), _index(gather),
-        _index(scatter), _row_weights(row_weights), bias, x_scale, weight_scale, preactivation,
-    )  # fmt: skip
+    params = GroupedParams(out_dtype, out_rows, tf32, activation, packed)
+    tensors = GroupedTensors(
+        _index(gather), _index(scatter), _row_weights(row_weights), bias, x_scale, weight_scale, preactivation
+    )
+    y = resolve(kernels).grouped_forward(x, weights, _index(offsets), params, tensors)
     return y, x.new_empty(0, dtype=saved_dtype) if preactivation is None else preactivation
 
 
@@ -91,7 +90,7 @@ def _fake_forward(
     activation, packed, save, kernels,
 ):  # fmt: skip
     columns = GroupedParams(out_dtype, out_rows, tf32, activation, packed).out_columns(weights.shape[2])
-    size = (_num_rows(x, gather, scatter), weights.shape[2]) if save else (0,)
+    size = (GroupedTensors(gather, scatter).num_rows(x), weights.shape[2]) if save else (0,)
     saved = x.new_empty(size, dtype=_saved_dtype(x, row_weights, activation))
     return x.new_empty((out_rows, columns), dtype=out_dtype), saved
 
@@ -115,7 +114,7 @@ def _backward(
     """Gradients of x, the weights, the row weights and the bias; those not wanted are empty."""
     module, gradients, results = resolve(kernels), resolve(_GRADIENTS), [x.new_empty(0) for _ in range(4)]
     offsets, gather, scatter = _index(offsets), _index(gather), _index(scatter)  # type: ignore[assignment]
-    rows = _num_rows(x, gather, scatter)
+    rows = GroupedTensors(gather, scatter).num_rows(x)
     params = GroupedParams(x.dtype, rows, tf32, activation, packed)
     if activation or scatter is not None or row_weights is not None:
         saved = preactivation if activation or wanted[2] else None
@@ -129,7 +128,7 @@ def _backward(
         dz = unit_stride(dy.to(x.dtype))
     plain = GroupedParams(x.dtype, rows, tf32)
     if wanted[0]:
-        dx = module.grouped_forward(dz, weights.transpose(1, 2), offsets, plain, *(None,) * 7)
+        dx = module.grouped_forward(dz, weights.transpose(1, 2), offsets, plain, GroupedTensors())
         results[0] = dx if gather is None else gradients.sum_repeated_rows(dx, gather, x.shape[0])
     if wanted[1]:
         results[1] = module.grouped_weight_gradient(x, dz, offsets, plain, gather)
@@ -163,5 +162,20 @@ def _pull_back(ctx, dy, _):
     return *[result if want else None for result, want in zip(results, wanted)], *[None] * 12
 
 
+def _forward_weight_gradient(
+    x: Tensor, dz: Tensor, offsets: Tensor, gather: Tensor | None, tf32: bool, kernels: str
+) -> Tensor:
+    params = GroupedParams(x.dtype, dz.shape[0], tf32)
+    found: Tensor = resolve(kernels).grouped_weight_gradient(
+        x, unit_stride(dz), _index(offsets), params, _index(gather)
+    )  # fmt: skip
+    return found
+
+
+def _fake_weight_gradient(x, dz, offsets, gather, tf32, kernels):
+    return x.new_empty((offsets.shape[0] - 1, x.shape[1], dz.shape[1]))
+
+
+_weight_gradient = KernelOp("grouped_weight_gradient", _forward_weight_gradient, _fake_weight_gradient)
 _grouped_backward = KernelOp("grouped_matmul_backward", _backward, _fake_backward)
 _grouped = KernelOp("grouped_matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)

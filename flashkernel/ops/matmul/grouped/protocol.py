@@ -9,17 +9,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashkernel.ops.matmul.grouped.params import GroupedParams
+from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 
 
 class GroupedMatmulKernels(Protocol):
     """A module such as `triton` or `hopper`."""
 
     def grouped_forward(
-        self, x: Tensor, weights: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None,
-        scatter: Tensor | None, row_weights: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-        weight_scale: Tensor | None, preactivation: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, weights: Tensor, offsets: Tensor, params: GroupedParams, tensors: GroupedTensors
+    ) -> Tensor:
         """Returns y [params.out_rows, columns]: y[scatter[r]] = row_weights[r] * activation(z[r]).
 
         z[r] = x[gather[r]] weights[g] + bias[g], where row r belongs to group g: offsets[g] <= r < offsets[g + 1]. Rows
@@ -30,14 +28,7 @@ class GroupedMatmulKernels(Protocol):
             weights: [groups, K, N] in x's dtype, a view with any strides.
             offsets: int32 [groups + 1], contiguous, not decreasing. It stays on the GPU: no host sync.
             params: Output dtype and rows, activation.
-            gather: int32 [rows], contiguous, or None: row r of x is read.
-            scatter: int32 [rows], contiguous, all different, or None: row r of y is written.
-            row_weights: float32 [rows], contiguous, or None.
-            bias: [groups, N] in any float dtype, any strides, or None.
-            x_scale: float32 [1] or [tokens], contiguous, for 8-bit operands; it multiplies the sum ahead of the bias.
-            weight_scale: float32 [groups, 1] or [groups, N], any strides; given if x_scale is.
-            preactivation: None, or an empty contiguous tensor [rows, N], to which the kernel writes z, rounded to its
-                dtype. Rows after the last group become zero.
+            tensors: Indices, row weights, bias and scales, and where z is written; `GroupedTensors` documents each.
         """
 
     def grouped_weight_gradient(
@@ -50,4 +41,13 @@ class GroupedMatmulKernels(Protocol):
         """
 
 
-PROTOCOLS = {"grouped_matmul": GroupedMatmulKernels}
+class GroupedWeightGradientKernels(Protocol):
+    """The part of `GroupedMatmulKernels` that computes the weights' gradient alone."""
+
+    def grouped_weight_gradient(
+        self, x: Tensor, dz: Tensor, offsets: Tensor, params: GroupedParams, gather: Tensor | None
+    ) -> Tensor:
+        """As that of `GroupedMatmulKernels`."""
+
+
+PROTOCOLS = {"grouped_matmul": GroupedMatmulKernels, "grouped_weight_gradient": GroupedWeightGradientKernels}

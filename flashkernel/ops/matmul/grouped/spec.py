@@ -13,7 +13,8 @@ from flashkernel.blocks.epilogue import GATES, Gate
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, integers, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, integers, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
@@ -21,18 +22,16 @@ _ROOM = "flashkernel.ops.matmul.grouped"
 _HALF = (torch.bfloat16,)
 
 
-def _hopper(call: Call) -> str | None:
-    if call.gradients and call.dtype not in FLOATS:
-        return "products of 8-bit operands are forward only"
-    return None
+def eight_bit_gradients(call: Call) -> str | None:
+    """Why kernels do not take a call of 8-bit operands, or None."""
+    return "products of 8-bit operands are forward only" if call.gradients and call.dtype not in FLOATS else None
 
 
-def _triton(call: Call) -> str | None:
-    if call.gradients and call.dtype not in FLOATS:
-        return "products of 8-bit operands are forward only"
+def triton_operands(call: Call) -> str | None:
+    """The same of Triton's kernels, whose FP8 products need tensor cores for FP8."""
     if call.dtype == FP8 and call.device.kind == "cuda" and call.device.arch < 89:
         return f"FP8 products need sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
-    return None
+    return eight_bit_gradients(call)
 
 
 def _offsets(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
@@ -147,6 +146,9 @@ _CASES = (
       for packed in PACKINGS),
     Case("gate-odd", _groups(29, 3, 26, 7), {"activation": Gate("gpt_oss", 1.5, 0.5), "packed": "interleaved"},
          present=("bias",), dtypes=(torch.float32,)),  # z is often near the limit; rounded, it may be beyond it
+    Case("preactivation", _groups(50, 4, 48, 40, tokens=20, tail=3),
+         {"activation": "gpt_oss_glu", "packed": "interleaved", "return_preactivation": True},
+         present=("gather", "bias")),
     Case("gate-no-groups", _groups(9, 0, 24, 8, tail=9), {"activation": "swiglu"}),
     _scaled("fp8-tensor", _groups(50, 4, 48, 64), "tensor"),
     _scaled("fp8-group", _groups(50, 4, 32, 80, tokens=20, tail=3), "group", ("gather", "scatter", "row_weights")),
@@ -160,7 +162,8 @@ _CASES = (
 
 def _random_groups(rng: Rng, case: Case) -> Case:
     """Sizes that fit, scales for FP8 operands only, and no gradients where rounding may cross a kink."""
-    axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key != "out_rows"}
+    left_out = ("out_rows", "return_preactivation")
+    axes, options = dict(case.axes), {key: value for key, value in case.options.items() if key not in left_out}
     rows, activation = axes["rows"], options.get("activation")
     present = [name for name in case.present if not name.endswith("_scale")]
     axes |= {"empty": rng.call.randint(0, axes["groups"]), "out_rows": None,
@@ -179,6 +182,13 @@ def _random_groups(rng: Rng, case: Case) -> Case:
     through = torch.float16 if eight_bits and options.get("out_dtype") == torch.float32 else None
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
                    gradients=not eight_bits and not kinked, through=through)  # fmt: skip
+
+
+def _sum_length(case: Case) -> int:
+    """Terms of a sum: gate and up are two that are multiplied; a row weight's gradient adds results that cancel."""
+    activation = case.options.get("activation")
+    gated = isinstance(activation, Gate) or activation in GATES
+    return case.axes["k"] * (2 if gated else 1) * (2 if "row_weights" in case.present else 1)
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
@@ -237,18 +247,15 @@ _BENCHES = (
     _fp8_bench(65536, 32, 2880, 2880),
 )
 
-GROUPED_MATMUL = Op(
-    name="grouped_matmul",
+GROUPED_MATMUL = declare(
+    _ROOM,
+    "grouped_matmul",
+    "a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
     backward="grouped_weight_gradient",
-    summary="a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
-    function=f"{_ROOM}.api:grouped_matmul",
-    reference=f"{_ROOM}.reference:grouped_matmul",
     inputs=_INPUTS,
-    backends=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8)),
-        backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8), min_arch=80),
-        backends.torch_native(f"{_ROOM}.torch:grouped_matmul"),
-        backends.reference(f"{_ROOM}.reference:grouped_matmul"),
+    kernels=(
+        backends.hopper(f"{_ROOM}.hopper", eight_bit_gradients, (torch.bfloat16, torch.float16, FP8)),
+        backends.triton(f"{_ROOM}.triton", triton_operands, dtypes=(*FLOATS, FP8), min_arch=80),
     ),
     cases=_CASES,
     benches=_BENCHES,
@@ -256,8 +263,52 @@ GROUPED_MATMUL = Op(
     ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
     random_case=_random_groups,
     random_share=2,
-    baselines=(
-        Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"),
-        Baseline("loop", f"{_ROOM}.baselines:loop"),
+    sum_length=_sum_length,
+    baselines=(Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"), "loop"),
+)
+
+
+def _gradient_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
+    """x and dz are read once and dW is written once."""
+    axes = case.axes
+    rows, groups, n, k = axes["rows"], axes["groups"], axes["n"], axes["k"]
+    tokens = rows if axes["tokens"] is None else axes["tokens"]
+    moved = (tokens * k + rows * n + groups * n * k) * dtype.itemsize
+    return {"fwd": Cost(2.0 * rows * n * k, moved)}
+
+
+def _random_gradient(rng: Rng, case: Case) -> Case:
+    axes = dict(case.axes)
+    axes |= {"empty": rng.call.randint(0, axes["groups"]), "tail": rng.call.randint(0, axes["rows"])}
+    axes["tokens"] = rng.size(1, 50) if "gather" in case.present else None
+    return replace(case, axes=axes)
+
+
+GROUPED_WEIGHT_GRADIENT = declare(
+    _ROOM,
+    "grouped_weight_gradient",
+    "the gradient of a grouped product's weights, in one launch",
+    inputs={
+        "x": _Rows(("rows", "k")),
+        "dz": Input(("rows", "n")),
+        "group_offsets": _INPUTS["group_offsets"],
+        "gather": _INPUTS["gather"],
+    },
+    kernels=(backends.hopper(f"{_ROOM}.hopper"), backends.triton(f"{_ROOM}.triton", min_arch=80)),
+    differentiable=False,
+    backward=None,
+    cases=(
+        Case("plain", _FEW),
+        Case("odd", _groups(29, 3, 13, 7)),
+        Case("gather-tail", _groups(50, 4, 24, 40, tokens=20, tail=3), present=("gather",)),
+        Case("padded", _FEW, layout="padded"),
+        Case("transposed", _FEW, layout="transposed"),
+        Case("no-rows", _groups(0, 3, 24, 40)),
+        Case("no-groups", _groups(9, 0, 24, 8, tail=9)),
     ),
+    benches=(_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),),
+    cost=_gradient_cost,
+    ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
+    random_case=_random_gradient,
+    baselines=(Baseline("grouped_mm", f"{_ROOM}.baselines:weight_gradient_grouped_mm"),),
 )

@@ -15,7 +15,7 @@ from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
-from flashkernel.ops.matmul.grouped.params import GroupedParams
+from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
 from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
@@ -189,38 +189,20 @@ def grouped_weight_gradient_kernel(
 
 
 def grouped_forward(
-    x: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    params: GroupedParams,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-    row_weights: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    preactivation: Tensor | None,
+    x: Tensor, weights: Tensor, offsets: Tensor, params: GroupedParams, tensors: GroupedTensors
 ) -> Tensor:
     """y [out_rows, columns]; `GroupedMatmulKernels.grouped_forward` documents the arguments."""
-    groups, k, n = weights.shape
-    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
-    columns = params.out_columns(n)
-    # As many different indices as rows name every row: all are written.
-    whole = scatter is None or rows == params.out_rows
-    y = (torch.empty if whole else torch.zeros)((params.out_rows, columns), dtype=params.out_dtype, device=x.device)
-    if y.numel() == 0 or rows == 0:
+    y, needed = params.new_output(x, weights, tensors)
+    if not needed:
         return y
-    if groups == 0:
-        if preactivation is not None:
-            preactivation.zero_()
-        return y.zero_()
+    (groups, k, n), rows, columns = weights.shape, tensors.num_rows(x), y.shape[1]
     props = device.properties(x.device)
     shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": False,
              "blocks": False, "aligned": aligned(x) and aligned(weights)}  # fmt: skip
     config = tune.pick(GROUPED, props, shape)
     # Offsets of tiles are multiples of 16 bytes, those of up as well.
     up_aligned = params.gate != "halves" or columns * x.element_size() % 16 == 0
-    x_tma, w_tma = gather is None and describable(x), describable(weights) and up_aligned
+    x_tma, w_tma = tensors.gather is None and describable(x), describable(weights) and up_aligned
     # Gate and up share the registers of one accumulator.
     block_n = max(16, config.block_n // 2) if params.gate == "halves" else config.block_n
     tiles_n = tune.ceil_div(columns if params.gate == "halves" else n, block_n)
@@ -229,8 +211,7 @@ def grouped_forward(
         grouped_matmul_kernel, (min(most_tiles, props.sms) if config.persistent else most_tiles,),
         x, describe(x, config.block_m, config.block_k) if x_tma else x,
         weights, describe(weights, config.block_k, block_n) if w_tma else weights,
-        y, offsets, gather, scatter, row_weights, bias, x_scale, weight_scale, preactivation, x.stride(),
-        weights.stride(), (0, 0) if bias is None else bias.stride(), *scale_strides(x_scale, weight_scale),
+        y, offsets, *tensors, x.stride(), weights.stride(), tensors.bias_strides, *tensors.scale_strides,
         rows, groups, n, k, columns,
         PRECISION=precision(x, params.tf32), X_TMA=x_tma, W_TMA=w_tma, X_TRANSPOSED=x_tma and transposed(x),
         W_TRANSPOSED=w_tma and transposed(weights), EVEN_K=k % config.block_k == 0,
@@ -238,14 +219,6 @@ def grouped_forward(
         BLOCK_N=block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return y
-
-
-def scale_strides(x_scale: Tensor | None, weight_scale: Tensor | None) -> tuple[int, tuple[int, int]]:
-    """Strides of x's scales [rows or 1] and of the weights' [groups, N or 1]; 0 for a dim that is broadcast."""
-    if x_scale is None or weight_scale is None:
-        return 0, (0, 0)
-    columns = 0 if weight_scale.shape[1] == 1 else weight_scale.stride(1)
-    return 0 if x_scale.shape[0] == 1 else x_scale.stride(0), (weight_scale.stride(0), columns)
 
 
 def grouped_weight_gradient(

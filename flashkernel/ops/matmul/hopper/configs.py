@@ -29,31 +29,48 @@ _TILE_CYCLES = 5300  # of an epilogue's and a pipeline's start, whatever their s
 _STORE_RATE = 36  # elements of C per clock cycle
 _STREAM_CYCLES = 28000  # of clearing Stream-K's flags and waiting for other programs
 _LOAD_SHARE = 0.05  # of the loads' time that the products do not hide
-_STREAM_GAIN = 0.97  # of the other configs' time: how much less Stream-K must take
-_PINGPONG_ROWS = 1024  # up to which tiles that alternate are considered
+_STREAM_GAIN = 0.95  # of the other configs' time: how much less Stream-K must take
+# The rate's loss with consumers that alternate, with large accumulators or in many waves: (of 128 rows, of 64).
+_PINGPONG_LOSS, _PINGPONG_WAVES = (1.15, 1.18), 6
+_PINGPONG_ROWS = 1024  # up to which tiles that alternate are considered, whatever K
+_PINGPONG_BLOCKS = 32  # of K, up to which they are considered, whatever M: the epilogue is a large part of a tile
 _REDUCE_CYCLES = 1800  # of another launch
 _REDUCE_RATE = 23  # bytes per clock cycle and SM
 
 
 @dataclass(frozen=True)
-class HopperMatmul:
-    """Launch config of the Hopper matrix product.
+class HopperTile:
+    """The work tile and the pipeline of a matrix product on Hopper.
 
     Attributes:
         rows: rows of C that a consumer warpgroup computes, 64 or 128.
         block_n: columns of a work tile.
         num_consumers: consumer warpgroups.
         num_stages: K blocks in flight; each is 128 bytes of K.
-        pingpong: consumers take work tiles in turn; else they share one.
-        group_m: tiles of rows that are worked on at the same time (L2 swizzle).
-        num_splits: parts of K, which are summed by a second kernel.
-        stream_k: the tiles that do not divide evenly among the programs are shared out along K.
     """
 
     rows: int
     block_n: int
     num_consumers: int
     num_stages: int
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a work tile."""
+        return self.rows * self.num_consumers
+
+
+@dataclass(frozen=True)
+class HopperMatmul(HopperTile):
+    """Launch config of the Hopper matrix product.
+
+    Attributes:
+        pingpong: consumers take work tiles in turn; else they share one.
+        group_m: tiles of rows that are worked on at the same time (L2 swizzle).
+        num_splits: parts of K, which are summed by a second kernel.
+        stream_k: the tiles that do not divide evenly among the programs are shared out along K.
+    """
+
     pingpong: bool = False
     group_m: int = GROUP_M
     num_splits: int = 1
@@ -62,13 +79,11 @@ class HopperMatmul:
     @property
     def block_m(self) -> int:
         """Rows of a work tile."""
-        return self.rows * (1 if self.pingpong else self.num_consumers)
+        return self.rows if self.pingpong else super().block_m
 
 
-def second_columns(block_n: int, block_scaled: bool) -> int:
+def second_columns(block_n: int) -> int:
     """Returns the columns of a work tile's second tile of B; 0 if it has one tile."""
-    if block_scaled:
-        return max(0, block_n - 128)
     return 64 if block_n == 192 else 0
 
 
@@ -117,8 +132,10 @@ def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> st
     entry_registers = 65536 // (128 * (config.num_consumers + 1))
     if config.rows * config.block_n // 128 + 32 > entry_registers:
         return f"{config}: an accumulator of {config.rows} x {config.block_n} does not fit into the registers"
-    if shape["block_scaled"] and (config.pingpong or config.block_n == 192 or config.rows > 64):
-        return f"{config}: with block scales the consumers share a tile, each 64 rows and 64, 128 or 256 columns of it"
+    if shape["block_scaled"] and (config.pingpong or config.block_n > 128 or config.rows > 64):
+        return f"{config}: with block scales the consumers share a tile, each 64 rows and 64 or 128 columns of it"
+    if shape["block_scaled"] and 3 * config.rows * config.block_n // 128 > CONSUMER_REGISTERS[config.num_consumers]:
+        return f"{config}: the sum and two products of {config.rows} x {config.block_n} do not fit into the registers"
     if shape.get("gated") and (config.block_n not in (128, 256) or shape["block_scaled"]):
         return f"{config}: gate and up take 64 or 128 columns each, and no block scales"
     if shape.get("quantized") and (
@@ -145,7 +162,7 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
     """Returns about how many clock cycles a call takes."""
     steps = ceil_div(_blocks(shape), config.num_splits)
     products = config.block_m * config.block_n * 128 / _MMA_RATE
-    if second_columns(config.block_n, bool(shape["block_scaled"])):
+    if second_columns(config.block_n):
         products *= _SECOND_TILE
     loads = _stage_bytes(config) / _L2_RATE
     step = max(products, loads) + _LOAD_SHARE * loads
@@ -157,7 +174,10 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
         time = tiles // device.sms * (steps * step + epilogue)
         return time + blocks * step + epilogue + partials + _STREAM_CYCLES if blocks else time
     if config.pingpong:  # the epilogue of one consumer runs beside the products of the others
-        time = ceil_div(tiles, device.sms) * max(steps * step, epilogue / config.num_consumers) + epilogue
+        waves = ceil_div(tiles, device.sms)
+        large = config.rows * config.block_n == 16384
+        loss = _PINGPONG_LOSS[config.rows == 64] if large or waves >= _PINGPONG_WAVES else 1.0
+        time = waves * max(loss * steps * step, epilogue / config.num_consumers) + epilogue
     else:
         time = ceil_div(tiles, device.sms) * (steps * step + epilogue)
     if config.num_splits > 1:
@@ -186,8 +206,9 @@ def _splits(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> l
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> HopperMatmul:
-    # Small tiles that alternate are for few rows; with many, large tiles read less.
-    many = shape["batch"] * shape["m"] > _PINGPONG_ROWS
+    # Small tiles that alternate are for few rows or a short K; else large tiles read less.
+    short = shape["bytes"] == 2 and _blocks(shape) <= _PINGPONG_BLOCKS
+    many = shape["batch"] * shape["m"] > _PINGPONG_ROWS and not short
     candidates = [
         replace(_with_most_stages(config, device), num_splits=splits)
         for config in _tile_shapes()

@@ -21,8 +21,9 @@ GATED: B and `b_second`, gate and up, are multiplied at once. A stage of B's rin
 by side, so that one WGMMA computes both and the halves of its accumulator are gate and up of BLOCK_N / 2 columns of C.
 
 BLOCK_SCALED (fp8): a scale belongs to 128 elements of K, which are one K block. A consumer multiplies the product of
-each block and 128 columns by its scales and adds it to the accumulator in float32, while the products of the other
-consumer run. The scales of a block are loaded one block ahead.
+each block by its scales and adds it to the accumulator in float32, while the tensor cores compute the second block's
+product, or the other consumers'. The scales of a block are loaded SCALES_AHEAD blocks before: they come from device
+memory when all programs reach a block at the same time.
 
 WGMMA reads 16-bit operands in either order. An operand whose K index is contiguous (K-major) is loaded as
 [rows, BLOCK_K]; one whose rows are contiguous (MN-major) as [BLOCK_K, rows], and its tile is then transposed as a view.
@@ -52,6 +53,7 @@ from flashkernel.ops.matmul.hopper.epilogue import EpilogueArgs, await_partials,
 from flashkernel.ops.matmul.hopper.epilogue import column_chunks as column_chunks  # for grouped products
 from flashkernel.ops.matmul.hopper.schedule import Schedule, num_work_tiles, work_tile
 
+SCALES_AHEAD = gl.constexpr(4)  # K blocks between the load of a block's scales and their use
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
 SIZES = ("m", "n", "m_tiles", "n_tiles", "k_blocks", "batch", "num_splits", "num_streamed")
 
@@ -95,8 +97,8 @@ class MatmulTraits(NamedTuple):
 class Buffers(NamedTuple):
     """Tiles in shared memory: A by stage and consumer, B by stage, chunks of C by consumer.
 
-    Two tiles of B of the same size (GATED, BLOCK_SCALED) are side by side in `b`. With GATED the producer's `b` has the
-    stages' two halves, and the consumers' `b` whole stages. A second tile of another size has `b_second`.
+    Gate and up (GATED) are side by side in `b`: the producer's `b` has the stages' two halves, and the consumers' `b`
+    whole stages. A second tile of another size has `b_second`.
     """
 
     a: Any
@@ -142,8 +144,6 @@ def _produce(args, TRAITS: gl.constexpr):
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
     HALVES: gl.constexpr = 2 if TRAITS.GATED else 1
-    SIDE_BY_SIDE: gl.constexpr = TRAITS.GATED or (TRAITS.BLOCK_SCALED and TRAITS.SECOND_N > 0)
-    B_TILES: gl.constexpr = 2 if SIDE_BY_SIDE else 1  # of a stage in buffers.b
     # From the first tile's column to the second's; up's columns are those of the gate.
     TO_SECOND: gl.constexpr = 0 if TRAITS.GATED else TRAITS.BLOCK_N - TRAITS.SECOND_N
     HAS_SECOND: gl.constexpr = TRAITS.GATED or TRAITS.SECOND_N > 0
@@ -165,10 +165,10 @@ def _produce(args, TRAITS: gl.constexpr):
                 row = (tile.row * A_TILES + w) * ROWS
                 a_place = [a_batch, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [a_batch, block * BLOCK_K, row]
                 load_tile(a, a_place, full, buffers.a.index(stage * A_TILES + w))
-            load_tile(b, _b_place(b_batch, column, block, TRAITS), full, buffers.b.index(stage * B_TILES))
+            load_tile(b, _b_place(b_batch, column, block, TRAITS), full, buffers.b.index(stage * HALVES))
             if HAS_SECOND:
                 place = _b_place(b_batch, column + TO_SECOND, block, TRAITS)
-                if SIDE_BY_SIDE:
+                if TRAITS.GATED:
                     load_tile(b_second, place, full, buffers.b.index(stage * 2 + 1))
                 else:
                     load_tile(b_second, place, full, buffers.b_second.index(stage))
@@ -268,57 +268,64 @@ def multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _block_scales(args, tile, row, step, TRAITS: gl.constexpr):
-    """Returns the scales of A's rows and of B's columns for the product number `step` of a work tile."""
-    PARTS: gl.constexpr = 2 if TRAITS.SECOND_N > 0 else 1
-    ep, block = args.epilogue, tile.k_begin + step // PARTS
+def _block_scale(args, tile, row, number, num_blocks, TRAITS: gl.constexpr):
+    """Returns the scale of each of a consumer's rows for the product of a work tile's K block `number`."""
+    ep, block = args.epilogue, tile.k_begin + gl.minimum(number, num_blocks - 1)
     a_scales = ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride
-    b_scales = ep.b_scale + tile.batch * ep.b_scale_batch_stride + block * ep.b_scale_block_stride
-    # A second tile that lies outside B has no scale.
-    column = gl.minimum(tile.column * TRAITS.BLOCK_N // 128 + step % PARTS, (args.n - 1) // 128)
+    b_scale = ep.b_scale + tile.batch * ep.b_scale_batch_stride + block * ep.b_scale_block_stride
+    column = tile.column * TRAITS.BLOCK_N // 128
     a_scale = gl.load(a_scales + block * ep.a_scale_block_stride, mask=row < args.m, other=0.0)
-    return a_scale, gl.load(b_scales + column * ep.b_scale_stride)
+    return a_scale, gl.load(b_scale + column * ep.b_scale_stride)
+
+
+@gluon.jit
+def _issue_block(args, loaded, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Issues the product of the K block that is number `loaded` in the ring, once TMA has loaded it."""
+    stage = loaded % TRAITS.NUM_STAGES
+    mbarrier.wait(args.full.index(stage), (loaded // TRAITS.NUM_STAGES) & 1)
+    b = _b_operand(args.buffers.b, stage, TRAITS.BLOCK_N, TRAITS)
+    zeros = _zeros(TRAITS.BLOCK_N, TRAITS)
+    return warpgroup_mma(a_operand(args, stage, w, TRAITS), b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_block(acc, product, scale, loaded, IN_FLIGHT: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns acc + product * scale once the product is there and IN_FLIGHT later ones may still be computed."""
+    product = warpgroup_mma_wait(IN_FLIGHT, deps=[product])
+    named_barrier_arrive(loaded % TRAITS.NUM_STAGES, TRAITS.NUM_CONSUMERS)
+    a_scale, b_scale = scale
+    return acc + product * (a_scale * b_scale)[:, None]
 
 
 @gluon.jit
 def _multiply_block_scaled(args, tile, position, w: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns the sums over a work tile's K blocks, each multiplied by its scales, for each tile of B.
+    """Returns the sum over a work tile's K blocks, each multiplied by its scales.
 
-    Both tiles of B have the same size, and their products are one instruction in a loop: written out twice, they would
-    have registers of their own, and spill.
+    Two products are issued at a time, and the first is added to the sum while the second is computed. A product that is
+    under way from one iteration to the next would make ptxas wait for each of them.
     """
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     ROWS: gl.constexpr = TRAITS.ROWS
-    FIRST_N: gl.constexpr = TRAITS.BLOCK_N - TRAITS.SECOND_N
-    PARTS: gl.constexpr = 2 if TRAITS.SECOND_N > 0 else 1
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, TRAITS.BLOCK_K // 4])
-    first = _zeros(FIRST_N, TRAITS)
-    second = _zeros(FIRST_N, TRAITS)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TRAITS.BLOCK_N, TRAITS.BLOCK_K // 4])
     row = (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    num_steps = (tile.k_end - tile.k_begin) * PARTS
-    a_scale, b_scale = _block_scales(args, tile, row, 0, TRAITS)
-    for step in range(num_steps):
-        next_a, next_b = _block_scales(args, tile, row, gl.minimum(step + 1, num_steps - 1), TRAITS)
-        loaded = position + step // PARTS
-        stage, part = loaded % NUM_STAGES, step % PARTS
-        mbarrier.wait(args.full.index(stage), (loaded // NUM_STAGES) & 1)
-        b = _b_operand(args.buffers.b, stage * PARTS + part, FIRST_N, TRAITS)
-        product = warpgroup_mma(
-            a_operand(args, stage, w, TRAITS), b, _zeros(FIRST_N, TRAITS), use_acc=False, is_async=True
-        )
-        product = warpgroup_mma_wait(0, deps=[product])
-        if part == PARTS - 1:
-            named_barrier_arrive(stage, TRAITS.NUM_CONSUMERS)
-        scale = (a_scale * b_scale)[:, None]
-        if part == 0:
-            first += product * scale
-        else:
-            second += product * scale
-        a_scale, b_scale = next_a, next_b
-    if PARTS == 1:
-        return (first,)
-    else:
-        return (first, second)
+    num_blocks = tile.k_end - tile.k_begin
+    acc = _zeros(TRAITS.BLOCK_N, TRAITS)
+    scale = _block_scale(args, tile, row, 0, num_blocks, TRAITS)
+    scale_1 = _block_scale(args, tile, row, 1, num_blocks, TRAITS)
+    scale_2 = _block_scale(args, tile, row, 2, num_blocks, TRAITS)
+    scale_3 = _block_scale(args, tile, row, 3, num_blocks, TRAITS)
+    for pair in range(num_blocks // 2):
+        number = 2 * pair
+        scale_4 = _block_scale(args, tile, row, number + SCALES_AHEAD, num_blocks, TRAITS)
+        scale_5 = _block_scale(args, tile, row, number + SCALES_AHEAD + 1, num_blocks, TRAITS)
+        even = _issue_block(args, position + number, w, TRAITS)
+        odd = _issue_block(args, position + number + 1, w, TRAITS)
+        acc = _add_block(acc, even, scale, position + number, 1, TRAITS)
+        acc = _add_block(acc, odd, scale_1, position + number + 1, 0, TRAITS)
+        scale, scale_1, scale_2, scale_3 = scale_2, scale_3, scale_4, scale_5
+    if num_blocks % 2 == 1:
+        last = position + num_blocks - 1
+        acc = _add_block(acc, _issue_block(args, last, w, TRAITS), scale, last, 0, TRAITS)
+    return (acc,)
 
 
 @gluon.jit
@@ -373,7 +380,7 @@ def matmul_kernel(
 ):  # fmt: skip
     """C [num_splits * batch, m, n]. a, b, b_second and c are TMA descriptors; c is an address if not TMA_STORE."""
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
-    B_TILES: gl.constexpr = 2 if TRAITS.GATED or (TRAITS.BLOCK_SCALED and TRAITS.SECOND_N > 0) else 1
+    B_TILES: gl.constexpr = 2 if TRAITS.GATED else 1
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     a_buffers = gl.allocate_shared_memory(a.dtype, [NUM_STAGES * A_TILES] + a.block_shape, a.layout)
     b_buffers = gl.allocate_shared_memory(b.dtype, [NUM_STAGES * B_TILES] + b.block_shape, b.layout)

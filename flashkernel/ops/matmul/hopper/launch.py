@@ -137,7 +137,7 @@ def _multiply(
     b_operand, b_k_major, up_operand = _right_operands(b, up)
     tma_store = tma_compatible(c)
     written = _stored_by_tma(epilogue) if tma_store else ()
-    second_n = second_columns(config.block_n, scaling.kind == "block")
+    second_n = second_columns(config.block_n)
     chunk_n = min(second_n or tile_n, chunk_columns(config.rows, c.element_size()))
     if epilogue.dz is not None:
         elements = _GRADIENT_ELEMENTS // 2 if config.stream_k else _GRADIENT_ELEMENTS

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
+from flashkernel.ops.matmul.hopper.configs import HopperTile
 
 MAX_STAGES = 8  # as many named barriers are free (core/gluon.py)
 _CHUNK_BYTES = 16384  # of shared memory, per consumer, in which chunks are staged for TMA, or change their layout
@@ -23,25 +24,8 @@ _STORE_RATE = 16  # elements of y per clock cycle
 
 
 @dataclass(frozen=True)
-class HopperGrouped:
-    """Launch config of a grouped product, or of the weights' gradient, on Hopper.
-
-    Attributes:
-        rows: rows of a work tile per consumer warpgroup, 64 or 128.
-        block_n: columns of a work tile.
-        num_consumers: consumer warpgroups.
-        num_stages: K blocks in flight; each is 128 bytes of K.
-    """
-
-    rows: int
-    block_n: int
-    num_consumers: int
-    num_stages: int
-
-    @property
-    def block_m(self) -> int:
-        """Rows of a work tile."""
-        return self.rows * self.num_consumers
+class HopperGrouped(HopperTile):
+    """Launch config of a grouped product, or of the weights' gradient, on Hopper."""
 
 
 def _stage_bytes(config: HopperGrouped) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.ragged_gluon import ragged_descriptor
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped, tail_columns
 from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_matmul_kernel
-from flashkernel.ops.matmul.grouped.hopper.ragged import ragged_descriptor
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
-from flashkernel.ops.matmul.grouped.params import GroupedParams
-from flashkernel.ops.matmul.grouped.triton import scale_strides
+from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 from flashkernel.ops.matmul.hopper.configs import (
     CONSUMER_REGISTERS,
     GROUP_M,
@@ -29,66 +28,33 @@ _MIN_GROUPS = 128  # of the vectors over groups: an element for each thread
 
 
 def grouped_forward(
-    x: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    params: GroupedParams,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-    row_weights: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    preactivation: Tensor | None,
+    x: Tensor, weights: Tensor, offsets: Tensor, params: GroupedParams, tensors: GroupedTensors
 ) -> Tensor:
     """y [out_rows, columns]; `GroupedMatmulKernels.grouped_forward` documents the arguments."""
-    groups, k, n = weights.shape
-    rows = next((index.shape[0] for index in (gather, scatter) if index is not None), x.shape[0])
-    whole = scatter is None or rows == params.out_rows  # as many different indices as rows name every row
-    size = (params.out_rows, params.out_columns(n))
-    y = (torch.empty if whole else torch.zeros)(size, dtype=params.out_dtype, device=x.device)
-    if y.numel() == 0 or rows == 0:
+    y, needed = params.new_output(x, weights, tensors)
+    if not needed:
         return y
-    if groups == 0:
-        if preactivation is not None:
-            preactivation.zero_()
-        return y.zero_()
+    (groups, k, n), rows = weights.shape, tensors.num_rows(x)
     if k == 0:  # sums of 16 bytes of zeros: TMA takes no empty tensors
         k = 16 // x.element_size()
         x, weights = x.new_zeros((x.shape[0], k)), weights.new_zeros((groups, k, n))
+    gather, x_scale = tensors.gather, tensors.x_scale
+    if gather is not None and x_scale is not None and x_scale.shape[0] > 1:
+        tensors = tensors._replace(x_scale=x_scale.index_select(0, gather))
     if gather is not None and not _copies_rows(x):
-        x, gathered = _gathered(x, gather), None
-    else:
-        gathered = gather
-    if gather is not None:
-        x_scale = x_scale.index_select(0, gather) if x_scale is not None and x_scale.shape[0] > 1 else x_scale
+        x, tensors = _gathered(x, gather), tensors._replace(gather=None)
     shape = {"rows": rows, "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": 0,
              "halves": int(params.gate == "halves")}  # fmt: skip
     config: HopperGrouped = tune.pick(HOPPER_GROUPED, device.properties(x.device), shape)
-    _multiply(
-        x,
-        weights,
-        offsets,
-        y,
-        params,
-        rows,
-        gathered,
-        scatter,
-        row_weights,
-        bias,
-        x_scale,
-        weight_scale,
-        preactivation,
-        config,
-    )
+    _multiply(x, weights, offsets, y, params, tensors, rows, config)
     return y
 
 
 def _multiply(
-    x: Tensor, weights: Tensor, offsets: Tensor, y: Tensor, params: GroupedParams, rows: int, gather: Tensor | None,
-    scatter: Tensor | None, row_weights: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    weight_scale: Tensor | None, preactivation: Tensor | None, config: HopperGrouped,
+    x: Tensor, weights: Tensor, offsets: Tensor, y: Tensor, params: GroupedParams, tensors: GroupedTensors, rows: int,
+    config: HopperGrouped,
 ) -> None:  # fmt: skip
+    gather, scatter, row_weights, bias, x_scale, weight_scale, preactivation = tensors
     groups, k, n = weights.shape
     block_k = 128 // x.element_size()
     only_k_major = x.element_size() != 2
@@ -119,7 +85,7 @@ def _multiply(
         PRODUCER_REGISTERS=PRODUCER_REGISTERS if gather is None else _GATHER_REGISTERS[1],
         DISTANCE=min(2, config.num_stages - 2),
     )
-    x_scale_stride, weight_scale_strides = scale_strides(x_scale, weight_scale)
+    x_scale_stride, weight_scale_strides = tensors.scale_strides
     box = (config.rows, block_k) if a_k_major else (block_k, config.rows)
     n_tiles = tune.ceil_div(y.shape[1] if params.gate == "halves" else n, box_n)
     most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
@@ -128,7 +94,7 @@ def _multiply(
         x if gather is not None else tile_descriptor(x_operand, box),
         tile_descriptor(weights_operand, (box_n, block_k) if b_k_major else (block_k, box_n)),
         offsets, gather, x.stride(0), y, preactivation, scatter, row_weights, bias,
-        (0, 0) if bias is None else bias.stride(), x_scale, x_scale_stride, weight_scale, weight_scale_strides,
+        tensors.bias_strides, x_scale, x_scale_stride, weight_scale, weight_scale_strides,
         n, y.shape[1], rows, groups, n_tiles, tune.ceil_div(k, block_k), TRAITS=traits, num_warps=4,
     )  # fmt: skip
 

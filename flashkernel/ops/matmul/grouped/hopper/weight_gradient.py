@@ -3,7 +3,7 @@
 A work tile is BLOCK_M features of x by BLOCK_N of dz in the gradient of one group's weight; its sum goes over the rows
 of the group, BLOCK_K at a time. Rows are contiguous in memory, features within them: both operands are MN-major, and
 WGMMA reads them as they are. The last step of a group would reach into the next one, whose rows must not be added; the
-descriptors end with the group (ragged.py), so that TMA fills in zeros.
+descriptors end with the group (blocks/ragged_gluon.py), so that TMA fills in zeros.
 
 The pipeline is that of the dense product (hopper/kernel.py). An empty group has no steps; its gradient is stored as
 zeros. Work tiles are in the order of the groups: those at work at the same time share x and dz of one or two groups in
@@ -12,6 +12,7 @@ L2, and every program has its part of each group, whatever its size.
 
 from typing import Any, NamedTuple
 
+from flashkernel.blocks.ragged_gluon import group_place
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -26,7 +27,6 @@ from flashkernel.core.gluon import (
     tma,
 )
 from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_tail, release_unread
-from flashkernel.ops.matmul.grouped.hopper.ragged import group_place
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
 from flashkernel.ops.matmul.triton.tiles import tile_position
 

@@ -1,0 +1,141 @@
+"""A mixture of experts as a module: gate, router and experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flashkernel.blocks.epilogue import activation_width
+from flashkernel.ops.moe import Router, Routing, moe_balance_bias, moe_balance_loss, moe_experts, moe_route
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of a transformer's MLP: a module over `moe_route` and `moe_experts`.
+
+    Its experts have the names and shapes of those in Transformers: gate_up_proj (experts, 2 * intermediate, hidden) and
+    down_proj (experts, hidden, intermediate). After a call, `routing` and `logits` are those of its tokens.
+
+    Args:
+        hidden_size: Columns of x and of the output.
+        intermediate_size: Width between an expert's products.
+        num_experts: How many experts there are.
+        router: How tokens choose; softmax over the two largest unless given.
+        activation: As in `flashkernel.moe_experts`.
+        packed: As in `flashkernel.moe_experts`.
+        bias: Whether experts have biases.
+        noisy: Adds noise to the logits in training, with a learned scale for each expert (noisy top-k gating).
+        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every call in training, towards
+            equal loads (`moe_balance_bias`).
+        capacity_factor: Limits each expert to this times its equal share of the rows; None: no limit.
+        recompute: As in `flashkernel.moe_experts`.
+        backend: Of the experts, as in `flashkernel.moe_experts`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> layer = fk.MoE(16, 24, num_experts=4, router=fk.Router("softmax", 2))
+        >>> y = layer(torch.randn(2, 5, 16))
+        >>> (y.sum() + 0.01 * layer.balance_loss("switch")).backward()
+        >>> y.shape, layer.routing.experts.shape
+        (torch.Size([2, 5, 16]), torch.Size([10, 2]))
+        >>> list(layer.state_dict())
+        ['gate_up_proj', 'down_proj', 'gate.weight']
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        router: Router | None = None,
+        *,
+        activation: str = "swiglu",
+        packed: str = "halves",
+        bias: bool = False,
+        noisy: bool = False,
+        balance_rate: float = 0.0,
+        capacity_factor: float | None = None,
+        recompute: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = Router() if router is None else router
+        if self.router.k > num_experts:
+            raise ValueError(f"MoE: k is {self.router.k} and there are {num_experts} experts; lower k")
+        if balance_rate and self.router.kind != "sigmoid":
+            raise ValueError(f"MoE: balance_rate is for a 'sigmoid' router; this one is {self.router.kind!r}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"MoE: capacity_factor is {capacity_factor}; it must be above 0, or None")
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide = intermediate_size * activation_width(activation)
+        self.num_experts, self.activation, self.packed = num_experts, activation, packed
+        self.balance_rate, self.capacity_factor = balance_rate, capacity_factor
+        self.recompute, self.backend = recompute, backend
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False, **where)
+        self.noise = nn.Linear(hidden_size, num_experts, bias=False, **where) if noisy else None
+        self.gate_up_proj = nn.Parameter(torch.empty((num_experts, wide, hidden_size), **where))
+        self.down_proj = nn.Parameter(torch.empty((num_experts, hidden_size, intermediate_size), **where))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty((num_experts, wide), **where)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty((num_experts, hidden_size), **where)) if bias else None
+        balance = torch.empty(num_experts, device=device) if balance_rate else None
+        self.register_buffer("balance_bias", balance)
+        self.routing: Routing | None = None
+        self.logits: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights as `nn.Linear` does; biases and the noise's scale begin at 0."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.uniform_(weight, -1 / math.sqrt(max(1, weight.shape[2])), 1 / math.sqrt(max(1, weight.shape[2])))
+        for zero in (self.gate_up_proj_bias, self.down_proj_bias, self.balance_bias):
+            if isinstance(zero, Tensor):
+                nn.init.zeros_(zero)
+        self.gate.reset_parameters()
+        if self.noise is not None:
+            nn.init.zeros_(self.noise.weight)
+
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """The weighted sum of each token's experts; x is (..., hidden). `token_ids` (...) is what "hash" routes by."""
+        flat = x.reshape(-1, x.shape[-1])
+        self.logits = self.gate(flat).float()
+        noise = None
+        if self.noise is not None and self.training:
+            noise = F.softplus(self.noise(flat).float()) * torch.randn_like(self.logits)
+        bias: Any = self.balance_bias
+        ids = None if token_ids is None or self.router.kind != "hash" else token_ids.reshape(-1)
+        self.routing = moe_route(self.logits, self._router(flat.shape[0]), bias=bias, noise=noise, token_ids=ids)
+        if bias is not None and self.training:
+            moe_balance_bias(bias, self.routing, self.balance_rate)
+        y = moe_experts(
+            flat, self.routing, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias,
+            activation=self.activation, packed=self.packed, recompute=self.recompute, backend=self.backend,
+        )  # fmt: skip
+        return y.view(x.shape)
+
+    def _router(self, tokens: int) -> Router:
+        if self.capacity_factor is None:
+            return self.router
+        share = self.capacity_factor * tokens * self.router.k / self.num_experts
+        return replace(self.router, capacity=max(1, math.ceil(share)))
+
+    def balance_loss(self, kind: str = "switch") -> Tensor:
+        """`moe_balance_loss` of the last call.
+
+        Args:
+            kind: "switch", "cv" or "z".
+        """
+        if self.logits is None or self.routing is None:
+            raise ValueError("MoE: balance_loss is of the last call, and there was none")
+        return moe_balance_loss(self.logits, self.routing, kind)
+
+    def extra_repr(self) -> str:
+        """Experts and router."""
+        return f"num_experts={self.num_experts}, router={self.router}, activation={self.activation!r}"

@@ -1,0 +1,78 @@
+"""What keeps the loads of experts equal: losses, and a bias that needs no loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashkernel.ops.moe.routing.router import Routing
+
+BALANCE_LOSSES = ("switch", "cv", "z")
+
+
+def moe_balance_loss(logits: Tensor, routing: Routing, kind: str = "switch") -> Tensor:
+    """Returns a loss that is low where experts are used alike, to be added to a model's own with a small factor.
+
+    - "switch": experts * sum over e of f_e P_e, where f_e is the share of the slots that chose expert e and P_e the
+      mean probability of e (Switch Transformer). It is 1 where both are uniform.
+    - "cv": the squared coefficient of variation of the experts' importance, the sums of their routing weights:
+      variance / mean^2. It is 0 where they are equal.
+    - "z": the mean of logsumexp(logits)^2, which keeps logits small (ST-MoE).
+
+    Nothing waits for the GPU.
+
+    Args:
+        logits: (tokens, experts): what was routed. Differentiable, "cv" through the routing weights instead.
+        routing: what `moe_route` returned for them.
+        kind: "switch", "cv" or "z".
+
+    Returns:
+        A float32 scalar; 0 without tokens.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> logits = torch.zeros(4, 2).requires_grad_()
+        >>> routing = fk.moe_route(logits, fk.Router("softmax", 1))  # of equal logits the first: expert 0 gets all
+        >>> [round(float(fk.moe_balance_loss(logits, routing, kind)), 3) for kind in ("switch", "cv", "z")]
+        [1.0, 1.0, 0.48]
+    """
+    if kind not in BALANCE_LOSSES:
+        raise ValueError(f"moe_balance_loss: kind is {kind!r}; it must be one of {', '.join(BALANCE_LOSSES)}")
+    tokens, experts = logits.shape
+    wide = logits.float()
+    if tokens == 0:
+        return wide.sum()
+    if kind == "z":
+        return torch.logsumexp(wide, 1).square().mean()
+    if kind == "switch":
+        share = routing.counts.float() / routing.counts.sum().clamp(min=1)
+        return experts * (share * torch.softmax(wide, 1).mean(0)).sum()
+    used = routing.experts >= 0
+    index = torch.where(used, routing.experts, 0).flatten().long()
+    weights = torch.where(used, routing.weights, 0).flatten()
+    importance = torch.zeros(experts, device=logits.device).scatter_add(0, index, weights)
+    return importance.var(correction=0) / (importance.mean().square() + 1e-20)
+
+
+@torch.no_grad()
+def moe_balance_bias(bias: Tensor, routing: Routing, rate: float = 1e-3) -> Tensor:
+    """Moves the bias of a "sigmoid" router so that experts with few tokens are chosen more often; no loss is needed.
+
+    bias += rate * sign(mean load - load), as DeepSeek-V3 does once a step. Nothing waits for the GPU.
+
+    Args:
+        bias: (experts,) float, the `bias` of `moe_route`; changed in place.
+        routing: of the step.
+        rate: how far it moves.
+
+    Returns:
+        The bias.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> routing = fk.moe_route(torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0]]), fk.Router("sigmoid", 1))
+        >>> fk.moe_balance_bias(torch.zeros(3), routing, 0.5)
+        tensor([-0.5000,  0.5000,  0.5000])
+    """
+    load = routing.counts.to(bias.dtype)
+    return bias.add_(torch.sign(load.mean() - load), alpha=rate)

@@ -1,0 +1,100 @@
+"""Statistics of how experts are used, gathered on the device and read when they are looked at."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashkernel.ops.moe.routing.router import Routing
+
+STATISTICS = ("min_over_max", "entropy", "dropped")
+
+
+class ExpertUsage:
+    """Loads of the experts of all layers over the steps of a training.
+
+    `add` stores a routing's counts on the device and waits for nothing; the properties copy all of them at once.
+
+    Args:
+        layers: How many layers there are.
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> usage = fk.ExpertUsage(layers=1)
+        >>> usage.add(0, fk.moe_route(torch.eye(4), fk.Router("softmax", 1)))
+        >>> usage.add(0, fk.moe_route(torch.eye(4)[[0, 0, 0, 1]], fk.Router("softmax", 1, capacity=2)))
+        >>> usage.statistic("min_over_max").tolist(), usage.statistic("dropped").tolist()
+        ([[1.0], [0.0]], [[0.0], [0.25]])
+        >>> usage.loads.shape
+        torch.Size([2, 1, 4])
+    """
+
+    def __init__(self, layers: int) -> None:
+        if layers < 1:
+            raise ValueError(f"ExpertUsage: layers is {layers}; there must be at least 1")
+        self._counts: list[list[Tensor]] = [[] for _ in range(layers)]
+        self._kept: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def add(self, layer: int, routing: Routing) -> None:
+        """Stores what a layer's router chose in a step.
+
+        Args:
+            layer: Its number.
+            routing: Of the step.
+        """
+        self._counts[layer].append(routing.counts.detach().clone())
+        self._kept[layer].append(routing.offsets[-1].detach().clone())
+
+    @property
+    def loads(self) -> Tensor:
+        """(steps, layers, experts), float32 on the CPU: tokens that chose each expert."""
+        return torch.stack([torch.stack(steps) for steps in self._counts], 1).float().cpu()
+
+    def statistic(self, name: str) -> Tensor:
+        """Returns a statistic (steps, layers), float32 on the CPU.
+
+        Args:
+            name: "min_over_max": the smallest load over the largest, 1 if all are equal. "entropy": of the shares, over
+                the largest possible, likewise. "dropped": the share of the chosen slots that found no room.
+        """
+        if name not in STATISTICS:
+            raise ValueError(f"ExpertUsage: there is no statistic {name!r}; there are {', '.join(STATISTICS)}")
+        loads = self.loads
+        total = loads.sum(2).clamp(min=1)
+        if name == "min_over_max":
+            return loads.amin(2) / loads.amax(2).clamp(min=1)
+        if name == "entropy":
+            share = loads / total[..., None]
+            return torch.special.entr(share).sum(2) / max(math.log(loads.shape[2]), 1e-9)
+        kept = torch.stack([torch.stack(steps) for steps in self._kept], 1).float().cpu()
+        return 1 - kept / total
+
+    def plot(self, path: str | Path, statistic: str = "min_over_max") -> None:
+        """Draws a heat map of a statistic over layers and steps, and one of the last step's loads over experts.
+
+        Args:
+            path: The picture's file.
+            statistic: As in `statistic`.
+        """
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
+        values = self.statistic(statistic)
+        image = left.imshow(values.T.numpy(), aspect="auto", vmin=0, vmax=1, origin="lower", interpolation="nearest")
+        left.set(xlabel="step", ylabel="layer", title=statistic.replace("_", " "))
+        figure.colorbar(image, ax=left)
+        loads = self.loads[-1]
+        image = right.imshow(
+            (loads / loads.sum(1, keepdim=True).clamp(min=1)).numpy(), aspect="auto", vmin=0, origin="lower",
+            interpolation="nearest",
+        )  # fmt: skip
+        right.set(xlabel="expert", ylabel="layer", title="share of the slots, last step")
+        figure.colorbar(image, ax=right)
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
