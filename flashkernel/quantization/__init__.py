@@ -9,11 +9,13 @@ from flashkernel.quantization.evaluation import (
     shipped_text,
     windows,
 )
+from flashkernel.quantization.layer_pass import KV_CACHES
 from flashkernel.quantization.scheme import Scheme
 
 __all__ = [
     "CALIBRATION_TEXT",
     "EVALUATION_TEXT",
+    "KV_CACHES",
     "LayerError",
     "Method",
     "Perplexity",

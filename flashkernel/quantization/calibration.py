@@ -257,9 +257,10 @@ def _check(model: Transformer, method: Method, scheme: Scheme) -> None:
 def _fingerprint(model: Transformer, token_ids: Tensor, method: Method, scheme: Scheme) -> str:
     """What a saved state belongs to: the model by its configuration and some of its weights, and all settings."""
     first: Any = model.layers[0].qkv_proj
+    embedding: Any = model.weights.embedding
     parts = [
         repr(model.config), repr(method), repr(scheme), str(model.dtype), str(tuple(token_ids.shape)),
-        repr(token_ids.flatten().tolist()), f"{float(model.weights.embedding.double().sum()):.6e}",
+        repr(token_ids.flatten().tolist()), f"{float(embedding.double().sum()):.6e}",
         f"{float(first.double().abs().sum()):.6e}",
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -38,13 +38,20 @@ class Perplexity:
 
 
 @torch.no_grad()
-def perplexity(model: Transformer, token_ids: Tensor, progress: Callable[[int, int], None] | None = None) -> Perplexity:
+def perplexity(
+    model: Transformer,
+    token_ids: Tensor,
+    progress: Callable[[int, int], None] | None = None,
+    kv_cache: str | None = None,
+) -> Perplexity:
     """Returns the perplexity of a model on windows of text that do not overlap.
 
     Args:
         model: A model of the engine, quantized or not.
         token_ids: int64 (windows, length); `windows` makes them. The first token of a window is not predicted.
         progress: Called after each layer with (layers done, layers).
+        kv_cache: Format of keys and values: "float8_e4m3fn" or "int8", as the engine's cache stores them, or "int4",
+            rounded to 4 bits in groups of 32 columns. None: the model's dtype.
 
     Returns:
         The perplexity, and of how many tokens.
@@ -57,7 +64,7 @@ def perplexity(model: Transformer, token_ids: Tensor, progress: Callable[[int, i
         >>> found.tokens, found.value > 1
         (62, True)
     """
-    runner = SequenceRunner(model, token_ids)
+    runner = SequenceRunner(model, token_ids, kv_cache=kv_cache)
     hidden = runner.embeddings()
     for index, layer in enumerate(model.layers):
         hidden = runner.layer(hidden, layer, index)

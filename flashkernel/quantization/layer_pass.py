@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashkernel as fk
+from flashkernel.blocks.fp8 import expand_scales
+from flashkernel.blocks.integers import INT4, integer_scales, round_to_integers
 from flashkernel.engine.forward_pass import ForwardPass
 from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelInput, Transformer
-from flashkernel.kvcache import BatchTensors, KVCache, PageStorage
+from flashkernel.kvcache import BatchTensors, KVCache, LayerPages, PageStorage
 
 PAGE = 64
+KV_GROUP = 32  # columns of a head that share a scale in int4
+# Formats of keys and values -> bits of an element, scales included (a float32 scale for 64 columns; in int4 a float16
+# scale and a zero point of a byte for 32 columns).
+KV_CACHES = {"float8_e4m3fn": 8.5, "int8": 8.5, "int4": 4.75}
 SAMPLE = 256  # inputs of each projection that are kept, for the error after quantization
 _linear: Any = fk.linear
 _rms_norm: Any = fk.rms_norm
@@ -59,11 +65,33 @@ class InputStatistics:
         return torch.cat(self._samples)[:: max(1, 64 * len(self._samples) // SAMPLE)]
 
 
+def round_to_int4(values: Tensor) -> Tensor:
+    """Keys or values (tokens, heads, dim) rounded to 4 bits, with a scale and a zero point for each 32 columns of a
+    head, or for the whole head where 32 does not divide it."""
+    dim = values.shape[-1]
+    group = (1, KV_GROUP if dim % KV_GROUP == 0 else dim)
+    flat = values.reshape(-1, dim)
+    scales, zeros = integer_scales(flat, group, INT4, False)
+    scales = scales.half().float()  # as a cache would store them
+    codes = round_to_integers(flat, scales, zeros, group, INT4)
+    assert zeros is not None
+    steps = codes.float() - expand_scales(zeros.float(), group, flat.shape)
+    return (steps * expand_scales(scales, group, flat.shape)).view_as(values).to(values.dtype)
+
+
 class RecordingPass(ForwardPass):
     """A pass that gives the inputs of every projection of one layer to `statistics`, by the projection's name."""
 
     layer: LayerWeights
     statistics: dict[str, InputStatistics] | None = None
+    round_kv: Callable[[Tensor], Tensor] | None = None  # applied to keys, after rotation, and values
+
+    def attention(self, q: Tensor, pages: LayerPages, window: int | None, sinks: Tensor | None) -> Tensor:
+        if self.round_kv is not None:
+            slots = self.model_input.step.slots.long()
+            for stored in (pages.k_pages.flatten(0, 1), pages.v_pages.flatten(0, 1)):
+                stored[slots] = self.round_kv(stored[slots])
+        return super().attention(q, pages, window, sinks)
 
     def _record(self, weight: Any, inputs: Tensor) -> None:
         if self.statistics is None:
@@ -97,9 +125,12 @@ class SequenceRunner:
         model: The model; its embedding and head are used.
         token_ids: int64 (sequences, length).
         batch: Sequences computed together.
+        kv_cache: Format of keys and values: "float8_e4m3fn" or "int8" as the engine's cache stores them, with a scale
+            for each head of a token, or "int4": rounded to 4 bits with a scale and a zero point for each 32 columns of
+            a head, and kept as floats. None: the model's dtype.
     """
 
-    def __init__(self, model: Transformer, token_ids: Tensor, batch: int = 4) -> None:
+    def __init__(self, model: Transformer, token_ids: Tensor, batch: int = 4, kv_cache: str | None = None) -> None:
         longest = model.config.max_position_embeddings
         if token_ids.ndim != 2 or not 0 < token_ids.shape[1] <= longest:
             raise ValueError(
@@ -109,14 +140,18 @@ class SequenceRunner:
         self.model, self.token_ids, self.batch = model, token_ids.to(model.device), batch
         length, config = token_ids.shape[1], model.config
         pages = batch * -(-length // PAGE) + 1
-        self._storage = PageStorage(1, pages, PAGE, config.kv_heads, config.head_dim, dtype=model.dtype,
+        if kv_cache not in (None, *KV_CACHES):
+            raise ValueError(f"kv_cache is {kv_cache!r}; it must be one of {', '.join(KV_CACHES)}, or None")
+        self._round_kv = round_to_int4 if kv_cache == "int4" else None
+        dtype = model.dtype if kv_cache in (None, "int4") else getattr(torch, str(kv_cache))
+        self._storage = PageStorage(1, pages, PAGE, config.kv_heads, config.head_dim, dtype=dtype,
                                     device=model.device)  # fmt: skip
         self._inputs: dict[int, ModelInput] = {}
 
     def embeddings(self) -> Tensor:
         """The hidden states before the first layer, (sequences, length, hidden)."""
         weights = self.model.weights
-        x = F.embedding(self.token_ids, weights.embedding)
+        x = self.model.embed(self.token_ids)
         if weights.position_embedding is not None:
             x = x + weights.position_embedding[: self.token_ids.shape[1]]
         return x
@@ -145,7 +180,9 @@ class SequenceRunner:
     def _passes(self) -> Iterator[tuple[int, RecordingPass]]:
         for first in range(0, self.token_ids.shape[0], self.batch):
             count = min(self.batch, self.token_ids.shape[0] - first)
-            yield first, RecordingPass(self.model.config, self._input(count))
+            run = RecordingPass(self.model.config, self._input(count))
+            run.round_kv = self._round_kv
+            yield first, run
 
     def _input(self, sequences: int) -> ModelInput:
         """The input of a pass over so many sequences; it is always the same but for the tokens."""

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import GATES, Activation, Gate, check_activation, standard
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.blocks.weight import Weight, check_main_grads
+from flashkernel.blocks.weight import Layout, Weight, check_main_grads
+from flashkernel.blocks.weight_formats.tiles import TILE
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
-from flashkernel.core.dispatch import choose
+from flashkernel.core.dispatch import choose, requested_backend
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import dense, library, spec
-from flashkernel.ops.gemm.configs import MOST_ROWS
+from flashkernel.ops.gemm.configs import MOST_ROWS, TILE_ROWS
 from flashkernel.ops.norm import rms_norm
 
 
@@ -110,7 +111,13 @@ def linear(
         _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None,
                    x, residual, norm_weight, *biases, *plain)  # fmt: skip
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
-    formats: dict[str, Any] = {"weight": spec.layouts(weights), "weights": len(weights)} if quantized else {}
+    formats: dict[str, Any] = {}
+    if quantized:
+        formats = {"weight": spec.layouts(weights), "weights": len(weights), "blocks": spec.in_blocks(x.shape[-1])}
+        if spec.in_tiles(formats["weight"]):
+            unfit = packed == "interleaved" or sizes[0] % TILE != 0
+            formats["interleaved"] = gated and len(weights) == 1 and unfit
+            formats["many_tokens"] = x.shape[:-1].numel() > TILE_ROWS
     if main_grads is not None:
         check_main_grads("linear", main_grads, weights)
         formats["main_grads"] = True
@@ -121,26 +128,28 @@ def linear(
         transposed=first.shape[1] > 1 and first.stride(1) != 1,
         fused="gate" if gated else "" if activation is None else "activation", **formats,
     )  # fmt: skip
-    in_fp8 = quantized and spec.multiplies_in_fp8(formats["weight"])
-    by_matmul = chosen.name == "hopper" or (chosen.name == "triton" and (rows > MOST_ROWS or in_fp8))
+    in_8_bits = quantized and spec.multiplies_in_8_bits(formats["weight"])
+    in_tiles = chosen.name == "hopper" and quantized and spec.in_tiles(formats["weight"])
+    dense_rows = rows > MOST_ROWS and not quantized
+    by_matmul = (chosen.name == "hopper" and not in_tiles) or (chosen.name == "triton" and (dense_rows or in_8_bits))
     if norm_weight is not None and chosen.name == "torch" and backend is None and x.is_cuda:
         x, norm_weight = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset), None  # type: ignore[assignment]
-    if chosen.composite or by_matmul:
+    if (chosen.composite and not in_tiles) or by_matmul:
         if main_grads is not None and chosen.name == "reference":
             raise ValueError("linear: the reference adds no gradients to main_grads; use backend='torch'")
         run, more = (dense.linear, {"backend": backend}) if by_matmul else (chosen.run, {"main_grads": main_grads})
         y: Any = run(
-            x, weights[0] if single else weights, bias, residual, norm_weight,
+            x, weights[0] if single else weights, bias, residual=residual, norm_weight=norm_weight,
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,
             norm_offset=norm_offset, out_dtype=out_dtype, out=out, **more,
         )  # fmt: skip
         return y if out is None or y is out else out.copy_(y)
-    if norm_weight is not None and gradients:
+    if norm_weight is not None and (gradients or in_tiles):
         x = dense.normalised(x, norm_weight, norm_eps, norm_offset)
         norm_weight = None
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     y = library.linear(
-        chosen.target, x, weights, biases, residual, norm_weight,
+        library.TILES if in_tiles else chosen.target, x, weights, biases, residual, norm_weight,
         chain, packed, float(norm_eps), float(norm_offset), x.dtype if out_dtype is None else out_dtype,
     )  # fmt: skip
     if out is not None:
@@ -148,6 +157,48 @@ def linear(
     if splits is not None:
         return y.split(list(splits), -1)
     return y if gated or single else y.split(sizes, -1)
+
+
+def quantized_linear(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    layout: str,
+    backend: str | None = None,
+) -> Tensor:
+    """Returns x @ weight^T + bias for a quantized weight given by its tensors, as `linear` does with a `Weight`.
+
+    For callers that keep the tensors of a weight themselves. x and the bias are differentiable.
+
+    Args:
+        x: (..., in_features), float32, float16 or bfloat16.
+        data: The stored elements, as `Weight.data`.
+        scales: As `Weight.scales`.
+        zeros: As `Weight.zeros`, where the layout has them.
+        bias: (out_features,), or None.
+        layout: As `Weight.layout`: format, what shares a scale, "zeros"; for example "int4 1x128 zeros".
+        backend: The backend to run on; None picks the best one that serves the call.
+
+    Returns:
+        (..., out_features).
+
+    Example:
+        >>> import torch, flashkernel as fk
+        >>> weight = fk.Weight.quantize(torch.randn(8, 64), "int4", "1x32")
+        >>> y = fk.quantized_linear(torch.randn(3, 64), weight.data, weight.scales, layout=weight.layout)
+        >>> y.shape
+        torch.Size([3, 8])
+    """
+    if Layout.parse(layout).zeros != (zeros is not None):
+        raise ValueError(
+            f"quantized_linear: the layout is {layout!r}; zeros are {'not ' if zeros is None else ''}given"
+        )
+    tensors = [data, scales] if zeros is None else [data, scales, zeros]
+    weight, backend = Weight.from_tensors(tensors, layout), requested_backend("quantized_linear", backend)
+    return linear(x, weight, bias, backend=backend)  # type: ignore[return-value]
 
 
 def _check_names(activation: str | Activation | Gate | None, packed: str, out_dtype: torch.dtype | None) -> None:

@@ -15,6 +15,8 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 
 MOST_ROWS = 64  # beyond, the weight is no longer what the time goes to
+DEQUANTIZED = ("int4", "int8", "mxfp4")  # formats whose elements become x's dtype before the product
+TILE_ROWS = 1024  # up to which weights in tiles are faster than a pass that dequantizes them and cuBLAS
 VECTOR_ROWS = 4  # rows up to which plain arithmetic keeps pace with the memory
 MAX_VECTOR_ROWS = 8
 MAX_COUNTERS = 8192  # tiles whose sums may be shared between programs
@@ -41,7 +43,7 @@ class LinearConfig:
 
 def row_tile(rows: int) -> int:
     """Rows of x in a tensor-core tile."""
-    return max(16, power_of_2(rows))
+    return max(16, min(MOST_ROWS, power_of_2(rows)))
 
 
 def tile_count(config: LinearConfig, sizes: tuple[int, ...]) -> int:
@@ -52,13 +54,27 @@ def tile_count(config: LinearConfig, sizes: tuple[int, ...]) -> int:
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     # Columns and inner stay exact: how they divide among the SMs is what the choice depends on.
     rows = shape["rows"] if shape["rows"] <= MAX_VECTOR_ROWS else power_of_2(shape["rows"])
-    return (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["outer"], shape["norm"])
+    key = (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["outer"], shape["norm"])
+    return (*key, 1) if shape.get("dequantized") else key
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> LinearConfig:
+    if shape.get("dequantized"):
+        return _dequantized(device, shape)
     if shape["rows"] <= VECTOR_ROWS and not shape["outer"]:
         return _vector(device, shape)
     return _tensor(device, shape)
+
+
+def _dequantized(device: Device, shape: Mapping[str, int]) -> LinearConfig:
+    """Weights of 4 and 8 bits: a step's bytes are few, so steps are long; wide tiles have no registers for them."""
+    many = shape["rows"] > MOST_ROWS
+    columns, inner = (64, 64) if shape["streams"] == 2 or many or row_tile(shape["rows"]) == 64 else (32, 128)
+    programs = 0 if many else _programs(device, shape, columns, inner)
+    config = LinearConfig("tensor", columns, inner, 4, 4 if device.arch >= 80 else 1, programs)
+    while _valid(config, device, shape) and config.num_stages > 1:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
 
 
 def _vector(device: Device, shape: Mapping[str, int]) -> LinearConfig:
@@ -142,6 +158,8 @@ def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> st
             return f"{shape['rows']} rows are too many for plain arithmetic; it takes up to {MAX_VECTOR_ROWS}"
         if config.programs:
             return "the vector kernel has one program for each tile"
+        if shape.get("dequantized"):
+            return "the vector kernel multiplies by weights as they are"
         if shape["outer"]:
             return "the vector kernel wants weights that are contiguous along the sum"
         each = loaded / (32 * config.num_warps)

@@ -1,17 +1,16 @@
 """The linear layer of many rows: products of `matmul`, which has everything but the norm in its epilogue.
 
-Weights in fp8 that ask for x in fp8 are products of 8-bit operands, whose scales are part of the epilogue.
+Weights in fp8 or int8 that ask for x in the same are products of 8-bit operands, whose scales are part of the epilogue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from flashkernel.blocks.weight import Weight
-from flashkernel.ops.gemm.params import LinearParams
+from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 from flashkernel.ops.matmul import matmul
 from flashkernel.ops.norm import rms_norm
 from flashkernel.ops.quant import quantize
@@ -20,24 +19,17 @@ _matmul: Any = matmul  # returns one tensor or two, depending on its arguments
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor | Weight | Sequence[Tensor | Weight],
-    bias: Tensor | Sequence[Tensor] | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    *,
-    backend: str | None = None,
-    **options: Any,
+    x: Tensor, weight: Weights, bias: Biases = None, *, backend: str | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, ...]:
     """As flashkernel.linear; `backend` is that of the products, and None lets `matmul` choose."""
     params = LinearParams(**options)
-    if norm_weight is not None:
-        x = normalised(x, norm_weight, params.norm_eps, params.norm_offset)
+    if params.norm_weight is not None:
+        x = normalised(x, params.norm_weight, params.norm_eps, params.norm_offset)
     single = isinstance(weight, (Tensor, Weight))
     weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     if params.gated or single:
-        y = _product(x, weights, biases, residual, params, backend)
+        y = _product(x, weights, biases, params.residual, params, backend)
         return y if params.splits is None else y.split(list(params.splits), -1)
     return tuple([_product(x, [one], biases[at : at + 1], None, params, backend) for at, one in enumerate(weights)])
 
@@ -75,7 +67,7 @@ def _product(
 
 
 def _quantized_product(x: Tensor, weight: Weight, options: dict[str, Any]) -> Tensor:
-    """A product of x, quantized here with a scale for each row or each row's 128 columns, and a weight in fp8."""
+    """A product of x, quantized here with a scale for each row or each row's 128 columns, and a weight in 8 bits."""
     assert weight.scales is not None
     data, x_scales = quantize(x, weight.data.dtype, "row" if weight.group_shape[1] == -1 else "group")
     return _matmul(data, weight.data.t(), a_scale=x_scales, b_scale=weight.scales.t(), **options)

@@ -15,13 +15,17 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import Layout, Weight
+from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.core.arguments import unit_stride, without_autocast
+from flashkernel.core.backends import installed
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-from flashkernel.ops.gemm.configs import MOST_ROWS
+from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS
 
 MOST_WEIGHTS = 3
+TILES = "flashkernel.ops.gemm.quantized.cuda"  # the kernel module for weights in tiles
 _ACTIVATION_GRADIENT = "flashkernel.blocks.activation_gradient_triton:activation_gradient"  # of all kernel modules
+_DEQUANTIZE = "flashkernel.blocks.dequantize_triton:dequantize"
 _AND = " and "  # between the layouts of quantized weights
 
 
@@ -233,6 +237,29 @@ def _rebuilt(stored: list[Tensor], layouts: str) -> list[Weight]:
     return weights
 
 
+def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix of a quantized weight in `dtype`: on a GPU by one kernel, for the formats that it reads."""
+    if weight.device.type != "cuda" or not _has_kernel(weight):
+        return weight.dequantize(dtype)
+    return _dequantize(weight.data, list(weight.tensors[1:]), weight.layout, dtype)
+
+
+def _has_kernel(weight: Weight) -> bool:
+    known = weight.format.removesuffix(SUFFIX) in DEQUANTIZED
+    return known and weight.ndim == 2 and weight.group_shape[0] in (1, -1) and installed("triton") is not None
+
+
+def _dequantized(data: Tensor, others: list[Tensor], layout: str, dtype: torch.dtype) -> Tensor:
+    return resolve(_DEQUANTIZE)(Weight.from_tensors([data, *others], layout), dtype)
+
+
+def _fake_dequantized(data, others, layout, dtype):
+    return data.new_empty(Weight.from_tensors([data, *others], layout).shape, dtype=dtype)
+
+
+_dequantize = KernelOp("linear_dequantize", _dequantized, _fake_dequantized)
+
+
 def _forward_quantized(
     x: Tensor,
     stored: list[Tensor],
@@ -281,7 +308,7 @@ def _pull_back_quantized(ctx, dy):
     needs = list(ctx.needs_input_grad)
     wanted = [needs[0], False, False, False, *needs[2:6]]
     with without_autocast(dy):
-        weights: list[Any] = [weight.dequantize(x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
+        weights: list[Any] = [dequantized(weight, x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
         weights += [None] * (MOST_WEIGHTS - len(weights))
         results = _linear_backward(dy, x, *weights, bias, bias2, bias3, *ctx.settings, wanted)
     dx, _, _, _, *others = [result if want else None for result, want in zip(results, wanted)]

@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Gate, activation_width
+from flashkernel.blocks.weight import Weight
+
+Weights = Tensor | Weight | Sequence[Tensor | Weight]
+Biases = Tensor | Sequence[Tensor] | None
 
 
 @dataclass(frozen=True)
 class LinearParams:
     """`linear` documents the fields."""
 
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
     activation: str | Activation | Gate | None = None
     packed: str = "halves"
     splits: Sequence[int] | None = None

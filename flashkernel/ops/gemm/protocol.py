@@ -23,4 +23,4 @@ class LinearKernels(Protocol):
         """
 
 
-PROTOCOLS = {"linear": LinearKernels}
+PROTOCOLS = {"linear": LinearKernels, "quantized_linear": LinearKernels}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,20 +10,14 @@ from torch import Tensor
 from flashkernel.blocks.activation import FORMULAS, apply_gate
 from flashkernel.blocks.epilogue import GATES, Activation, Gate
 from flashkernel.blocks.gate_up import split_gate_up
-from flashkernel.blocks.weight import Weight, rounded_activations
-from flashkernel.ops.gemm.params import LinearParams
+from flashkernel.blocks.weight import Layout, Weight, format_named, rounded_activations
+from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor | Weight | Sequence[Tensor | Weight],
-    bias: Tensor | Sequence[Tensor] | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
+def linear(x: Tensor, weight: Weights, bias: Biases = None, **options: Any) -> Tensor | tuple[Tensor, ...]:
     """scale * activation(norm(x) weight^T + bias) + residual, or activation(gate) * up of a pair of products."""
     params = LinearParams(**options)
+    residual, norm_weight = params.residual, params.norm_weight
     dtype = x.dtype if params.out_dtype is None else params.out_dtype
     if norm_weight is not None:
         scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + params.norm_eps)
@@ -46,6 +39,15 @@ def linear(
     if params.splits is not None:
         return outputs[0].split(list(params.splits), -1)
     return outputs[0] if gate is not None or single else tuple(outputs)
+
+
+def quantized_linear(
+    x: Tensor, data: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *, layout: str
+) -> Tensor:
+    """x weight^T + bias, where the weight is given by its tensors; a check in float64 has widened some of them."""
+    kind: Any = format_named(Layout.parse(layout).format)
+    tensors = [data.to(kind.data_dtype), scales.to(kind.scale_dtype), *([] if zeros is None else [zeros])]
+    return linear(x, Weight.from_tensors(tensors, layout), bias)  # type: ignore[return-value]
 
 
 def _product(x: Tensor, matrix: Tensor | Weight) -> Tensor:

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks import linear_cpp
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.fp8 import FP8
-from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight, format_named
-from flashkernel.core import backends
+from flashkernel.blocks.weight import GRANULARITIES, Layout, format_named, scales_shape
+from flashkernel.blocks.weight import layouts as layouts
+from flashkernel.blocks.weight_formats.tiles import SUFFIX
+from flashkernel.core import backends, cuda
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS, Model
-from flashkernel.ops.gemm.configs import MOST_ROWS, VECTOR_ROWS
+from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS, TILE_ROWS, VECTOR_ROWS
+from flashkernel.ops.gemm.quantized.spec import quantized_linear
 
 _ROOM = "flashkernel.ops.gemm"
 _HALF = (torch.bfloat16,)
@@ -31,17 +35,9 @@ def row_class(rows: int) -> str:
 
 _CUBLAS = f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
 _DEQUANTIZED = f"beyond {MOST_ROWS} rows a weight that is not multiplied in 8 bits is dequantized, for cuBLAS"
-_FP8_GROUPS = (GRANULARITIES["tensor"], GRANULARITIES["row"], GRANULARITIES["block"])
-
-
-def layouts(weights: list[Any]) -> str:
-    """The different layouts of a call's weights, as the fact "weight" of a call with quantized ones."""
-    found: list[str] = []
-    for weight in weights:
-        layout = weight.layout if isinstance(weight, Weight) else "plain"
-        if layout not in found:
-            found.append(layout)
-    return _AND.join(found)
+_DEQUANTIZED_TILES = f"beyond {TILE_ROWS} rows cuBLAS gains more time than a pass that dequantizes the weight takes"
+_INT8_GROUPS = (GRANULARITIES["tensor"], GRANULARITIES["row"])
+_FP8_GROUPS = (*_INT8_GROUPS, GRANULARITIES["block"])
 
 
 _MAIN_GRADS = "its backward pass adds no gradients to main_grads"
@@ -62,6 +58,12 @@ def _reads(backend: str) -> Callable[[Call], str | None]:
             return next(reason for reason in reasons if reason)
         if len({layout.format for layout in parsed}) > 1:
             return f"its kernels take weights of one format, not {given}"
+        if dequantizes(given):
+            if len(parsed) > 1:
+                return f"its kernels take weights of one layout, not {given}"
+            if call.device.kind == "cuda" and call.device.arch < 80:
+                return "it dequantizes weights for tensor cores, which Triton has from sm_80 on"
+            return None
         if call.device.kind == "cuda" and call.device.arch < 89:
             return f"it reads 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
         return None
@@ -69,15 +71,38 @@ def _reads(backend: str) -> Callable[[Call], str | None]:
     return answer
 
 
+def in_blocks(columns: int) -> bool:
+    """Whether kernels that read blocks of columns read whole ones: all that a choice asks of a quantized weight's
+    columns."""
+    return columns > 0 and columns % linear_cpp.BLOCK == 0
+
+
+def _cpp(call: Call) -> str | None:
+    """It reads quantized weights, forward only."""
+    given = call.facts.get("weight")
+    if given is None:
+        return "its kernels read quantized weights; torch multiplies floats"
+    if "main_grads" in call.facts:
+        return _MAIN_GRADS
+    if call.gradients:
+        return "its kernels are forward only; torch dequantizes for the backward pass"
+    reasons = [linear_cpp.unsupported(Layout.parse(text)) for text in given.split(_AND)]
+    if any(reasons):
+        return next(reason for reason in reasons if reason)
+    return None if call.facts["blocks"] else f"its kernels read {linear_cpp.BLOCK} columns at a time"
+
+
 _reads_triton, _reads_cuda = _reads("triton"), _reads("cuda")
 
 
 def _rows(call: Call) -> str | None:
-    if multiplies_in_fp8(call.facts.get("weight")):
-        return _fp8_products(call)
+    if multiplies_in_8_bits(call.facts.get("weight")):
+        return _products_of_8_bits(call)
     reason = _reads_triton(call)
     if reason is not None:
         return reason
+    if "weight" in call.facts and dequantizes(call.facts["weight"]):
+        return None
     if call.facts["rows"] == _MANY and "weight" in call.facts:
         return _DEQUANTIZED
     if call.device.kind == "cuda" and call.device.arch < 80:
@@ -88,25 +113,54 @@ def _rows(call: Call) -> str | None:
     return None
 
 
-def multiplies_in_fp8(given: str | None) -> bool:
-    """Whether all weights of such layouts are in fp8 and ask for x in fp8."""
+def dequantizes(given: str) -> bool:
+    """Whether weights of such layouts become x's dtype in registers, before the product."""
+    return all(Layout.parse(text).format in DEQUANTIZED for text in given.split(_AND))
+
+
+def in_tiles(given: str | None) -> bool:
+    """Whether all weights of such layouts are in tiles, for the kernel of `quantized`."""
+    return given is not None and all(Layout.parse(text).format.endswith(SUFFIX) for text in given.split(_AND))
+
+
+def _tiles(call: Call) -> str | None:
+    """Why the kernel for weights in tiles does not serve a call."""
+    if "main_grads" in call.facts:
+        return _MAIN_GRADS
+    if _AND in call.facts["weight"]:
+        return f"its kernel takes weights of one layout, not {call.facts['weight']}"
+    if call.facts.get("interleaved"):
+        return "gate and up in tiles must be two weights or halves of one, of whole tiles each"
+    if call.dtype == torch.float32:
+        return "it computes in float16 and bfloat16, not in float32"
+    return cuda.available()
+
+
+def multiplies_in_8_bits(given: str | None) -> bool:
+    """Whether all weights of such layouts are in fp8 and ask for x in fp8, or in int8 around 0 for x in int8."""
     if given is None:
         return False
     parsed = [Layout.parse(text) for text in given.split(_AND)]
-    return all(layout.format == "fp8" and layout.activation_dtype == FP8 for layout in parsed)
+    kinds = {(layout.format, layout.activation_dtype, layout.zeros) for layout in parsed}
+    return kinds in ({("fp8", FP8, False)}, {("int8", torch.int8, False)})
 
 
-def _fp8_products(call: Call) -> str | None:
+def _products_of_8_bits(call: Call) -> str | None:
     """Why products of 8-bit operands do not serve a call whose weights ask for x in 8 bits."""
     if "main_grads" in call.facts:
         return _MAIN_GRADS
     if call.gradients:
         return "products of 8-bit operands are forward only"
     if call.facts["weights"] > 1:
-        return "gate and up in fp8 must be one packed weight, and other weights a call each"
-    group = Layout.parse(call.facts["weight"]).group_shape
-    if group not in _FP8_GROUPS:
-        return f"its kernels scale rows, and blocks of 128x128, not groups of {group[0]}x{group[1]}"
+        return "gate and up in 8 bits must be one packed weight, and other weights a call each"
+    layout = Layout.parse(call.facts["weight"])
+    group = layout.group_shape
+    if group not in (_FP8_GROUPS if layout.format == "fp8" else _INT8_GROUPS):
+        blocks = ", and blocks of 128x128" if layout.format == "fp8" else " of int8"
+        return f"its kernels scale rows{blocks}, not groups of {group[0]}x{group[1]}"
+    if layout.format == "int8":
+        too_old = call.device.kind == "cuda" and call.device.arch < 80
+        return f"it multiplies 8-bit integers from sm_80 on; {call.device.name} is older" if too_old else None
     if call.device.kind == "cuda" and call.device.arch < 89:
         return f"it multiplies 8-bit floats from sm_89 on; {call.device.name} is sm_{call.device.arch}"
     return None
@@ -115,20 +169,27 @@ def _fp8_products(call: Call) -> str | None:
 def _hopper(call: Call) -> str | None:
     """It serves many rows, and products of 8-bit operands."""
     given = call.facts.get("weight")
-    if multiplies_in_fp8(given):
+    if multiplies_in_8_bits(given):
         if call.facts["fused"] == "gate" and Layout.parse(call.facts["weight"]).group_shape == GRANULARITIES["block"]:
             return "gate and up with block scales would need four accumulators"
-        return _fp8_products(call)
+        return _products_of_8_bits(call)
     if "main_grads" in call.facts:
         return _MAIN_GRADS
+    if in_tiles(given):
+        return _tiles(call)
     if given is not None:
-        return _DEQUANTIZED
+        return "it reads weights in tiles (Weight.tiled), and weights in fp8 with x in fp8"
     return None if call.facts["rows"] == _MANY else f"up to {MOST_ROWS} rows have kernels of their own"
 
 
 def _cublas_is_faster(call: Call) -> str | None:
-    if call.facts["rows"] != _MANY or "weight" in call.facts:
+    given = call.facts.get("weight")
+    if in_tiles(given):
+        return _DEQUANTIZED_TILES if call.facts["many_tokens"] else None
+    if call.facts["rows"] != _MANY:
         return None
+    if given is not None:
+        return _DEQUANTIZED if dequantizes(given) else None
     if not call.facts["fused"]:
         return _CUBLAS
     return "cuBLAS serves float32 products better" if call.dtype == torch.float32 else None
@@ -152,9 +213,7 @@ class _Scales(Input):
     """Scales of a weight in fp8; the axis "scales" says what shares one."""
 
     def shape(self, axes: Axes) -> tuple[int, ...]:
-        sizes = super().shape(axes)
-        groups = GRANULARITIES[axes["scales"]]
-        return tuple(1 if each == -1 else -(-size // each) for size, each in zip(sizes, groups))
+        return scales_shape(super().shape(axes), axes["scales"])
 
 
 def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
@@ -256,7 +315,8 @@ _CASES = (
     _fp8("fp8-three-weights", "row", ("second", "third"), _QKV),
     _fp8("fp8-out-float32", "row", (), {"rows": (2, 3)}, out_dtype=torch.float32),
     _fp8("fp8-many-rows", "row", ("bias",), {"rows": 65}, activation="silu"),
-    *(replace(case, gradients=False) for case in (
+    # Tensor cores keep about 13 bits of the partial sums of 8-bit floats: float32 is not better than float16.
+    *(replace(case, gradients=False, through=torch.float16) for case in (
         _fp8("fp8-activations", "row", ("bias",), {"columns": 32, "inner": 48}, activation_dtype=FP8),
         _fp8("fp8-activations-block", "block", (), {"columns": 140, "inner": 260}, activation_dtype=FP8),
         _fp8("fp8-activations-gate", "tensor", ("bias",), {"rows": 70, "columns": 32, "inner": 48},
@@ -273,6 +333,9 @@ _CASES = (
     _format("int8-tensor", "int8 tensor", ("residual",), {"columns": 33}),
     _format("int8-zeros", "int8 row zeros", (), {"rows": 9}),
     _format("int8-activations", "int8 row", ("bias",), {"inner": 48}, activation_dtype=torch.int8),
+    _format("int8-activations-gate", "int8 tensor", ("residual",),
+            {"rows": 70, "columns": 32, "inner": 48, "residual": 16},
+            activation="swiglu", activation_dtype=torch.int8, scale=0.5),
     _format("int4", "int4 1x32", ("bias",), {"inner": 64}),
     _format("int4-zeros", "int4 1x64 zeros", ("bias",), {"inner": 128, "columns": 26}, activation="swiglu"),
     _format("int4-row", "int4 row", ("residual",), {"columns": 21, "inner": 46}),
@@ -280,6 +343,29 @@ _CASES = (
     _format("int4-no-rows", "int4 1x32", ("bias",), {"rows": (0, 3), "inner": 64}),
     _format("mxfp4", "mxfp4 1x32", ("bias",), {"inner": 96}),
     _format("mxfp4-many-rows", "mxfp4 1x32", (), {"rows": 65, "inner": 64}, activation="gelu"),
+    _format("int4-activations", "int4 1x32", ("bias", "residual"), {"rows": 9, "inner": 96},
+            activation_dtype=torch.int8),
+    _format("int8-groups", "int8 1x32", ("norm_weight",), {"columns": 33, "inner": 64}, activation_dtype=torch.int8),
+    _format("q4_1", "q4_1 1x32", ("bias",), {"columns": 26, "inner": 224}, activation="swiglu", scale=0.2,
+            activation_dtype=torch.int8),
+    _format("q4_k", "q4_k 1x32", ("residual",), {"columns": 21, "inner": 256}, activation_dtype=torch.int8),
+    _format("q4_k-many-rows", "q4_k 1x32", ("bias",), {"rows": 17, "columns": 21, "inner": 256}),
+    _format("q6_k", "q6_k 1x16", (), {"rows": 5, "columns": 7, "inner": 512}, scale=0.5),
+    _format("q6_k-activations", "q6_k 1x16", ("bias",), {"inner": 256}, activation="relu",
+            activation_dtype=torch.int8),
+    _format("int4-many-rows", "int4 1x64 zeros", ("bias",), {"rows": (3, 50), "inner": 192, "columns": 70}, scale=0.2),
+    _format("int8-group-some-rows", "int8 1x32 zeros", ("norm_weight",), {"rows": 33, "inner": 160, "columns": 40},
+            scale=0.2),
+    _format("int8-blocks", "int8 block", (), {"inner": 140}),
+    _format("int4-tiles", "int4_tiles 1x32", ("bias",), {"rows": 5, "inner": 128, "columns": 192},
+            activation="silu", scale=0.3),
+    _format("int4-tiles-gate", "int4_tiles group zeros", ("bias", "residual"),
+            {"rows": 70, "inner": 128, "columns": 256, "residual": 128}, activation="swiglu", scale=0.05),
+    _format("int8-tiles", "int8_tiles row", ("residual", "norm_weight"), {"rows": 17, "inner": 192, "columns": 64},
+            scale=0.2),
+    _format("mxfp4-tiles", "mxfp4_tiles 1x32", ("bias",), {"rows": 300, "inner": 64, "columns": 320}),
+    _format("mxfp4-tiles-interleaved", "mxfp4_tiles 1x32", (), {"inner": 64, "columns": 128}, activation="gpt_oss_glu",
+            packed="interleaved", scale=0.2),
 )  # fmt: skip
 
 
@@ -321,7 +407,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     # Where a product lies so near to a kink that rounding takes it across, its gradient is another one.
     kinked = options.get("activation") in ("relu", "reglu", "gpt_oss_glu") and case.dtypes[0] != torch.float32
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
-                   gradients=kind != "splits" and not kinked)  # fmt: skip
+                   gradients=kind != "splits" and not kinked, through=None)  # fmt: skip
 
 
 _Layers = dict[str, tuple[Axes, tuple[str, ...], dict[str, Any]]]  # axes, optional inputs, options, by name
@@ -425,6 +511,7 @@ LINEAR = Op(
             auto_devices=("cuda",),
             deprioritised=_others_are_faster,
         ),
+        backends.cpp(f"{_ROOM}.cpp", _cpp),
         backends.torch_native(f"{_ROOM}.torch:linear"),
         backends.reference(f"{_ROOM}.reference:linear"),
     ),
@@ -437,4 +524,6 @@ LINEAR = Op(
     random_share=4,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled")),
 )
-OPS = (LINEAR,)
+# Its cases have gradients, which the C++ kernels do not; the cases of `linear` cover these.
+QUANTIZED_LINEAR = quantized_linear(tuple(backend for backend in LINEAR.backends if backend.name != "cpp"))
+OPS = (LINEAR, QUANTIZED_LINEAR)

@@ -9,28 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernel.blocks import linear_cpp
 from flashkernel.blocks.epilogue import Epilogue, Operands, standard
 from flashkernel.blocks.fp8 import FP8, quantize_fp8_groups, scaled_mm_takes
 from flashkernel.blocks.gate_up import split_gate_up
-from flashkernel.blocks.weight import GRANULARITIES, Weight, rounded_activations
-from flashkernel.ops.gemm.params import LinearParams
+from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight, rounded_activations
+from flashkernel.core import cpp
+from flashkernel.core.arguments import needs_gradients
+from flashkernel.ops.gemm import library
+from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 from flashkernel.ops.matmul import matmul
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor | Weight | Sequence[Tensor | Weight],
-    bias: Tensor | Sequence[Tensor] | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
+def linear(x: Tensor, weight: Weights, bias: Biases = None, **options: Any) -> Tensor | tuple[Tensor, ...]:
     params = LinearParams(**options)
+    residual, norm_weight = params.residual, params.norm_weight
     dtype = x.dtype if params.out_dtype is None else params.out_dtype
     if norm_weight is not None:
         x = normalised(x, norm_weight, params.norm_eps, params.norm_offset)
-    if type(weight) is Weight and weight.activation_dtype is None:
-        weight = weight.dequantize(x.dtype)
+    frozen = type(weight) is Weight and needs_gradients(x)  # dequantized again in the backward pass, not kept
+    if type(weight) is Weight and weight.activation_dtype is None and not frozen:
+        weight = dequantized(weight, x.dtype)
     if (
         params.activation is None
         and params.scale == 1.0
@@ -80,9 +79,47 @@ def matrix_product(x: Tensor, matrix: Tensor | Weight, bias: Tensor | None, main
         found: Tensor = _AccumulatedProduct.apply(x, matrix, main_grad)
         return found if bias is None else found + bias
     if not _scaled_mm_serves(x, matrix):
-        return F.linear(rounded_activations(x, matrix), matrix.dequantize(x.dtype), bias)
+        given = rounded_activations(x, matrix)
+        if not needs_gradients(given):
+            return F.linear(given, dequantized(matrix, x.dtype), bias)
+        product: Tensor = _FrozenProduct.apply(given, bias, matrix.layout, *matrix.tensors)
+        return product
     y = _ScaledProduct.apply(x, matrix.data, matrix.scales)
     return y if bias is None else y + bias
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x weight^T + bias of a quantized weight, which has no gradient.
+
+    The weight's own tensors are kept for the backward pass, and the matrix is dequantized twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layout: str, *tensors: Tensor) -> Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(*tensors)
+        return F.linear(x, dequantized(Weight.from_tensors(tensors, layout), x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        weight = Weight.from_tensors(ctx.saved_tensors, ctx.layout)
+        (dy,), needs = gradients, ctx.needs_input_grad
+        dx = dy @ dequantized(weight, dy.dtype) if needs[0] else None
+        dbias = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(dy.dtype) if needs[1] else None
+        return dx, dbias, None, *[None] * len(ctx.saved_tensors)
+
+
+def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix in `dtype`: on a GPU by one kernel and on a CPU by the C++ kernels, where they read the format."""
+    if weight.device.type != "cpu":
+        return library.dequantized(weight, dtype)
+    plain = [type(one) is Tensor for one in weight.tensors]  # no subclass that something traces
+    if torch.compiler.is_compiling() or not all(plain) or dtype == torch.float64 or cpp.can_compile() is not None:
+        return weight.dequantize(dtype)
+    layout, columns = Layout.parse(weight.layout), weight.shape[1]
+    if linear_cpp.unsupported(layout) is not None or columns == 0 or columns % linear_cpp.BLOCK:
+        return weight.dequantize(dtype)
+    return linear_cpp.dequantized(weight).to(dtype)
 
 
 class _AccumulatedProduct(torch.autograd.Function):

@@ -5,11 +5,13 @@ weight rows with the same piece of x, and adds up across threads once, at the en
 rows on the tensor cores' long side and x's, padded to 16, on the short one; its programs take equal shares of the
 whole work, and where a share ends within a tile the last program to arrive adds the parts, in a fixed order.
 
+Weights in int4, int8 and MXFP4 go to `linear_tensor`, which dequantizes them in registers and takes any number of rows.
+
 Both take several weights (q, k and v, say) whose outputs lie side by side, or a gate and an up weight whose columns a
 program computes together. RMSNorm's 1 / rms is a factor of the finished row, so x is normalised as it streams by.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernel.blocks.dequantize_triton import load_quantized
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_formats.grouped import scales_of
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
-from flashkernel.ops.gemm.configs import LINEAR, MAX_COUNTERS, LinearConfig, row_tile, tile_count
+from flashkernel.ops.gemm.configs import DEQUANTIZED, LINEAR, LinearConfig, row_tile, tile_count
+from flashkernel.ops.gemm.counters import counters
 
 
 @triton.jit
@@ -180,11 +185,12 @@ def _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED: tl.cons
 
 @triton.jit
 def linear_tensor(
-    x, norm_weight, weights, scales, biases, residual, y, workspace, counters,
+    x, norm_weight, weights, scales, biases, residual, y, workspace, counters, zeros,
     x_stride, strides, scale_strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share,
     eps, offset,
     EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, FULL_K: tl.constexpr,
     TRANSPOSED: tl.constexpr, STREAM_K: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
@@ -199,7 +205,7 @@ def linear_tensor(
         first_of_mine, last_of_mine = program, program
     if PDL:
         pdl_enter()
-    row = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     step = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [BLOCK_K, BLOCK_M]
 
@@ -208,8 +214,12 @@ def linear_tensor(
             tile, weights, strides, biases, sizes, BLOCK_N
         )
         out_column = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        left, advance = _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED)  # [BLOCK_N, BLOCK_K]
-        right, right_advance = _weight_pointers(weights[LAST], strides[LAST], out_column, size, step, TRANSPOSED)
+        if FORMAT != "":
+            near = tl.minimum(out_column, size - 1).to(tl.int64)
+            scale, scale_stride, zero, _, _, _ = _weight_of_tile(tile, scales, scale_strides, zeros, sizes, BLOCK_N)
+        else:
+            left, advance = _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED)  # [BLOCK_N, BLOCK_K]
+            right, right_advance = _weight_pointers(weights[LAST], strides[LAST], out_column, size, step, TRANSPOSED)
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         other = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
@@ -221,7 +231,13 @@ def linear_tensor(
             if TRANSPOSED:
                 there &= (out_column < size)[:, None]
             values = tl.load(x_rows + first, mask=inside[:, None], other=0.0)
-            loaded = tl.load(left + first * advance, mask=there, other=0.0, eviction_policy="evict_first")
+            if FORMAT != "":
+                loaded = load_quantized(
+                    weight, near * stride, scale, zero, near * scale_stride, first, step, inner,
+                    FORMAT, ZEROS, GROUP, BLOCK_K,
+                )  # fmt: skip
+            else:
+                loaded = tl.load(left + first * advance, mask=there, other=0.0, eviction_policy="evict_first")
             if NORM:
                 wide = values.to(tl.float32)
                 squares += wide * wide
@@ -229,7 +245,15 @@ def linear_tensor(
                 values = (wide * factor[:, None]).to(values.dtype)
             product = tl.dot(loaded.to(values.dtype), values, product, input_precision=PRECISION)
             if GATED:
-                loaded = tl.load(right + first * right_advance, mask=there, other=0.0, eviction_policy="evict_first")
+                if FORMAT != "":
+                    loaded = load_quantized(
+                        weights[LAST], near * strides[LAST], scales[LAST], zeros[LAST], near * scale_strides[LAST],
+                        first, step, inner, FORMAT, ZEROS, GROUP, BLOCK_K,
+                    )  # fmt: skip
+                else:
+                    loaded = tl.load(
+                        right + first * right_advance, mask=there, other=0.0, eviction_policy="evict_first"
+                    )
                 other = tl.dot(loaded.to(values.dtype), values, other, input_precision=PRECISION)
 
         value, up_value, square = (
@@ -295,12 +319,9 @@ def forward(
     y = torch.empty((rows, sum(sizes)), dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
-    scales = scale_strides = None
-    if type(weights[0]) is Weight:
-        scales = tuple([weight.scales.reshape(-1) for weight in weights])  # one, or one for each output
-        scale_strides = tuple([0 if scale.numel() == 1 else scale.stride(0) for scale in scales])
-        weights = [weight.data for weight in weights]
-    weights, outer = _one_layout(weights)
+    quantized = _Quantized() if isinstance(weights[0], Tensor) else _quantized(weights)
+    matrices = [weight.data for weight in weights]
+    weights, outer = _one_layout([one.contiguous() for one in matrices] if quantized.format else matrices)
     if len({(bias.dtype, bias.stride(0)) for bias in biases}) > 1:
         biases = [bias.float().contiguous() for bias in biases]
     if norm_weight is not None:
@@ -308,16 +329,18 @@ def forward(
     shape = {
         "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": weights[0].element_size(),
         "x_bytes": x.element_size(), "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
+        "dequantized": bool(quantized.format),
     }  # fmt: skip
     props = device.properties(x.device)
     config = tune.pick(LINEAR, props, shape)
-    tensors = (tuple(weights), scales, tuple(biases) if biases else (x,) * len(weights), residual, y)
+    tensors = (tuple(weights), quantized.scales, tuple(biases) if biases else (x,) * len(weights), residual, y)
     strides = (
-        x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]), scale_strides,
+        x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]), quantized.scale_strides,
         biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0), sizes, inner,
     )  # fmt: skip
     constants = {
-        "EPILOGUE": chain, "GATED": gated, "NORM": norm_weight is not None, "SCALED": scales is not None,
+        "EPILOGUE": chain, "GATED": gated, "NORM": norm_weight is not None,
+        "SCALED": quantized.scales is not None and not quantized.format,
         "FULL_K": inner % config.block_k == 0,
         "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "NUM_STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -331,17 +354,47 @@ def forward(
         )  # fmt: skip
         return y
     programs, share, tiles = _stream_k_shares(config, sizes, inner)
-    shared = share > 0
+    shared, row_tiles = share > 0, tune.ceil_div(rows, row_tile(rows))
     parts = row_tile(rows) * (config.block_n * (2 if gated else 1) + 1)
     workspace = torch.empty(2 * programs * parts, dtype=torch.float32, device=x.device) if shared else None
     launch(
-        linear_tensor, (programs,),
-        x, norm_weight, *tensors, workspace, _counters(x.device) if shared else None, *strides, rows, tiles, share,
+        linear_tensor, (programs,) if row_tiles == 1 else (programs, row_tiles),
+        x, norm_weight, *tensors, workspace, counters(x.device) if shared else None, quantized.zeros, *strides, rows,
+        tiles, share,
         eps, offset,
         TRANSPOSED=outer, STREAM_K=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        FORMAT=quantized.format, ZEROS=quantized.has_zeros, GROUP=quantized.group,
         BLOCK_M=row_tile(rows), **constants,
     )  # fmt: skip
     return y
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """What the kernels know of quantized weights besides their data. Without a `format`, scales multiply finished sums;
+    with one, elements are dequantized before the product."""
+
+    scales: tuple[Tensor, ...] | None = None
+    scale_strides: tuple[int, ...] | None = None  # from one row's to the next
+    zeros: tuple[Tensor, ...] | None = None
+    has_zeros: bool = False
+    format: str = ""
+    group: int = 0  # columns that share a scale; 0: all
+
+
+def _quantized(weights: list[Weight]) -> _Quantized:
+    stored = [scales_of(weight) for weight in weights]
+    if weights[0].format not in DEQUANTIZED:
+        flat = tuple([scales.reshape(-1) for scales in stored])  # one, or one for each output
+        return _Quantized(flat, tuple([0 if scale.numel() == 1 else scale.stride(0) for scale in flat]))
+    scales = tuple([scale.contiguous() for scale in stored])
+    strides = tuple([0 if one.group_shape[0] == -1 else scale.shape[1] for one, scale in zip(weights, scales)])
+    zeros = tuple([one.zeros.contiguous() for one in weights if one.zeros is not None])
+    has_zeros = len(zeros) > 0
+    return _Quantized(
+        scales, strides, zeros if has_zeros else scales, has_zeros, weights[0].format,
+        max(0, weights[0].group_shape[1]),
+    )  # fmt: skip
 
 
 def _one_layout(weights: list[Tensor]) -> tuple[list[Tensor], bool]:
@@ -361,27 +414,3 @@ def _stream_k_shares(config: LinearConfig, sizes: tuple[int, ...], inner: int) -
         return tiles, 0, tiles
     share = tune.ceil_div(tiles * steps, config.programs)
     return (tiles, 0, tiles) if share == steps else (tune.ceil_div(tiles * steps, share), share, tiles)
-
-
-_SLOTS = 32
-_tables: dict[torch.device, Tensor] = {}
-_slots: dict[tuple[torch.device, int], int] = {}
-
-
-def _zeros(where: torch.device) -> Tensor:
-    table = torch.zeros((_SLOTS, MAX_COUNTERS), dtype=torch.int32, device=where)
-    torch.cuda.current_stream(where).synchronize()  # once: other streams may be the next to use it
-    return table
-
-
-def _counters(where: torch.device) -> Tensor:
-    """Zeros that kernels count in and leave as zeros: a row for each stream, whose launches follow one another."""
-    table = _tables.get(where)
-    if table is None:
-        if where.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph's own are zeroed at every replay
-            return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=where)
-        # While torch.compile warms a graph up, this thread allocates in the graph's memory, of which nothing may stay.
-        with ThreadPoolExecutor(1) as another:
-            table = _tables[where] = another.submit(_zeros, where).result()
-    stream = torch.cuda.current_stream(where).cuda_stream
-    return table[_slots.setdefault((where, stream), len(_slots) % _SLOTS)]

@@ -1,0 +1,1 @@
+"""Products with quantized weights whose values become half precision in registers."""
