@@ -1,0 +1,59 @@
+"""Launch configs of the sampling kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashkernel.core.device import Device
+from flashkernel.core.tune import Tunable, power_of_2
+
+MAX_CHUNKS = 256  # chunk sums of a row are read at once
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Columns of a chunk, and warps of either kernel.
+
+    Attributes:
+        chunk: Columns of which one program of the first kernel computes maximum and sum, and which the second kernel
+            reads at a time.
+        chunk_warps: Warps of the first kernel.
+        row_warps: Warps of the second kernel.
+        num_stages: Chunks that the second kernel loads ahead.
+    """
+
+    chunk: int
+    chunk_warps: int
+    row_warps: int
+    num_stages: int
+
+
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (power_of_2(shape["vocab"]), shape["bytes"])
+
+
+def _heuristic(device: Device, shape: Mapping[str, int]) -> SampleConfig:
+    """8 values a thread in the search: with its sums, two programs of 16 warps fit the registers of an SM."""
+    vocab = max(16, power_of_2(shape["vocab"]))
+    chunk = min(vocab, max(4096, vocab // MAX_CHUNKS))
+    warps = max(1, min(16, chunk // 256))
+    return SampleConfig(chunk, max(1, min(8, chunk // 512)), warps, 4)
+
+
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[SampleConfig]:
+    for chunk in (2048, 4096, 8192):
+        for row_warps in (8, 16, 32):
+            for num_stages in (1, 2, 3, 4):
+                yield SampleConfig(chunk, 8, row_warps, num_stages)
+
+
+def _valid(config: SampleConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    chunks = -(-shape["vocab"] // config.chunk)
+    if chunks > MAX_CHUNKS:
+        return f"{chunks} chunks are more than {MAX_CHUNKS}"
+    values = config.chunk // (32 * config.row_warps)
+    return None if values <= 32 else f"{values} values a thread do not fit its registers"
+
+
+SAMPLE = Tunable("sample", SampleConfig, _heuristic, _space, _valid, _bucket)

@@ -1,0 +1,42 @@
+"""One call of `sample` as backends see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+IN_PROMPT = 1 << 30  # flag in `token_counts`; the bits below count a token in the output
+LOWEST = -1e30  # logits at or below it have probability 0, as -inf has
+INVALID = -1  # in place of a token where a row's largest logit is NaN or infinite
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sampling settings of each row, [rows] each; None leaves that setting out."""
+
+    seeds: Tensor  # int64
+    positions: Tensor  # int64
+    temperature: Tensor | None = None  # float32; 0 is greedy
+    top_k: Tensor | None = None  # int32; 0 keeps all
+    top_p: Tensor | None = None  # float32
+    min_p: Tensor | None = None  # float32
+    penalties: Tensor | None = None  # float32 [rows, 3]: repetition, presence, frequency
+
+
+@dataclass(frozen=True)
+class States:
+    """What changes logits before sampling, by state; `rows` says which state each row has."""
+
+    rows: Tensor | None = None  # int64 [rows]; None: row i has state i
+    token_counts: Tensor | None = None  # int32 [states, vocab]
+    bias_ids: Tensor | None = None  # int32 [states, entries]; -1: no entry
+    bias_values: Tensor | None = None  # float32 [states, entries]
+    bias_until: Tensor | None = None  # int32 [states, entries]
+    allowed: Tensor | None = None  # int32 [states, ceil(vocab / 32)]
+    restricted: Tensor | None = None  # int32 [states]; 0: `allowed` does not apply
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing changes the logits."""
+        return self.token_counts is None and self.bias_ids is None and self.allowed is None
