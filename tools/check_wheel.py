@@ -13,8 +13,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SHIPPED, NAMES = (".py", ".cu", ".cuh", ".txt"), ("README.md", "py.typed")
-EXTRAS = {"all", "cuda", "docs", "hf", "lint", "plot", "serve", "test"}
+SHIPPED, NAMES = (".py", ".cu", ".cuh", ".cpp", ".h", ".txt"), ("README.md", "py.typed")
+EXTRAS = {"all", "cuda", "docs", "grammar", "hf", "lint", "plot", "serve", "test"}
 
 
 def build(folder: Path) -> Path:

@@ -64,7 +64,7 @@ def bench(
         ),
     ] = False,
     suite: Annotated[
-        str | None, typer.Option(help="A grid over several operators, saved as DIR/<suite>.json: turing.")
+        str | None, typer.Option(help="A grid over several operators, saved as DIR/<suite>.json: turing, moe.")
     ] = None,
     max_autotune: Annotated[
         Autotuned | None,

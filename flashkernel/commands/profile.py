@@ -170,9 +170,9 @@ class _Run:
 
     def _warm_up(self, bar: progress.Bar, ceilings: Ceilings) -> list[Target]:
         """Compiles what all targets need, in several processes; the targets that ran. One target needs no such run."""
+        from flashkernel.core.worker_pool import WorkerPool
         from flashkernel.lab.profile_session import Outcome
         from flashkernel.lab.profile_worker import warm_up
-        from flashkernel.lab.worker_pool import WorkerPool
 
         if len(self.work) < 2:
             bar.advance(len(self.work))

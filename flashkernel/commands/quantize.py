@@ -171,7 +171,7 @@ def _load(model: str, device: str | None, dtype: str | None) -> tuple[Transforme
     checkpoint = open_checkpoint(path)
     target, kind = llm.device_and_dtype(checkpoint, device, dtype)
     with progress.progress_bar(description=f"loading {model}") as bar:
-        return load_model(checkpoint, target, kind, bar.set_completed), checkpoint
+        return load_model(checkpoint, target, kind, bar.set_completed, "plain"), checkpoint
 
 
 def _windows(checkpoint: Checkpoint, text: Path | None, shipped: str, length: int, most: int | None) -> Tensor:

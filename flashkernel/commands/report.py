@@ -56,15 +56,22 @@ def plot(
     folder: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results folder or one of its files.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the PNG files go.")] = Path("."),
 ) -> None:
-    """Draw a chart of each results file: rooflines of operators, tokens/s of models, host time of calls.
+    """Draw a chart of each results file: rooflines of operators, tokens/s of models, host time of calls, perplexity.
 
     A chart is named after its file. Archived results are drawn only if RESULTS names them.
     """
-    from flashkernel.lab import results
-    from flashkernel.lab.plot import PlotError
+    from flashkernel.lab import quality, results
+    from flashkernel.lab.plot import PlotError, plot_quality
     from flashkernel.lab.plot import plot as draw
 
     with progress.report_errors():
+        kept = folder if folder.name == results.QUALITY else folder / results.QUALITY
+        if kept.is_file():
+            path = out / f"{kept.stem}.png"
+            plot_quality(quality.load(kept)["records"], path)
+            output.stdout_console().print(str(path), highlight=False, soft_wrap=True)
+        if kept == folder:
+            return
         for name, file in results.find(folder).items():
             path = out / f"{name}.png"
             try:

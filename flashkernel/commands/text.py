@@ -45,7 +45,7 @@ def generate(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
         )
         text = console.check_prompt(typer.get_text_stream("stdin").read() if prompt == "-" else prompt)
-        llm = load_model(model, device, dtype)
+        llm = load_model(model, device, dtype, warm_up=False)  # one request compiles what it needs
         try:
             done = console.generate(llm, text, params, plain=plain)
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def chat(
         from flashkernel.engine import SamplingParams, console
 
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        llm = load_model(model, device, dtype)
+        llm = load_model(model, device, dtype, warm_up=False)
         console.chat(llm, params, system, progress.log)
 
 
@@ -92,6 +92,10 @@ def serve(
     grace: Annotated[float, typer.Option(help="Seconds requests have to finish after Ctrl-C.")] = 30.0,
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache, in tokens.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens of one step.")] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of web pages that may use the server (CORS); repeatable, * is any.")
+    ] = None,
     access_log: Annotated[bool, typer.Option(help="A line for each request.")] = True,
     device: OnDevice = None,
     dtype: ModelDtype = None,
@@ -102,10 +106,12 @@ def serve(
 
         key = api_key if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
         options = server.ServerArgs(
-            host, port, served_model_name, key, max_queue, timeout, grace=grace, access_log=access_log
+            host, port, served_model_name, key, max_queue, timeout, grace=grace, access_log=access_log,
+            allowed_origins=tuple(allowed_origin or ()),
         )  # fmt: skip
         listener = server.bind(options)
-        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "kv_cache_tokens": kv_cache_tokens}
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "kv_cache_tokens": kv_cache_tokens,
+                  "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
         llm = load_model(model, device, dtype, **limits)
         try:
             server.serve(llm, options, listener, progress.log)
@@ -118,10 +124,13 @@ def load_model(model: str, device: str | None, dtype: str | None, **options: Any
 
     hub.resolve(model)  # first of all, since pip draws a bar of its own
     with progress.progress_bar(description=f"loading {model}") as bar:
-        return LLM(
-            model,
-            device=device,
-            dtype=dtype,
-            **options,
-            progress=bar.set_completed,
-        )
+
+        def on_start(what: str, done: int, total: int) -> None:
+            bar.describe(f"{model}: {what}")
+            bar.set_completed(done, total)
+
+        llm = LLM(model, device=device, dtype=dtype, **options, progress=bar.set_completed, start_progress=on_start)
+    took = llm.engine.stats().warm_up_s
+    if took > 1:
+        progress.log(f"{llm.engine.runner.num_graphs} CUDA graphs captured in {took:.1f} s; nothing is left to compile")
+    return llm

@@ -7,7 +7,7 @@ from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.llm import LLM, EngineArgs, build_engine
 from flashkernel.engine.llm_engine import EngineStats, LLMEngine, RequestError
 from flashkernel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput, TokenLogprob
-from flashkernel.engine.sampling_params import SamplingParams
+from flashkernel.engine.sampling_params import SamplingParams, StructuredOutputs
 from flashkernel.engine.tokenizer import Tokenizer
 from flashkernel.engine.transformer import Transformer
 
@@ -24,6 +24,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StepOutput",
+    "StructuredOutputs",
     "TokenLogprob",
     "Tokenizer",
     "Transformer",

@@ -83,6 +83,47 @@ def _moe_config(config: HFConfig) -> ModelConfig:
     return replace(_llama_config(config), num_experts=experts, num_experts_per_token=each)
 
 
+def _qwen3_moe_config(config: HFConfig) -> ModelConfig:
+    # Released files have num_experts; Transformers 5 saves num_local_experts.
+    name = "num_experts" if config.get("num_experts", None) is not None else "num_local_experts"
+    experts, each = config.size(name), config.size("num_experts_per_tok")
+    if not 1 <= each <= experts:
+        raise ModelError(f"{config.source}: {each} of {experts} experts cannot serve a token")
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers", []):
+        raise ModelError(f"{config.source}: some of its layers have no experts, which is not supported")
+    return replace(
+        _llama_config(config), num_experts=experts, num_experts_per_token=each,
+        normalize_router=config.get("norm_topk_prob", False),
+    )  # fmt: skip
+
+
+def _gemma3_config(config: HFConfig) -> ModelConfig:
+    """Gemma 3's text model: norms with an offset and after each block, two rotary embeddings, scaled embeddings."""
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if config.values.get(name) is not None:
+            raise ModelError(f"{config.source}: {name} is {config.values[name]}; soft caps are not supported")
+    if config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise ModelError(
+            f"{config.source}: hidden_activation is {config.values['hidden_activation']!r}, not GeGLU's tanh"
+        )
+    head_dim = config.get("head_dim", 256)
+    values = {**config.values, "head_dim": head_dim}
+    plain = {name: value for name, value in values.items() if name not in ("rope_parameters", "rope_scaling")}
+    local: dict[str, object] = {**plain, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    nested = isinstance(config.get("rope_parameters", {}).get("full_attention"), Mapping)
+    known = _llama_config(HFConfig({**plain, "hidden_act": "silu", "tie_word_embeddings": True}, config.source))
+    return replace(
+        known,
+        activation="geglu",
+        frequencies=Frequencies.from_hf(values, "full_attention" if nested else None),
+        local_frequencies=Frequencies.from_hf(*((values, "sliding_attention") if nested else (local, None))),
+        norm_offset=1.0,
+        embedding_scale=known.hidden_size**0.5,
+        attention_scale=config.get("query_pre_attn_scalar", head_dim) ** -0.5,
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+    )
+
+
 def _gpt_oss_config(config: HFConfig) -> ModelConfig:
     if config.get("swiglu_limit", 7.0) != 7.0:
         raise ModelError(f"{config.source}: swiglu_limit is {config.need('swiglu_limit')}; 7.0 alone is known")
@@ -147,6 +188,24 @@ _MIXTRAL_EXPERTS = {
     ),
     "down_proj": _stored("block_sparse_moe.experts.{expert}.w2.weight"),
 }
+_QWEN3_EXPERTS = {
+    "router": _stored("mlp.gate.weight"),
+    "gate_up_proj": StoredWeight(("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")),
+    "down_proj": _stored("mlp.experts.{expert}.down_proj.weight"),
+}
+_PHI3 = {
+    "attention_norm": _stored("input_layernorm.weight"),
+    "qkv_proj": _stored("self_attn.qkv_proj.weight"),
+    "o_proj": _stored("self_attn.o_proj.weight"),
+    "mlp_norm": _stored("post_attention_layernorm.weight"),
+    "gate_up_proj": _stored("mlp.gate_up_proj.weight"),
+    "down_proj": _stored("mlp.down_proj.weight"),
+}
+_GEMMA3_NORMS = {
+    "attention_post_norm": _stored("post_attention_layernorm.weight"),
+    "mlp_norm": _stored("pre_feedforward_layernorm.weight"),
+    "mlp_post_norm": _stored("post_feedforward_layernorm.weight"),
+}
 _GPT_OSS_EXPERTS = {
     "sinks": _stored("self_attn.sinks"),
     "router": _stored("mlp.router.weight"),
@@ -191,8 +250,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": _LLAMA,
     "qwen3": Architecture(_llama_config, _MODEL, {**_ATTENTION, **_QK_NORM, **_GATED}),
     "mixtral": Architecture(_moe_config, _MODEL, {**_ATTENTION, **_MIXTRAL_EXPERTS}),
+    "qwen3_moe": Architecture(_qwen3_moe_config, _MODEL, {**_ATTENTION, **_QK_NORM, **_QWEN3_EXPERTS}),
     "gpt_oss": Architecture(_gpt_oss_config, _MODEL, {**_ATTENTION, **_GPT_OSS_EXPERTS}),
     "gpt2": _GPT2,
+    "phi3": Architecture(_llama_config, _MODEL, _PHI3),
+    "gemma3_text": Architecture(_gemma3_config, _MODEL, {**_ATTENTION, **_QK_NORM, **_GATED, **_GEMMA3_NORMS}),
 }
 
 

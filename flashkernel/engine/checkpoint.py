@@ -33,7 +33,8 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> Tensor | Weight:
-        """A tensor on the CPU, which may be a view of the file; experts in MXFP4 as a `Weight` (experts, out, in)."""
+        """A tensor on the CPU, which may be a view of the file, or a `Weight`: GGUF's quantized matrices (out, in), and
+        experts in MXFP4 (experts, out, in)."""
         ...
 
     def tokenizer(self) -> Tokenizer | None:

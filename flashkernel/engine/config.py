@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from flashkernel import Frequencies
+from flashkernel import Frequencies, Router
 
 
 class ModelError(ValueError):
@@ -44,8 +45,13 @@ class ModelConfig:
         tie_word_embeddings: The LM head is the embedding.
         num_experts: Experts of a layer; 0: a dense MLP.
         num_experts_per_token: Experts that the router chooses for a token.
+        normalize_router: The weights of a token's experts sum to 1.
         eos_token_ids: Tokens that end a text.
         dtype: Dtype of the stored weights.
+        norm_offset: Added to the weights of norms; 1 for Gemma.
+        embedding_scale: Embeddings are multiplied by it.
+        attention_scale: Factor on scores; None: head_dim ** -0.5.
+        local_frequencies: Of the rotary embedding in layers with a sliding window, where it differs.
 
     Example:
         >>> from flashkernel.engine.dummy_weights import tiny_transformer
@@ -71,8 +77,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     num_experts: int = 0
     num_experts_per_token: int = 0
+    normalize_router: bool = True
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    local_frequencies: Frequencies | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "heads", "kv_heads", "head_dim", "max_position_embeddings")
@@ -84,6 +95,11 @@ class ModelConfig:
                 f"{self.architecture}: {self.heads} query heads cannot share {self.kv_heads} key/value heads; the "
                 "configuration is damaged"
             )
+
+    @cached_property
+    def router(self) -> Router:
+        """How tokens choose their experts."""
+        return Router("softmax", self.num_experts_per_token, self.normalize_router)
 
 
 class HFConfig:

@@ -12,11 +12,11 @@ from flashkernel.engine.transformer import LayerWeights, ModelWeights, Transform
 TINY = Model(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=100)
 
 
-def tiny_transformer() -> Transformer:
+def tiny_transformer(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Transformer:
     """A model of 100 tokens that generates in milliseconds on a CPU; always the same weights."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return dummy_transformer(TINY, "cpu", torch.float32, max_position_embeddings=256)
+        return dummy_transformer(TINY, device, dtype, max_position_embeddings=256)
 
 
 def dummy_transformer(

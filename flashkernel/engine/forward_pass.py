@@ -2,8 +2,8 @@
 
 `ForwardPass` calls the public operators of this package, which check and dispatch every call. `TorchForwardPass` is for
 a CPU, where that costs as much as the arithmetic of a decoding step: it asks once a step whether dispatch would take
-the torch backend for every operator, and then calls torch for attention, norms and products. The engine's README has
-the figures.
+the torch backend for every operator, or the cpp backend for products, and then calls torch for attention and norms, and
+torch or the C++ kernels for products. The engine's README has the figures.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashkernel as fk
-from flashkernel import Weight
+from flashkernel import Frequencies, Weight
+from flashkernel.blocks.decode_cpp import AppendCall, AttendCall
+from flashkernel.blocks.linear_cpp import GEMM_ROWS, LinearCall
 from flashkernel.blocks.rope import token_tables
+from flashkernel.core.arguments import unit_stride
+from flashkernel.engine.cpu_decode import MAX_BATCH, DecodeProgram, fits
 from flashkernel.engine.moe import moe
 from flashkernel.kvcache import LayerPages
 
@@ -32,10 +36,12 @@ _rms_norm: Any = fk.rms_norm
 _layer_norm: Any = fk.layer_norm
 _decode_attention: Any = fk.decode_attention
 _paged_attention: Any = fk.paged_attention
-_GLUS: dict[str, Callable[..., Tensor]] = {"swiglu": fk.swiglu}
+_GLUS: dict[str, Callable[..., Tensor]] = {"swiglu": fk.swiglu, "geglu": fk.geglu}
 _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": fk.gelu, "gelu_tanh": partial(fk.gelu, approximate="tanh"), "relu": fk.relu,
 }  # fmt: skip
+# A projection: of stored weights of several formats, as GGUF files have q, k and v, one after the other.
+Projection = Tensor | Weight | tuple[Weight, ...]
 FUSED_ROWS = 64  # up to so many rows one launch of `linear` computes the norm too
 
 
@@ -50,14 +56,15 @@ class ForwardPass:
         self.decode_metadata = (step.lengths[:count], step.page_table[:count])
         if not self.decode_only:
             self.prefill_metadata = (step.cu_seqlens[count:] - count, step.lengths[count:], step.page_table[count:])
-        self.rope = self._rope()
+        self.rope = self._rope(config.frequencies)
+        self.local_rope = self.rope if config.local_frequencies is None else self._rope(config.local_frequencies)
 
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self, frequencies: Frequencies | None) -> dict[str, Any]:
         """Rotary arguments of `append_kv`; {} if positions are learned.
 
         GPU kernels compute the angles. On a CPU they are computed once a pass, and all layers read the tables.
         """
-        frequencies, positions = self.config.frequencies, self.model_input.step.positions
+        positions = self.model_input.step.positions
         if frequencies is None:
             return {}
         if positions.device.type != "cpu":
@@ -67,17 +74,17 @@ class ForwardPass:
         )  # [1, tokens, 1, rotary_dim / 2]
         return {"cos": cos[:, :, 0].float(), "sin": sin[:, :, 0].float(), "rotary_dim": frequencies.rotary_dim}
 
-    def write_kv(self, qkv: Tensor, layer: LayerWeights, pages: LayerPages) -> Tensor:
+    def write_kv(self, qkv: Tensor, layer: LayerWeights, pages: LayerPages, window: int | None = None) -> Tensor:
         """Writes keys and values of qkv [tokens, q + k + v heads, head_dim] into pages; returns the rotated queries."""
-        config = self.config
+        config, rope = self.config, self.rope if window is None else self.local_rope
         q, k, v = qkv.split_with_sizes((config.heads, config.kv_heads, config.kv_heads), 1)
         if layer.q_norm is not None:
-            q = _rms_norm(q, layer.q_norm, eps=config.eps)
+            q = self.norm(q, layer.q_norm)
         if layer.k_norm is not None:
-            k = _rms_norm(k, layer.k_norm, eps=config.eps)
+            k = self.norm(k, layer.k_norm)
         rotated = fk.append_kv(
             k, v, pages.k_pages, pages.v_pages, self.model_input.step.slots, k_scale=pages.k_scale,
-            v_scale=pages.v_scale, q=q if self.rope else None, **self.rope,
+            v_scale=pages.v_scale, q=q if rope else None, **rope,
         )  # fmt: skip
         return q if rotated is None else rotated
 
@@ -85,7 +92,10 @@ class ForwardPass:
         """Attention over the pages, [tokens, heads * head_dim]: `decode_attention` for decoding sequences,
         `paged_attention` for prefill chunks."""
         k, v, k_scale, v_scale = pages
-        options: dict[str, Any] = {"window": window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+        scale = self.config.attention_scale
+        options: dict[str, Any] = {
+            "window": window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "scale": scale,
+        }  # fmt: skip
         if self.decode_only:
             return _decode_attention(q[:, None], k, v, *self.decode_metadata, **options).view(q.shape[0], -1)
         if not self.mixed:
@@ -99,12 +109,20 @@ class ForwardPass:
         """x + mlp(norm(x))"""
         config = self.config
         if layer.router is not None:
-            h = _rms_norm(x, layer.mlp_norm, eps=config.eps)
+            h = self.norm(x, layer.mlp_norm)
             return x + moe(h, layer, config)
         normal: Tensor = x
-        norm: dict[str, Any] = {"norm_weight": layer.mlp_norm, "norm_eps": config.eps}
+        norm: dict[str, Any] = {
+            "norm_weight": layer.mlp_norm, "norm_eps": config.eps, "norm_offset": config.norm_offset,
+        }  # fmt: skip
         if config.norm == "layer":
             normal, norm = _layer_norm(x, layer.mlp_norm, layer.mlp_norm_bias, eps=config.eps), {}
+        if layer.mlp_post_norm is not None:
+            y = fk.mlp(
+                normal, layer.gate_up_proj, layer.down_proj, layer.gate_up_proj_bias, layer.down_proj_bias,
+                activation=config.activation, packed=config.packed, **norm,
+            )  # fmt: skip
+            return x + self.norm(y, layer.mlp_post_norm)
         return fk.mlp(
             normal, layer.gate_up_proj, layer.down_proj, layer.gate_up_proj_bias, layer.down_proj_bias, x,
             activation=config.activation, packed=config.packed, out=_in_place(x, layer.down_proj_bias), **norm,
@@ -114,7 +132,18 @@ class ForwardPass:
         """x + mlp(norm(x)) of a layer without experts, one projection after the other."""
         options: dict[str, Any] = {"activation": self.config.activation, "packed": self.config.packed}
         weights = (layer.mlp_norm, layer.mlp_norm_bias, layer.gate_up_proj, layer.gate_up_proj_bias)
-        return self.linear_residual(self.norm_linear(x, *weights, **options), layer.down_proj, layer.down_proj_bias, x)
+        h = self.norm_linear(x, *weights, **options)
+        if layer.mlp_post_norm is not None:
+            return x + self.norm(self.linear(h, layer.down_proj, layer.down_proj_bias), layer.mlp_post_norm)
+        return self.linear_residual(h, layer.down_proj, layer.down_proj_bias, x)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of the last dim."""
+        return _rms_norm(x, weight, eps=self.config.eps, offset=self.config.norm_offset)
+
+    def linear(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None) -> Tensor:
+        """A product alone."""
+        return _linear(x, weight, bias)
 
     def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """residual + linear(x), in the residual's memory if that saves a pass over it."""
@@ -125,15 +154,24 @@ class ForwardPass:
         x: Tensor,
         norm: Tensor,
         norm_bias: Tensor | None,
-        weight: Tensor | Weight,
+        weight: Projection,
         bias: Tensor | None,
         **options: Any,
     ) -> Tensor:
         """linear(norm(x)), in one launch for RMSNorm and few rows; `options` are those of `linear`."""
         eps = self.config.eps
+        if isinstance(weight, tuple):
+            biases = [None] * len(weight) if bias is None else bias.split([one.shape[0] for one in weight])
+            parts = [self.norm_linear(x, norm, norm_bias, *pair, **options) for pair in zip(weight, biases)]
+            return torch.cat(parts, -1)
         if self.config.norm == "layer":
             return _linear(_layer_norm(x, norm, norm_bias, eps=eps), weight, bias, **options)
-        return _linear(x, weight, bias, norm_weight=norm, norm_eps=eps, **options)
+        offset = self.config.norm_offset
+        return _linear(x, weight, bias, norm_weight=norm, norm_eps=eps, norm_offset=offset, **options)
+
+    def decode_program(self, model: Transformer, pages: list[LayerPages]) -> Any:
+        """A decoding step of `model` over `pages` as one call; None: layer by layer."""
+        return None
 
 
 def _in_place(residual: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -142,24 +180,58 @@ def _in_place(residual: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 class TorchForwardPass(ForwardPass):
-    """A pass that calls torch's operators without dispatch. Rare cases (quantized weights or pages, sinks, padding,
-    interleaved gates) take the public operators."""
+    """A pass that calls torch's operators and C++ kernels without dispatch. Rare cases (quantized pages, sinks,
+    padding, weights that the kernels do not read) take the public operators.
 
-    def __init__(self, config: ModelConfig, model_input: ModelInput) -> None:
-        super().__init__(config, model_input)
+    Args:
+        model: The model, which keeps the prepared calls of the C++ kernels.
+        model_input: Input of the pass.
+        chosen: Backend of each operator, "torch" or "cpp".
+    """
+
+    def __init__(self, model: Transformer, model_input: ModelInput, chosen: dict[str, str]) -> None:
+        super().__init__(model.config, model_input)
+        self.calls, self.dtype = model.linear_calls, model.dtype
+        self.direct = chosen["linear"] == "cpp"
+        self.append = self.local_append = None
+        if chosen["append_kv"] == "cpp":
+            self.append = self._append(self.rope)
+            self.local_append = self.append if self.local_rope is self.rope else self._append(self.local_rope)
+        self.attend = None
+        if chosen.get("decode_attention") == "cpp" and model_input.num_decodes:
+            lengths, page_table = self.decode_metadata
+            scale = self.config.attention_scale
+            scale = self.config.head_dim**-0.5 if scale is None else scale
+            self.attend = AttendCall(lengths.contiguous(), unit_stride(page_table), scale)
         self.padded = bool(model_input.step.slots.min() < 0)
         self.locations: dict[int | None, list[tuple[int, int] | Tensor]] = {}  # by window
 
+    def _append(self, rope: dict[str, Any]) -> AppendCall:
+        cos, sin = (rope[name][0] if rope else None for name in ("cos", "sin"))
+        return AppendCall(self.model_input.step.slots.long(), cos, sin, rope.get("rotary_dim", 0))
+
+    def write_kv(self, qkv: Tensor, layer: LayerWeights, pages: LayerPages, window: int | None = None) -> Tensor:
+        config, append = self.config, self.append if window is None else self.local_append
+        if append is None or layer.q_norm is not None or layer.k_norm is not None:
+            return super().write_kv(qkv, layer, pages, window)
+        q, k, v = qkv.split_with_sizes((config.heads, config.kv_heads, config.kv_heads), 1)
+        rotated = append(k, v, q if self.rope else None, pages.k_pages, pages.v_pages)
+        return q if rotated is None else rotated
+
     def attention(self, q: Tensor, pages: LayerPages, window: int | None, sinks: Tensor | None) -> Tensor:
         k, v, k_scale, _ = pages
+        if self.attend is not None and self.decode_only:
+            sinks = None if sinks is None else sinks.float()
+            return self.attend(q[:, None], k, v, window or 0, sinks, k_scale, pages.v_scale).view(q.shape[0], -1)
         plain = sinks is None and k_scale is None and k.is_contiguous()
         if not (plain and self.decode_only and not self.padded):
             return super().attention(q, pages, window, sinks)
         if window not in self.locations:
             self.locations[window] = self._locations(window, k.shape[1])
+        scale = self.config.attention_scale
         rows = q.reshape(q.shape[0], 1, self.config.kv_heads, -1, q.shape[2])  # [batch, 1, kv_heads, group, head_dim]
         outputs = [
-            F.scaled_dot_product_attention(rows[b], _gather(k, where), _gather(v, where)).reshape(1, -1)
+            F.scaled_dot_product_attention(rows[b], _gather(k, where), _gather(v, where), scale=scale).reshape(1, -1)
             for b, where in enumerate(self.locations[window])
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -182,7 +254,8 @@ class TorchForwardPass(ForwardPass):
 
     def linear_residual(self, x: Tensor, weight: Tensor | Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         if isinstance(weight, Weight):
-            return super().linear_residual(x, weight, bias, residual)
+            call = self._call(weight, bias, x)
+            return super().linear_residual(x, weight, bias, residual) if call is None else call(x, residual)
         if bias is None and x.dtype == torch.float32:
             return torch.addmm(residual, x, weight.T)
         return F.linear(x, weight, bias).add_(residual)
@@ -192,24 +265,94 @@ class TorchForwardPass(ForwardPass):
         x: Tensor,
         norm: Tensor,
         norm_bias: Tensor | None,
-        weight: Tensor | Weight,
+        weight: Projection,
         bias: Tensor | None,
         **options: Any,
     ) -> Tensor:
         activation, packed = options.get("activation"), options.get("packed", "halves")
         known = activation is None or activation in _GLUS or activation in _ACTIVATIONS
-        if isinstance(weight, Weight) or not known:
-            return super().norm_linear(x, norm, norm_bias, weight, bias, **options)
+        if not isinstance(weight, Tensor) or not known:
+            call = None
+            if self.config.norm == "rms" and isinstance(weight, Weight):
+                call = self._call(weight, bias, x, norm, options)
+            return super().norm_linear(x, norm, norm_bias, weight, bias, **options) if call is None else call(x)
         if self.config.norm == "layer":
             h = F.layer_norm(x, x.shape[-1:], norm, norm_bias, self.config.eps)
         else:
-            h = F.rms_norm(x, x.shape[-1:], norm, self.config.eps)
+            offset = self.config.norm_offset
+            h = F.rms_norm(x, x.shape[-1:], norm + offset if offset else norm, self.config.eps)
         y = F.linear(h, weight, bias)
         if activation is not None and activation in _GLUS:
             y = _GLUS[activation](y, packed=packed)
         elif activation is not None:
             y = _ACTIVATIONS[activation](y)
         return y.to(options.get("out_dtype") or y.dtype)
+
+    def _call(
+        self, weight: Weight, bias: Tensor | None, x: Tensor, norm: Tensor | None = None, options: Any = None
+    ) -> LinearCall | None:
+        """The prepared call of a quantized weight; None if dispatch takes another backend than the C++ kernels."""
+        if not self.direct or (weight.activation_dtype is None and x.shape[0] >= GEMM_ROWS):
+            return None
+        key = (id(weight), id(norm))
+        if key not in self.calls:  # with the weight itself, so that its id stays its own
+            self.calls[key] = self._prepared(weight, bias, norm, options or {}), weight
+        return self.calls[key][0]
+
+    def _prepared(
+        self, weight: Weight, bias: Tensor | None, norm: Tensor | None, options: dict[str, Any]
+    ) -> LinearCall | None:
+        activation, packed = options.get("activation"), options.get("packed", "halves")
+        x = torch.empty((1, weight.shape[1]), dtype=self.dtype)
+        if fk.explain(_linear, x, weight, **options).chosen != "cpp" or activation not in (None, "swiglu"):
+            return None
+        shared: dict[str, Any] = {
+            "norm_weight": norm, "eps": self.config.eps, "offset": self.config.norm_offset,
+            "out_dtype": options.get("out_dtype"),
+        }  # fmt: skip
+        if activation is None:
+            return LinearCall(weight, bias=bias, **shared)
+        half = weight.shape[0] // 2
+        parts = (slice(0, half), slice(half, None)) if packed == "halves" else (slice(0, None, 2), slice(1, None, 2))
+        gate_bias, up_bias = (None, None) if bias is None else (bias[part] for part in parts)
+        gate, up = (weight.rows(part) for part in parts)
+        return LinearCall(gate, up, gate_bias, up_bias, **shared)
+
+    def decode_program(self, model: Transformer, pages: list[LayerPages]) -> DecodeProgram | None:
+        """All layers of a decoding step as one call of the C++ kernels; None where a layer needs another operator."""
+        batch = self.model_input.input_ids.shape[0]
+        if not (self.direct and self.append is not None and self.attend is not None and self.decode_only):
+            return None
+        key = ("program", batch, id(pages), torch.get_num_threads())
+        if key not in self.calls:
+            config = model.config
+            plain = config.norm == "rms" and config.activation == "swiglu" and self.local_rope is self.rope
+            fitting = plain and batch <= MAX_BATCH and all(fits(layer) and self._reads(layer) for layer in model.layers)
+            with torch.inference_mode(False):
+                self.calls[key] = DecodeProgram(self, model, pages) if fitting else None
+        return self.calls[key]
+
+    def _reads(self, layer: LayerWeights) -> bool:
+        """Whether the C++ kernels multiply by all projections of a layer."""
+        x = layer.mlp_norm[None]
+        weights = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+        return all(
+            isinstance(one, Weight) and fk.explain(_linear, x.new_empty(1, one.shape[1]), one).chosen == "cpp"
+            for one in weights
+        )
+
+    def layer_calls(self, layer: LayerWeights) -> list[LinearCall]:
+        """New calls for the four products of a layer that the C++ kernels read: qkv, o, gate and up, down."""
+        gate_up: dict[str, Any] = {"activation": self.config.activation, "packed": self.config.packed}
+        products: Any = (
+            (layer.qkv_proj, layer.qkv_proj_bias, layer.attention_norm, {}),
+            (layer.o_proj, layer.o_proj_bias, None, {}),
+            (layer.gate_up_proj, layer.gate_up_proj_bias, layer.mlp_norm, gate_up),
+            (layer.down_proj, layer.down_proj_bias, None, {}),
+        )
+        found = [self._prepared(weight, bias, norm, options) for weight, bias, norm, options in products]
+        assert None not in found
+        return found  # type: ignore[return-value]
 
 
 def _gather(pages: Tensor, where: tuple[int, int] | Tensor) -> Tensor:
@@ -224,8 +367,10 @@ def _gather(pages: Tensor, where: tuple[int, int] | Tensor) -> Tensor:
 
 def select(model: Transformer, model_input: ModelInput, pages: list[LayerPages]) -> ForwardPass:
     """The pass for the model's device and for what dispatch chooses there now."""
-    if model.device.type == "cpu" and set(backends(model, pages).values()) == {"torch"}:
-        return TorchForwardPass(model.config, model_input)
+    if model.device.type == "cpu":
+        chosen = backends(model, pages)
+        if set(chosen.values()) <= {"torch", "cpp"}:
+            return TorchForwardPass(model, model_input, chosen)
     return ForwardPass(model.config, model_input)
 
 
@@ -246,7 +391,8 @@ def backends(model: Transformer, pages: list[LayerPages], rows: int = 1, prefill
     heads = x[:, :1, None].expand(rows, config.heads, config.head_dim)
     keys, numbers = heads[:, : config.kv_heads], torch.zeros(rows, dtype=torch.int32, device=x.device)
     table, scales = numbers[:, None], {"k_scale": k_scale, "v_scale": v_scale}
-    choices = [fk.explain(fk.linear, x, layer.qkv_proj), fk.explain(fk.append_kv, keys, keys, k, v, numbers, **scales)]
+    qkv: Any = layer.qkv_proj[0] if isinstance(layer.qkv_proj, tuple) else layer.qkv_proj
+    choices = [fk.explain(fk.linear, x, qkv), fk.explain(fk.append_kv, keys, keys, k, v, numbers, **scales)]
     if prefill:
         choices.append(
             fk.explain(_paged_attention, heads, k, v, numbers.new_zeros(2), numbers[:1], table[:1], **scales)

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: dequantized tensors under Transformers' names, configuration and tokenizer."""
+"""GGUF files as checkpoints: tensors and quantized weights under Transformers' names, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from flashkernel import Weight
+from flashkernel.blocks.weight_formats.gguf import KINDS, read_blocks
 from flashkernel.engine.config import HFConfig, ModelError
-from flashkernel.engine.gguf_reader import read_gguf
+from flashkernel.engine.gguf_reader import StoredTensor, read_gguf
 from flashkernel.engine.tokenizer import Tokenizer
 
 _MODEL = {
@@ -91,8 +93,12 @@ class GGUFCheckpoint:
     def names(self) -> Set[str]:
         return self._sources.keys()
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor | Weight:
+        """A tensor; a `Weight` (out, in) of a matrix in one of the formats that kernels read."""
         source, expert = self._sources[name]
+        stored = self._tensors[source]
+        if expert is None and len(stored.shape) == 2 and stored.kind.name in KINDS:
+            return self._quantized(source, stored)
         values = self._dequantized(source, expert)
         if self._kind == "llama" and source.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
@@ -100,6 +106,13 @@ class GGUFCheckpoint:
         if self._kind == "gpt2" and values.ndim == 2 and source.startswith("blk."):
             return values.T  # Transformers keeps GPT-2's weights (in, out)
         return values
+
+    def _quantized(self, source: str, stored: StoredTensor) -> Weight:
+        blocks = torch.from_numpy(np.array(stored.data))
+        if self._kind == "llama" and source.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
+            blocks = halves_from_interleaved(blocks, heads)
+        return read_blocks(stored.kind.name, blocks)
 
     def tokenizer(self) -> Tokenizer | None:
         if "tokenizer.ggml.tokens" not in self._fields:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from flashkernel.engine.checkpoint import Checkpoint, open_checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.llm_engine import LLMEngine
 from flashkernel.engine.model_loader import load_model
-from flashkernel.engine.model_runner import ModelRunner
+from flashkernel.engine.model_runner import ModelRunner, Progress
 from flashkernel.engine.outputs import RequestOutput, StepOutput
+from flashkernel.engine.precompile import EngineSizes, precompile
 from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.scheduler import Scheduler
 from flashkernel.engine.tokenizer import Message, Tokenizer
@@ -31,7 +32,7 @@ from flashkernel.kvcache.storage import bytes_per_page
 Prompt = str | Sequence[int]  # a text, or token ids
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KV_CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
-QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
+QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4", "plain")
 CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE = 2**31, 0.25
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -55,11 +56,15 @@ class EngineArgs:
         kv_cache_tokens: Size of the KV cache in tokens; by default what fits.
         kv_cache_dtype: "float8_e4m3fn" or "int8" store keys and values in one byte; by default `dtype`.
         quantization: "fp8", "int8", "int4" or "mxfp4" stores the layers' projections in that format of
-            `flashkernel.Weight`, rounded to nearest; by default they are as the checkpoint has them. GPU kernels read
-            "fp8"; the others are dequantized for each product, which saves memory and not time.
+            `flashkernel.Weight`, rounded to nearest; by default they are as the checkpoint has them, and "plain"
+            dequantizes what a GGUF file has. GPU kernels read "fp8", "int8", "int4" and "mxfp4", CPU kernels all but
+            "fp8"; others are dequantized for each product, which saves memory and not time.
         gpu_memory_utilization: Share of a GPU's memory to use, weights included.
         enforce_eager: No CUDA graphs.
         enable_prefix_caching: Sequences that begin alike share blocks.
+        num_speculative_tokens: Speculative decoding by prompt look-up: so many tokens are drafted from what followed
+            the last ones before, and checked in one step. For greedy requests, few at a time; 0 is off.
+        warm_up: Compiles all kernels and captures all CUDA graphs at the start, so that no request waits for them.
 
     Raises:
         ValueError: A value is out of its range.
@@ -85,6 +90,8 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    num_speculative_tokens: int = 0
+    warm_up: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens"):
@@ -95,6 +102,10 @@ class EngineArgs:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(f"engine: {name} is {value!r}; it must be one of {', '.join(known)}")
+        if not isinstance(self.num_speculative_tokens, int) or not 0 <= self.num_speculative_tokens <= 64:
+            raise ValueError(
+                f"engine: num_speculative_tokens is {self.num_speculative_tokens!r}; it must be a number from 0 to 64"
+            )
         share = self.gpu_memory_utilization
         if not 0 < share <= 1:
             raise ValueError(f"engine: gpu_memory_utilization is {share}; it must be a share above 0, at most 1")
@@ -111,6 +122,7 @@ class LLM:
         tokenizer: Replaces the model's own.
         download: Downloads a Hugging Face repository that is not in the local cache.
         progress: Called as `progress(layers loaded, layers)` while the weights are loaded.
+        start_progress: Called as `progress(what, done, total)` while kernels are compiled and graphs captured.
         **engine_args: The fields of `EngineArgs`.
 
     Raises:
@@ -132,6 +144,7 @@ class LLM:
         *,
         download: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        start_progress: Progress | None = None,
         **engine_args: Any,
     ) -> None:
         self.engine_args = EngineArgs(**engine_args)
@@ -143,7 +156,7 @@ class LLM:
             self.name = str(model)
             self.model, found = _load(hub.resolve(model, download), self.engine_args, progress)
             self.tokenizer = found if tokenizer is None else tokenizer
-        self.engine = build_engine(self.model, self.tokenizer, self.engine_args)
+        self.engine = build_engine(self.model, self.tokenizer, self.engine_args, start_progress)
         self._step_lock = threading.Lock()
         self._queues: dict[str, deque[StepOutput]] = {}  # outputs of each request that nobody has read yet
 
@@ -186,11 +199,14 @@ class LLM:
 lists of token ids
         """
         several = _as_list("generate", prompts)
-        request_ids = self._add(several, _for_each(sampling_params, len(several)), streaming=False)
+        params = _for_each(sampling_params, len(several))
+        requests = [(prompt, one) for prompt, given in zip(several, params) for one in _completions(given)]
+        request_ids = self._add([prompt for prompt, _ in requests], [one for _, one in requests], streaming=False)
         found = {
             step.request_id: step.request_output for step in self._steps(request_ids) if step.request_output is not None
         }
-        outputs = [found[request_id] for request_id in request_ids]
+        left = iter(request_ids)
+        outputs = [_merged([found[next(left)] for _ in range(given.n)]) for given in params]
         if outputs and all(output.outputs[0].finish_reason == "error" for output in outputs):
             raise RuntimeError(outputs[0].error)
         return outputs
@@ -332,16 +348,19 @@ lists of token ids
                 queue.append(step)
 
 
-def build_engine(model: Transformer, tokenizer: Tokenizer | None, engine_args: EngineArgs) -> LLMEngine:
+def build_engine(
+    model: Transformer, tokenizer: Tokenizer | None, engine_args: EngineArgs, progress: Progress | None = None
+) -> LLMEngine:
     """Builds an engine with a KV cache as large as the arguments and the device allow.
 
     Args:
         model: The model; its device is the engine's.
         tokenizer: None takes prompts as token ids only.
         engine_args: How the model is run; `device` and `dtype` are the model's.
+        progress: Called as `progress(what, done, total)` while kernels are compiled and graphs captured.
 
     Returns:
-        The engine.
+        The engine, ready for its first request.
 
     Raises:
         ModelError: No memory is left for the KV cache.
@@ -360,6 +379,9 @@ def build_engine(model: Transformer, tokenizer: Tokenizer | None, engine_args: E
     tokens = max(tokens, max_num_seqs)  # every running sequence gets its token
     dtype = model.dtype if engine_args.kv_cache_dtype is None else KV_CACHE_DTYPES[engine_args.kv_cache_dtype]
     block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
+    told = progress or (lambda what, done, total: None)
+    if engine_args.warm_up and device.type == "cuda":  # before the KV cache takes the memory
+        precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), told)
     block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, dtype)
     blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
     blocks += 1  # block 0 stays empty
@@ -372,8 +394,11 @@ def build_engine(model: Transformer, tokenizer: Tokenizer | None, engine_args: E
         prefix_caching=engine_args.enable_prefix_caching, storage=storage,
     )  # fmt: skip
     runner = ModelRunner(model, storage, cache, max_num_seqs, tokens, engine_args.enforce_eager)
-    scheduler = Scheduler(cache, max_num_seqs, tokens)
-    return LLMEngine(runner, scheduler, tokenizer, max_model_len, async_scheduling=device.type == "cuda")
+    scheduler = Scheduler(cache, max_num_seqs, tokens, engine_args.num_speculative_tokens)
+    engine = LLMEngine(runner, scheduler, tokenizer, max_model_len, async_scheduling=device.type == "cuda")
+    if engine_args.warm_up:
+        engine.warm_up(told)
+    return engine
 
 
 def _num_blocks(
@@ -388,8 +413,8 @@ def _num_blocks(
         free, total = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         widest = max(layer.gate_up_proj.shape[-2] for layer in model.layers)
-        activations = tokens * (8 * config.hidden_size + 3 * widest) * model.dtype.itemsize
-        logits = 4 * max_num_seqs * config.vocab_size * 4
+        activations = (tokens + max_num_seqs) * (8 * config.hidden_size + 3 * widest) * model.dtype.itemsize
+        logits = 5 * max_num_seqs * config.vocab_size * 4  # logits, changed logits, counts of tokens, and copies
         available = free - int((1 - args.gpu_memory_utilization) * total) - activations - logits
     else:
         available = int(min(CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE * _main_memory()))
@@ -481,6 +506,19 @@ def _is_token_id(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and not value.is_floating_point()
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _completions(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of the `n` completions of a prompt: with a seed, their seeds differ."""
+    seeds = [None if params.seed is None else (params.seed + index) % 2**63 for index in range(params.n)]
+    return [params] if params.n == 1 else [replace(params, n=1, seed=seed) for seed in seeds]
+
+
+def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One output with the completions of all."""
+    completions = tuple(replace(output.outputs[0], index=index) for index, output in enumerate(outputs))
+    error = next((output.error for output in outputs if output.error is not None), None)
+    return replace(outputs[0], outputs=completions, error=error) if len(outputs) > 1 else outputs[0]
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashkernel.core import build_counter
 from flashkernel.engine.detokenizer import IncrementalDetokenizer
-from flashkernel.engine.model_runner import LaunchedStep, ModelRunner
+from flashkernel.engine.grammar import GrammarCompiler, GrammarError
+from flashkernel.engine.model_runner import LaunchedStep, ModelRunner, Progress
 from flashkernel.engine.outputs import StepOutput, TokenLogprob
+from flashkernel.engine.prompt_lookup import PromptLookup
 from flashkernel.engine.sampler import INVALID_TOKEN
 from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.scheduler import Scheduler
@@ -59,6 +62,9 @@ class EngineStats:
         num_steps: Steps computed.
         num_used_blocks: KV cache blocks that requests hold.
         num_blocks: KV cache blocks in all.
+        compiled_in_service: Kernels compiled, graphs captured and configs tuned since `warm_up` ended. It should stay
+            at 0: each of them makes requests wait.
+        warm_up_s: Seconds that `warm_up` took.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -80,6 +86,8 @@ class EngineStats:
     num_steps: int
     num_used_blocks: int
     num_blocks: int
+    compiled_in_service: int = 0
+    warm_up_s: float = 0.0
 
 
 class LLMEngine:
@@ -122,7 +130,22 @@ class LLMEngine:
         self._changed = threading.Condition()
         self._num_requests = 0
         self.failure: BaseException | None = None  # the error of the last step that failed
+        self._grammars: GrammarCompiler | None = None
+        self._warm_up_s, self._builds = 0.0, build_counter.counts()
+        if tokenizer is not None:
+            config = runner.model.config
+            self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
         self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps"), 0)
+
+    def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Compiles all kernels and captures all graphs, before the first request.
+
+        Args:
+            progress: Called as `progress(what, done, total)`.
+        """
+        began = time.monotonic()
+        self.runner.warm_up(progress)
+        self._warm_up_s, self._builds = time.monotonic() - began, build_counter.counts()
 
     def add_request(
         self,
@@ -156,12 +179,21 @@ class LLMEngine:
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop, params.skip_special_tokens)
         text = prompt if isinstance(prompt, str) else None
+        grammar = None
+        if params.structured_outputs is not None:
+            assert self._grammars is not None
+            try:
+                grammar = self._grammars.compile(params.structured_outputs)
+            except GrammarError as error:
+                raise RequestError(str(error)) from error
         with self._changed:
             self._num_requests += 1
             name = f"request-{self._num_requests}" if request_id is None else request_id
             if name in self._unfinished:
                 raise RequestError(f"request {name!r} is being served already; ids must differ")
-            sequence = Sequence(name, text, token_ids, params, max_tokens, streaming, detokenizer)
+            sequence = Sequence(name, text, token_ids, params, max_tokens, streaming, detokenizer, grammar)
+            if self.scheduler.num_speculative_tokens and params.is_plain_greedy:
+                sequence.lookup = PromptLookup()
             self._unfinished[name] = sequence
             self._added.append(sequence)
             self._changed.notify_all()
@@ -222,6 +254,8 @@ class LLMEngine:
             num_steps=counts["steps"],
             num_used_blocks=pool.in_use,
             num_blocks=pool.pages - 1,
+            compiled_in_service=build_counter.counts().total - self._builds.total,
+            warm_up_s=self._warm_up_s,
         )
 
     def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
@@ -254,6 +288,14 @@ class LLMEngine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need text, and the model came without a tokenizer; use stop_token_ids")
+        if params.structured_outputs is not None and self.tokenizer is None:
+            raise RequestError("structured outputs need text, and the model came without a tokenizer")
+        if params.n != 1:
+            raise RequestError(f"a request of the engine has one completion, not {params.n}; add it {params.n} times")
+        vocab_size = self.runner.model.config.vocab_size
+        wrong = [token for token, _ in params.logit_bias if token >= vocab_size]
+        if wrong:
+            raise RequestError(f"logit_bias names token {wrong[0]}; the vocabulary has 0 to {vocab_size - 1}")
         if params.logprobs is not None and params.logprobs > self.runner.model.config.vocab_size:
             raise RequestError(f"{params.logprobs} logprobs are more than the vocabulary has")
 
@@ -280,8 +322,23 @@ class LLMEngine:
         now = time.monotonic()
         for index, (sequence, token_id) in enumerate(zip(launched.sequences, token_ids)):
             sequence.num_in_flight -= 1
+            if sequence.lookup is not None and not self._follows(sequence, launched.assumed[index]):
+                continue
             if sequence.finish_reason is None:
-                self._append(sequence, token_id, None if logprobs is None else logprobs[index], now, outputs)
+                self._append(sequence, token_id, logprobs.get(index), now, outputs)
+
+        for sequence in dict.fromkeys(one for one in launched.sequences if one.lookup is not None):
+            if sequence.finish_reason is None:
+                self.scheduler.accept(sequence)
+
+    @staticmethod
+    def _follows(sequence: Sequence, assumed: int | None) -> bool:
+        """Whether a sample counts: the tokens of a draft before it were all right."""
+        if assumed is None:
+            sequence.draft_rejected = False
+        elif sequence.token_ids[-1] != assumed:
+            sequence.draft_rejected = True
+        return not sequence.draft_rejected
 
     def _append(
         self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float, outputs: list[StepOutput]
@@ -299,8 +356,11 @@ class LLMEngine:
         elif logprob is not None:
             logprob = TokenLogprob(token_id, logprob.logprob, logprob.top_logprobs[: params.logprobs])
             sequence.logprobs.append(logprob)
-        stops = (token_id in self._eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
-        if detokenizer is not None and not stops:
+        stops = is_end = token_id in self._ends(params)
+        if sequence.grammar is not None:
+            sequence.grammar.advance(token_id)
+            stops = stops or sequence.grammar.finished
+        if detokenizer is not None and not is_end:
             detokenizer.append(token_id, decode=sequence.streaming or bool(params.stop))
         reason = None
         if stops or (detokenizer is not None and detokenizer.stopped):
@@ -312,6 +372,11 @@ class LLMEngine:
         elif sequence.streaming:
             text = "" if detokenizer is None else detokenizer.next_text()
             outputs.append(StepOutput(sequence.request_id, token_id, text, logprob))
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a text."""
+        own = frozenset() if params.ignore_eos else self._eos_token_ids
+        return own.union(params.stop_token_ids) if params.stop_token_ids else own
 
     def _finish(
         self,

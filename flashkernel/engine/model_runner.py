@@ -1,53 +1,40 @@
 """The model runner: runs steps on the device. It fills the inputs, computes logits, samples, and copies tokens back.
 
-Decoding steps on a GPU are CUDA graphs, one for each batch size of a list and each `SamplingMetadata`, captured when
-first needed. Steps of a few prompts alone are graphs too, from the second time that their size comes. Everything a
-graph reads is at a fixed address. The token that a sequence decodes next is read from where the last step wrote it, so
-a step can be launched before the host has seen the tokens of the step before.
+On a GPU a step is padded to one of a list of shapes (step_shapes.py), and is a CUDA graph that `warm_up` captured
+before the first request. Everything a graph reads is at a fixed address. The token that a sequence decodes next is read
+from where the last step wrote it, so a step can be launched before the host has seen the tokens of the step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flashkernel.core import build_counter
+from flashkernel.core.device import properties
 from flashkernel.engine.input_buffers import InputBuffers
 from flashkernel.engine.outputs import TokenLogprob
-from flashkernel.engine.sampler import FIELDS, SamplerOutput, SamplingMetadata, SamplingState, TokenCounts, sample
+from flashkernel.engine.sampler import (
+    FIELDS,
+    SamplerOutput,
+    SamplingSettings,
+    SamplingStates,
+    logprobs_of,
+    sample,
+)
 from flashkernel.engine.scheduler import SchedulerOutput
 from flashkernel.engine.sequence import Sequence
+from flashkernel.engine.step_shapes import StepShape, StepShapes
 from flashkernel.engine.transformer import ModelInput, Transformer
-from flashkernel.kvcache import BatchTensors, KVCache, PageStorage
+from flashkernel.kvcache import BatchTensors, KVCache, PageStorage, Step
 
-WARMUP_RUNS = 2  # before a capture; they compile kernels and allocate workspaces
-MAX_GRAPH_PREFILLS = 8  # prompts in a graph; with more tokens the GPU is busy for longer than the host
-
-
-def decode_graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that graphs are captured for; a batch is padded to the next one."""
-    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(320, 4097, 64)]
-    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
-
-
-def prefill_graph_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of prompt tokens that graphs are captured for."""
-    sizes = [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
-    return [size for size in sizes if size <= max_num_tokens]
-
-
-@dataclass(frozen=True)
-class GraphKey:
-    """What a CUDA graph is captured for: a prefill or decoding step, padded to these sizes."""
-
-    is_prefill: bool
-    num_seqs: int
-    num_tokens: int
-    metadata: SamplingMetadata
+WARM_UP_RUNS = 2  # before a capture: they compile kernels, allocate workspaces and record launches
+Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 
 @dataclass
@@ -57,19 +44,26 @@ class LaunchedStep:
     sequences: list[Sequence]
     results: list[Tensor]  # on the host once `done` has passed: tokens, then log probabilities if asked for
     done: torch.cuda.Event | None
+    logprob_indices: list[int]  # sequences that have log probabilities
+    assumed: list[int | None] = field(default_factory=list)  # the token of a draft that each sample needs to be right
 
-    def read(self) -> tuple[list[int], list[TokenLogprob] | None]:
-        """The token of each sequence, and its log probabilities if any sequence asked for them."""
+    def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """The token of each sequence, and log probabilities by the index of sequences that ask for them."""
         if self.done is not None:
             self.done.synchronize()
-        values = [result.tolist() for result in self.results]
-        token_ids = values[0]
-        if len(values) == 1:
-            return token_ids, None
-        return token_ids, [
-            TokenLogprob(token_id, logprob, tuple(zip(top_ids, top)))
-            for token_id, logprob, top, top_ids in zip(token_ids, *values[1:])
-        ]
+        token_ids, *logprobs = (result.tolist() for result in self.results)
+        return token_ids, {
+            index: TokenLogprob(token_ids[index], logprob, tuple(zip(top_ids, top)))
+            for index, logprob, top, top_ids in zip(self.logprob_indices, *logprobs)
+        }
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A captured step: replaying it computes `output`."""
+
+    graph: torch.cuda.CUDAGraph
+    output: SamplerOutput
 
 
 class ModelRunner:
@@ -85,182 +79,233 @@ class ModelRunner:
         enforce_eager: bool,
     ) -> None:
         self.model, self.storage, self.cache, self.device = model, storage, cache, model.device
-        self.use_graphs = not enforce_eager and self.device.type == "cuda"
-        self.sampling_state = SamplingState(max_num_seqs)
+        self.padded = self.device.type == "cuda"
+        # Experts on GPUs before sm_80 run on torch's backend, which reads the router's choice on the host.
+        capturable = model.config.num_experts == 0 or properties(self.device).arch >= 80
+        self.use_graphs = self.padded and not enforce_eager and capturable
+        self.shapes = StepShapes(max_num_seqs, max_num_batched_tokens)
+        self.settings = SamplingSettings(max_num_seqs)
+        self.states = SamplingStates(max_num_seqs + 1, model.config.vocab_size, self.device)
         self._padding_row = max_num_seqs
-        self._batch_tensors = BatchTensors(cache, max_num_seqs, max_num_batched_tokens, self.device)
-        per_sequence = {"rows": torch.int64, "logits_indices": torch.int64, **FIELDS}
-        fields = {name: (dtype, max_num_seqs) for name, dtype in per_sequence.items()}
-        self._buffers = InputBuffers({**fields, "input_ids": (torch.int64, max_num_batched_tokens)}, self.device)
+        most_tokens = max_num_batched_tokens + max_num_seqs  # decodes are padded apart from prompts
+        self._batch_tensors = BatchTensors(cache, 2 * max_num_seqs, most_tokens, self.device)
+        names = ("rows", "decode_rows", "logits_indices")
+        fields = dict.fromkeys(names, (torch.int64, max_num_seqs))
+        fields |= {name: (dtype, width * max_num_seqs) for name, (dtype, width) in FIELDS.items()}
+        self._buffers = InputBuffers({**fields, "input_ids": (torch.int64, most_tokens)}, self.device)
         self._last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)  # by row
-        self._counts: TokenCounts | None = None
-        self._decode_sizes = decode_graph_sizes(max_num_seqs)
-        dense = model.config.num_experts == 0  # prefill of experts reads the router's choice on the host
-        self._prefill_sizes = prefill_graph_sizes(max_num_batched_tokens) if dense else []
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, SamplerOutput]] = {}
-        self._seen: set[GraphKey] = set()  # prefill sizes that came once
+        self._graphs: dict[StepShape, StepGraph] = {}
         # One stream for all captures: kernels that keep counters keep a row of them for each stream.
         self._stream = torch.cuda.Stream(self.device) if self.use_graphs else None
         self._pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that were captured."""
+        return len(self._graphs)
+
+    def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Runs a padded step of every shape, which compiles its kernels, and captures it.
+
+        Nothing is left to compile or capture in service. On a CPU there is nothing to do.
+        """
+        if not self.padded:
+            return
+        build_counter.watch_triton()
+        shapes = self.shapes.all()
+        with self._on_device():
+            for index, shape in enumerate(shapes):
+                progress("capturing" if self.use_graphs else "compiling", index, len(shapes))
+                self._prepare_shape(shape)
+            torch.cuda.synchronize(self.device)
+            # What runs beside the graphs: log probabilities, and the state of rows.
+            indices = torch.zeros(1, dtype=torch.int64, device=self.device)
+            token_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+            logprobs_of(SamplerOutput(token_ids, torch.zeros(1, 32, device=self.device)), indices, 1)
+        progress("ready", len(shapes), len(shapes))
+
+    def run_padding(self, shape: StepShape) -> None:
+        """Runs a step of padding once, launch by launch."""
+        with self._on_device():
+            self._prepare(SchedulerOutput(), [], shape)()
+
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         """Launches a step and samples a token for each of `scheduled.sampled`."""
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), on_device:
+        with self._on_device():
             return self._launch(scheduled)
+
+    def _on_device(self) -> _OnDevice:
+        return _OnDevice(self.device)
 
     def _launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         for sequence in scheduled.admitted:
             self._set_sampling(sequence)
-        sampled = scheduled.sampled
-        metadata = self.sampling_state.metadata(_rows(sampled))
-        key = self._graph_key(scheduled, metadata)
-        if key is None:
-            output = self._prepare_prefill(scheduled, sampled, metadata)()
+        sampled, assumed = scheduled.sampled, scheduled.assumed  # before tokens are in flight
+        for sequence in sampled:
+            if sequence.grammar is not None:
+                assert sequence.row is not None
+                self.states.set_allowed(sequence.row, sequence.grammar.allowed_tokens())
+        num_prefill_tokens = sum(chunk.count for chunk in scheduled.prefills)
+        num_prefills = len(scheduled.prefills)
+        shape = StepShape(len(scheduled.decodes), num_prefills, num_prefill_tokens)
+        if self.padded:  # a draft needs room for more logits than sequences
+            num_logits = sum(chunk.num_logits for chunk in scheduled.prefills)
+            shape = self.shapes.find(len(scheduled.decodes), max(num_prefills, num_logits), num_prefill_tokens)
+        if self.use_graphs:
+            if shape not in self._graphs:
+                self._prepare_shape(shape)
+            self._prepare(scheduled, sampled, shape)
+            made = self._graphs[shape]
+            made.graph.replay()
+            output = made.output
         else:
-            output = self._replay(key, scheduled, sampled)
+            output = self._prepare(scheduled, sampled, shape)()
         for sequence in sampled:
             sequence.has_sampled = True
             sequence.num_in_flight += 1
-        return self._copy_to_host(output, sampled)
+        return replace(self._copy_to_host(output, sampled), assumed=assumed)
 
     def _set_sampling(self, sequence: Sequence) -> None:
         """Sets the sampling parameters of a sequence's row."""
         assert sequence.row is not None
-        self.sampling_state.set(sequence.row, sequence.params, sequence.seed)
-        if sequence.params.has_penalties:
-            prompt = sequence.num_prompt_tokens
-            self._token_counts().set(sequence.row, sequence.token_ids[:prompt], sequence.token_ids[prompt:])
+        params, prompt = sequence.params, sequence.num_prompt_tokens
+        self.settings.set(sequence.row, params, sequence.seed)
+        stop_ids = list(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids += self.model.config.eos_token_ids
+        tokens = (sequence.token_ids[:prompt], sequence.token_ids[prompt:])
+        self.states.set(sequence.row, params, stop_ids, *tokens)
 
-    def _token_counts(self) -> TokenCounts:
-        if self._counts is None:
-            self._counts = TokenCounts(self._padding_row + 1, self.model.config.vocab_size, self.device)
-        return self._counts
+    def _prepare_shape(self, shape: StepShape) -> None:
+        """Compiles the kernels of a shape, and captures it if it can be."""
+        compute = self._prepare(SchedulerOutput(), [], shape)
+        if self.use_graphs:
+            self._graphs[shape] = self._capture(compute)
+        else:
+            compute()
 
-    def _graph_key(self, scheduled: SchedulerOutput, metadata: SamplingMetadata) -> GraphKey | None:
-        """The graph of a step; None if it must be launched kernel by kernel."""
-        if not self.use_graphs:
-            return None
-        if not scheduled.prefills:
-            size = next(size for size in self._decode_sizes if size >= len(scheduled.decodes))
-            return GraphKey(False, size, size, metadata)
-        num_tokens = next((size for size in self._prefill_sizes if size >= scheduled.num_tokens), None)
-        if scheduled.decodes or len(scheduled.prefills) > MAX_GRAPH_PREFILLS or num_tokens is None:
-            return None
-        num_seqs = next(size for size in self._decode_sizes if size >= len(scheduled.prefills))
-        key = GraphKey(True, num_seqs, num_tokens, metadata)
-        seen = key in self._seen
-        self._seen.add(key)
-        return key if seen else None
-
-    def _replay(self, key: GraphKey, scheduled: SchedulerOutput, sampled: list[Sequence]) -> SamplerOutput:
-        prepare = self._prepare_prefill if key.is_prefill else self._prepare_decode
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(prepare(SchedulerOutput(), [], key.metadata, key), key.metadata)
-        prepare(scheduled, sampled, key.metadata, key)
-        graph, output = self._graphs[key]
-        graph.replay()
-        return output
-
-    def _capture(
-        self, compute: Callable[[], SamplerOutput], metadata: SamplingMetadata
-    ) -> tuple[torch.cuda.CUDAGraph, SamplerOutput]:
+    def _capture(self, compute: Callable[[], SamplerOutput]) -> StepGraph:
         """Captures a step that consists of padding, which changes no block and no row."""
-        if metadata.penalties:
-            self._token_counts()
         stream, current = self._stream, torch.cuda.current_stream(self.device)
         assert stream is not None
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(WARMUP_RUNS):
+            for _ in range(WARM_UP_RUNS):
                 compute()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = compute()
-        return graph, output
+        build_counter.note("captured")
+        # The logits are read right after a replay, or not at all. Graphs share their memory, so it is not kept.
+        logits = torch.as_tensor(_DeviceMemory(output.logits), device=self.device)
+        return StepGraph(graph, SamplerOutput(output.token_ids, logits))
 
-    def _prepare_decode(
-        self, scheduled: SchedulerOutput, sampled: list[Sequence], metadata: SamplingMetadata, key: GraphKey
+    def _prepare(
+        self, scheduled: SchedulerOutput, sampled: list[Sequence], shape: StepShape
     ) -> Callable[[], SamplerOutput]:
-        """Fills the inputs of a decoding step, padded to the graph's size; the returned function computes it."""
-        self._write_sampling(sampled, metadata, key.num_seqs)
-        tensors = self._buffers.copy_to_device(0)
-        rows = tensors["rows"][: key.num_seqs]
-        step = self._batch_tensors.fill(_rows(sampled), pad=(key.num_seqs, key.num_tokens))
-        return lambda: self._compute(
-            ModelInput(self._last_token_ids[rows], step, key.num_tokens, None), tensors, rows, metadata
-        )
-
-    def _prepare_prefill(
-        self,
-        scheduled: SchedulerOutput,
-        sampled: list[Sequence],
-        metadata: SamplingMetadata,
-        key: GraphKey | None = None,
-    ) -> Callable[[], SamplerOutput]:
-        """The same for a step that has, or may have, prefill chunks; without a graph it is not padded."""
-        num_decodes = len(scheduled.decodes)
-        counts = np.array([1] * num_decodes + [chunk.count for chunk in scheduled.prefills], dtype=np.int64)
-        num_seqs, num_tokens = (key.num_seqs, key.num_tokens) if key else (len(sampled), scheduled.num_tokens)
-        arrays = self._write_sampling(sampled, metadata, num_seqs)
-        is_last = np.array([True] * num_decodes + [chunk.is_last for chunk in scheduled.prefills], dtype=bool)
-        arrays["logits_indices"][: len(sampled)] = (np.cumsum(counts) - 1)[is_last]
-        arrays["logits_indices"][len(sampled) : num_seqs] = 0
-        start = num_decodes
-        for chunk in scheduled.prefills:
-            chunk_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.count]
-            arrays["input_ids"][start : start + chunk.count] = chunk_ids
-            start += chunk.count
-        arrays["input_ids"][start:num_tokens] = 0
-        tensors = self._buffers.copy_to_device(num_tokens)
+        """Fills the inputs of a step, padded to the shape; the returned function computes it."""
+        num_decodes, num_logits = len(scheduled.decodes), self._num_logits(shape, sampled)
+        arrays, rows = self._buffers.next_arrays(), _rows(sampled)
+        arrays["rows"][: rows.size] = rows
+        arrays["rows"][rows.size : num_logits] = self._padding_row
+        arrays["decode_rows"][:num_decodes] = rows[:num_decodes]
+        arrays["decode_rows"][num_decodes : shape.num_decodes] = self._padding_row
+        token_indices = np.array([one.num_tokens - one.num_prompt_tokens for one in sampled], dtype=np.int64)
+        self.settings.write(arrays, rows, token_indices, num_logits)
+        counts = self._write_prefills(arrays, scheduled, shape, num_logits)
+        tensors = self._buffers.copy_to_device(shape.num_prefill_tokens)
         all_rows = _rows(scheduled.sequences)
-        step = self._batch_tensors.fill(all_rows, counts, pad=(num_seqs, num_tokens) if key else None)
-        if self.device.type == "cpu" and key is None:  # the host reads whole page tables there
+        step = self._batch_tensors.fill(
+            all_rows, counts, pad=(shape.num_seqs, shape.num_tokens), decodes=(num_decodes, shape.num_decodes)
+        )
+        if not self.padded and self.device.type == "cpu":  # the host reads whole page tables there
             used = max(1, int(self.cache.page_counts[all_rows].max()))
             step = step._replace(page_table=step.page_table[:, :used])
-        input_ids, rows = tensors["input_ids"][:num_tokens], tensors["rows"][:num_seqs]
-        if num_decodes:
-            input_ids[:num_decodes] = self._last_token_ids[rows[:num_decodes]]
-        logits_indices = None if num_seqs == num_tokens else tensors["logits_indices"][:num_seqs]
-        return lambda: self._compute(ModelInput(input_ids, step, num_decodes, logits_indices), tensors, rows, metadata)
+        return lambda: self._compute(shape, num_logits, step, tensors)
 
-    def _compute(
-        self, model_input: ModelInput, tensors: dict[str, Tensor], rows: Tensor, metadata: SamplingMetadata
-    ) -> SamplerOutput:
+    def _num_logits(self, shape: StepShape, sampled: list[Sequence]) -> int:
+        return self.shapes.num_logits(shape) if self.padded else len(sampled)
+
+    def _write_prefills(
+        self, arrays: dict[str, np.ndarray], scheduled: SchedulerOutput, shape: StepShape, num_logits: int
+    ) -> np.ndarray:
+        """Writes the prompts' tokens and where logits are wanted; returns the tokens of each sequence."""
+        prefills, num_decodes = scheduled.prefills, len(scheduled.decodes)
+        sizes = np.array([chunk.count for chunk in prefills], dtype=np.int64)
+        indices = arrays["logits_indices"]
+        indices[:num_decodes] = np.arange(num_decodes)
+        start, filled = 0, num_decodes
+        for chunk in prefills:
+            arrays["input_ids"][start : start + chunk.count] = chunk.token_ids
+            start += chunk.count
+            wanted = chunk.num_logits
+            indices[filled : filled + wanted] = shape.num_decodes + np.arange(start - wanted, start)
+            filled += wanted
+        arrays["input_ids"][start : shape.num_prefill_tokens] = 0
+        indices[filled:num_logits] = 0
+        return np.concatenate((np.ones(num_decodes, dtype=np.int64), sizes))
+
+    def _compute(self, shape: StepShape, num_logits: int, step: Step, tensors: dict[str, Tensor]) -> SamplerOutput:
         """Computes logits and samples a token for each row, which is kept for the next step."""
-        logits = self.model.forward(model_input, self.storage.layers)
-        params = {name: tensors[name][: rows.shape[0]] for name in FIELDS}
-        output = sample(logits, params, metadata, rows, self._counts)
+        rows, logits_indices = tensors["rows"][:num_logits], None
+        input_ids = self._last_token_ids[tensors["decode_rows"][: shape.num_decodes]]
+        if shape.num_prefill_tokens:
+            input_ids = torch.cat((input_ids, tensors["input_ids"][: shape.num_prefill_tokens]))
+            logits_indices = tensors["logits_indices"][:num_logits]
+        model_input = ModelInput(input_ids, step, shape.num_decodes, logits_indices)
+        logits = self.model.forward(model_input, self.storage.layers).contiguous()
+        given = {name: tensors[name][: num_logits * width] for name, (_, width) in FIELDS.items()}
+        given["penalties"] = given["penalties"].view(num_logits, 3)
+        output = sample(logits, given, self.states, rows)
         self._last_token_ids[rows] = output.token_ids.clamp(min=0)  # the next step reads it, valid or not
         return output
 
-    def _write_sampling(
-        self, sampled: list[Sequence], metadata: SamplingMetadata, num_seqs: int
-    ) -> dict[str, np.ndarray]:
-        """Writes rows and sampling parameters of the sampled sequences, padded to `num_seqs`."""
-        arrays, count = self._buffers.next_arrays(), len(sampled)
-        rows = _rows(sampled)
-        arrays["rows"][:count] = rows
-        arrays["rows"][count:num_seqs] = self._padding_row
-        if metadata.random or metadata.penalties:
-            token_indices = np.array([one.num_tokens - one.num_prompt_tokens for one in sampled], dtype=np.int64)
-            self.sampling_state.write(arrays, rows, token_indices)
-            for name in FIELDS:
-                arrays[name][count:num_seqs] = 1
-        return arrays
-
     def _copy_to_host(self, output: SamplerOutput, sampled: list[Sequence]) -> LaunchedStep:
-        """Starts the copy of the sampled tokens to the host."""
-        results = [result[: len(sampled)] for result in output if result is not None]
+        """Starts the copy of the sampled tokens to the host, with log probabilities for those that ask."""
+        results = [output.token_ids[: len(sampled)]]
+        asked = self.settings.num_logprobs[_rows(sampled)]
+        indices = np.nonzero(asked >= 0)[0]
+        if indices.size:
+            on_device = torch.from_numpy(indices).to(self.device, non_blocking=True)
+            results += logprobs_of(output, on_device, int(asked.max()))
         if self.device.type != "cuda":
-            return LaunchedStep(sampled, results, None)
+            return LaunchedStep(sampled, results, None, indices.tolist())
         hosts = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True) for result in results]
         for host, result in zip(hosts, results):
             host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(sampled, hosts, done)
+        return LaunchedStep(sampled, hosts, done, indices.tolist())
+
+
+class _DeviceMemory:
+    """The memory of a float32 tensor, without keeping it from being used for others."""
+
+    def __init__(self, x: Tensor) -> None:
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape), "typestr": "<f4", "data": (x.data_ptr(), False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class _OnDevice:
+    """Inference mode, with the runner's GPU as the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._contexts = (
+            torch.inference_mode(),
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+        )
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)  # type: ignore[arg-type]
 
 
 def _rows(sequences: list[Sequence]) -> np.ndarray:

@@ -61,7 +61,7 @@ class CompletionOutput:
         finish_reason: "stop" (a stop token or stop string), "length" (`max_tokens` or `max_model_len`), "abort" or
             "error".
         logprobs: One entry for each generated token; None if `SamplingParams.logprobs` is None.
-        index: Position among the request's completions. Requests have one completion, so it is 0.
+        index: Position among the request's `n` completions.
 
     Example:
         >>> from flashkernel.engine import CompletionOutput
@@ -84,7 +84,7 @@ class RequestOutput:
         request_id: The id that `add_request` returned.
         prompt: The prompt as text; None if it was given as token ids.
         prompt_token_ids: The prompt as token ids.
-        outputs: The completions; one for each request.
+        outputs: The completions, `SamplingParams.n` of them.
         metrics: When the request arrived, had its first token and finished.
         num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache.
         num_preemptions: How often the request lost its blocks and was scheduled again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from flashkernel import Weight
 from flashkernel.blocks import checkpoint_layouts as layouts
+from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import HFConfig, ModelError
 
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of an 8-bit weight: vLLM's and DeepSeek's names; both multiply
+_FORMATS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
 LAYOUTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 _BY_DTYPE = ("fp8", "mxfp4")  # methods whose tensors say by their names and dtypes what they are
 _PARTS = {
@@ -84,6 +87,64 @@ class StoredQuantization:
                 "columns have an order of their own (weight_g_idx), which is not read; quantize without it"
             )
         return layouts.read_pack_quantized(parts, self.bits)
+
+
+class WeightReader:
+    """Reads weights of a checkpoint by their Transformers' names, however they are stored; records what was read.
+
+    Attributes:
+        unused: Names of stored tensors that were not read.
+        whole: Names of matrices that the checkpoint itself gives as a `Weight` (out, in): a GGUF file's.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.source = checkpoint, checkpoint.config.source
+        self.stored = StoredQuantization.of(checkpoint.config)
+        self.names = set(checkpoint.names)
+        self.unused = set(self.names)
+        self.whole: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the weight is stored, in one tensor or in several."""
+        return name in self.names or (self.stored is not None and bool(self.stored.part_names(name, self.names)))
+
+    def read(self, name: str) -> Tensor | Weight:
+        """A weight; ModelError if its tensors do not fit together."""
+        if name not in self.names:
+            if self.stored is None:
+                raise ModelError(f"{self.source}: {name} is missing; the model is incomplete, get it again")
+            stored, own = self.stored.part_names(name, self.names), self.stored
+            self.unused.difference_update(stored.values())
+            tensors: Any = {part: self.checkpoint.read(full) for part, full in stored.items()}
+            return self._checked(name, lambda: own.read(tensors))
+        self.unused.discard(name)
+        found = self.checkpoint.read(name)
+        if isinstance(found, Weight) and found.ndim == 2:
+            self.whole.add(name)
+        if isinstance(found, Tensor) and found.dtype in _FORMATS:
+            return self._packed(name, found)
+        return found
+
+    def _packed(self, name: str, data: Tensor) -> Weight:
+        """A weight in 8 bits with its scales. x stays as it is, whatever the checkpoint rounds it to."""
+        found = [name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self.names]
+        if not found:
+            kind = str(data.dtype).removeprefix("torch.")
+            raise ModelError(f"{self.source}: {name} is in {kind} and has no scales")
+        point = name + "_zero_point"
+        self.unused.difference_update([*found, point])
+        self.unused.discard(name.removesuffix("weight") + "input_scale")
+        scales: Any = self.checkpoint.read(found[0])
+        zeros: Any = self.checkpoint.read(point) if point in self.names else None
+        return self._checked(name, lambda: Weight.pack(data, scales, zeros, _FORMATS[data.dtype]))
+
+    def _checked(self, name: str, make: Callable[[], Weight]) -> Weight:
+        """ModelError if the tensors of a weight do not fit together."""
+        try:
+            return make()
+        except (ValueError, KeyError) as error:
+            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ModelError(f"{self.source}: {name}: {said}") from error
 
 
 def _in_order(groups: Tensor) -> bool:

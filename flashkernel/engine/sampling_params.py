@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BIAS_ENTRIES = 512  # logit biases of a request, and tokens that min_tokens bans
+MAX_N = 128
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What a text must match; one of the fields. It needs `pip install 'flashkernel[grammar]'`.
+
+    Args:
+        json_schema: A JSON schema, as text or as a mapping; the text is a JSON value that it describes.
+        regex: A regular expression that the whole text matches.
+        json_object: The text is any JSON object.
+
+    Raises:
+        ValueError: None of them is given, or several, or the schema is no JSON.
+
+    Example:
+        >>> from flashkernel.engine import StructuredOutputs
+        >>> StructuredOutputs(json_schema={"type": "integer"}).json_schema
+        '{"type": "integer"}'
+    """
+
+    json_schema: str | None = None
+    regex: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        schema: Any = self.json_schema
+        if isinstance(schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(schema))
+        elif schema is not None:
+            try:
+                json.loads(schema)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"sampling: the JSON schema cannot be read: {error}") from None
+        given = (self.json_schema is not None) + (self.regex is not None) + self.json_object
+        if given != 1:
+            raise ValueError(f"sampling: structured_outputs has {given} of json_schema, regex, json_object; give one")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are chosen and when it ends; vLLM's names.
 
-    The order is: penalties, temperature, top_k, top_p, min_p, then one sample.
+    The order is: penalties, logit biases, temperature, top_k, top_p, min_p, then one sample. Equal logits are kept or
+    left out together.
 
     Args:
         max_tokens: Most generated tokens; None goes on to `max_model_len`.
@@ -24,12 +66,16 @@ class SamplingParams:
         repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the prompt or output.
         presence_penalty: Subtracted from logits of tokens that the output has.
         frequency_penalty: Subtracted from logits for each time that the output has the token.
+        logit_bias: Numbers that are added to the logits of tokens: a mapping from token to number, or pairs.
         seed: The same seed gives the same samples, whatever else is in the batch; None takes a random one.
+        n: Completions of the prompt; those after the first have seeds that follow from the first one's.
+        min_tokens: So many tokens are generated before a stop token may be.
         stop: A string or strings before which the text ends.
         stop_token_ids: Tokens after which generation ends, beside the model's own.
         ignore_eos: Goes on after the model's own end-of-sequence tokens.
         logprobs: Returns the log probability of each token, and of so many of the most likely ones; None: neither.
         skip_special_tokens: Leaves special tokens out of the text.
+        structured_outputs: What the text must match.
 
     Raises:
         ValueError: A value is out of its range.
@@ -51,19 +97,27 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
+    n: int = 1
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bias: Any = self.logit_bias or ()
+        object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("n", self.n, 1, MAX_N)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         _whole("top_k", self.top_k, 0, None)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, "use temperature=0 for greedy sampling")
@@ -82,6 +136,27 @@ class SamplingParams:
             raise ValueError(f"sampling: stop is {list(stop)!r}; it takes up to {MAX_STOP_STRINGS} strings, none empty")
         for token in self.stop_token_ids:
             _whole("an entry of stop_token_ids", token, 0, None)
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_BIAS_ENTRIES // 2:
+            raise ValueError(
+                f"sampling: logit_bias has {len(self.logit_bias)} tokens; it takes up to {MAX_BIAS_ENTRIES // 2}"
+            )
+        if self.min_tokens and len(self.stop_token_ids) > MAX_BIAS_ENTRIES // 4:
+            raise ValueError(
+                f"sampling: stop_token_ids has {len(self.stop_token_ids)} tokens; beside min_tokens it takes up to "
+                f"{MAX_BIAS_ENTRIES // 4}"
+            )
+        for token, value in self.logit_bias:
+            _whole("a token of logit_bias", token, 0, None)
+            _number(f"logit_bias of token {token}", value, -1e6, 1e6)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether each token is the most likely one, whatever came before, and nothing else is asked for."""
+        changed = self.has_penalties or self.logit_bias or self.min_tokens or self.structured_outputs is not None
+        return self.temperature == 0 and self.logprobs is None and not changed
 
     @property
     def has_penalties(self) -> bool:

@@ -18,16 +18,28 @@ from flashkernel.kvcache import KVCache, OutOfPages
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `start` to `start + count - 1` of a sequence, to be computed in one step."""
+    """Tokens `start` to `start + count - 1` of a sequence, to be computed in one step; the last ones may be a draft."""
 
     sequence: Sequence
     start: int
     count: int
+    draft: tuple[int, ...] = ()
 
     @property
     def is_last(self) -> bool:
         """Whether the sequence has no further tokens to compute, so that a token is sampled after this chunk."""
-        return self.start + self.count == self.sequence.num_tokens
+        return self.start + self.count - len(self.draft) == self.sequence.num_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Tokens after which one is sampled: the last one, and those of a draft."""
+        return 1 + len(self.draft) if self.is_last else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to compute."""
+        end = self.start + self.count - len(self.draft)
+        return [*self.sequence.token_ids[self.start : end], *self.draft]
 
 
 @dataclass
@@ -45,8 +57,16 @@ class SchedulerOutput:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """The sequences that a token is sampled for."""
-        return self.decodes + [chunk.sequence for chunk in self.prefills if chunk.is_last]
+        """The sequences that a token is sampled for; one with a draft comes once for each of its tokens."""
+        return self.decodes + [chunk.sequence for chunk in self.prefills for _ in range(chunk.num_logits)]
+
+    @property
+    def assumed(self) -> list[int | None]:
+        """For each of `sampled`: the token of a draft before it, which must be right for the sample to count."""
+        found: list[int | None] = [None] * len(self.decodes)
+        for chunk in self.prefills:
+            found += [None, *chunk.draft] if chunk.is_last else []
+        return found
 
     @property
     def num_tokens(self) -> int:
@@ -57,8 +77,11 @@ class SchedulerOutput:
 class Scheduler:
     """Queues of sequences over a KV cache. It decides and moves blocks; it computes nothing."""
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0
+    ) -> None:
         self.cache, self.max_num_seqs, self.max_num_batched_tokens = cache, max_num_seqs, max_num_batched_tokens
+        self.num_speculative_tokens = num_speculative_tokens
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.num_preemptions = 0
@@ -86,7 +109,8 @@ class Scheduler:
         """The next step; it may be empty. Blocks for its tokens are allocated."""
         output, before = SchedulerOutput(), self.num_preemptions
         self._schedule_decodes(output)
-        budget = self.max_num_batched_tokens - len(output.decodes)
+        self._schedule_drafts(output)
+        budget = self.max_num_batched_tokens - output.num_tokens
         for sequence in list(self.running):
             if budget and not sequence.has_sampled and sequence.row is not None:
                 budget -= self._schedule_prefill(sequence, budget, output)
@@ -96,7 +120,7 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, output: SchedulerOutput) -> None:
-        ready = [one for one in self.running if one.has_sampled and one.num_tokens < one.max_tokens]
+        ready = [one for one in self.running if one.can_decode and one.lookup is None]
         while ready:
             try:
                 self.cache.grow(np.array([one.row for one in ready]))
@@ -105,6 +129,43 @@ class Scheduler:
                 self._preempt(self.running[-1])
                 ready = [one for one in ready if one.row is not None]
         output.decodes = ready
+
+    def _schedule_drafts(self, output: SchedulerOutput) -> None:
+        """Schedules sequences that decode with drafts; a draft takes only blocks and rows of logits that are free."""
+        cache, spare = self.cache, self.max_num_seqs - len(self.running)
+        for sequence in [one for one in self.running if one.can_decode and one.lookup is not None]:
+            row = sequence.row
+            if row is None or sequence.lookup is None:  # preempted for one before it
+                continue
+            length = int(cache.lengths[row])
+            most = min(self.num_speculative_tokens, sequence.max_tokens - sequence.num_tokens - 1, spare)
+            draft = sequence.lookup.draft(sequence.token_ids, most) if most > 0 else ()
+            while self._free_slots(length) < 1 and self.running[-1] is not sequence:
+                self._preempt(self.running[-1])
+                output.decodes = [one for one in output.decodes if one.row is not None]
+                output.prefills = [chunk for chunk in output.prefills if chunk.sequence.row is not None]
+            free = self._free_slots(length)
+            if free < 1:
+                self._preempt(sequence)
+                continue
+            draft = draft[: free - 1]
+            spare -= len(draft)
+            cache.grow(row, 1 + len(draft))
+            output.prefills.append(PrefillChunk(sequence, length, 1 + len(draft), draft))
+
+    def _free_slots(self, length: int) -> int:
+        """Tokens that a sequence of this length can grow by."""
+        return self.cache.pool.available * self.cache.page_size + (-length) % self.cache.page_size
+
+    def accept(self, sequence: Sequence) -> None:
+        """Drops the rejected part of a draft from the cache, and commits what was accepted."""
+        if sequence.row is None or sequence.lookup is None or not sequence.has_sampled:
+            return
+        known = len(sequence.token_ids) - 1
+        self.cache.truncate(sequence.row, known)
+        if sequence.num_committed < known:
+            self.cache.commit(sequence.row, sequence.token_ids[sequence.num_committed : known])
+            sequence.num_committed = known
 
     def _schedule_prefill(self, sequence: Sequence, budget: int, output: SchedulerOutput) -> int:
         """Schedules the next chunk of a running sequence; preempts younger ones if it needs their blocks."""

@@ -7,7 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 from flashkernel.engine.detokenizer import IncrementalDetokenizer
+from flashkernel.engine.grammar import Grammar
 from flashkernel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
+from flashkernel.engine.prompt_lookup import PromptLookup
 from flashkernel.engine.sampling_params import SamplingParams
 
 
@@ -22,6 +24,9 @@ class Sequence:
     max_tokens: int  # prompt and generated tokens together
     streaming: bool
     detokenizer: IncrementalDetokenizer | None
+    grammar: Grammar | None = None  # which tokens may come next
+    lookup: PromptLookup | None = None  # drafts its tokens; they are then read before the next step
+    draft_rejected: bool = False  # while the tokens of a draft are read
     num_prompt_tokens: int = 0
     seed: int = 0
     row: int | None = None  # of the page table; None unless it runs
@@ -43,6 +48,12 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of the sequence, those in flight included."""
         return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the next step may compute the last token. A grammar and a draft need to know it first."""
+        waits = (self.grammar is not None or self.lookup is not None) and self.num_in_flight > 0
+        return self.has_sampled and self.num_tokens < self.max_tokens and not waits
 
     def output(self, error: str | None = None) -> RequestOutput:
         """The result of the finished request."""

@@ -26,7 +26,7 @@ class LayerWeights:
     """Weights of one decoder layer. Projections are (out, in), those of experts [experts, out, in]."""
 
     attention_norm: Tensor
-    qkv_proj: Tensor | Weight
+    qkv_proj: forward_pass.Projection
     o_proj: Tensor | Weight
     mlp_norm: Tensor
     gate_up_proj: Tensor | Weight  # gate and up in one; up alone if the activation has no gate
@@ -39,6 +39,8 @@ class LayerWeights:
     down_proj_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    attention_post_norm: Tensor | None = None  # of the attention's output, before it is added
+    mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None
     router: Tensor | None = None
     router_bias: Tensor | None = None
@@ -48,7 +50,7 @@ class LayerWeights:
 class ModelWeights:
     """Weights of the model beside those of its decoder layers."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | Weight  # [vocab, hidden]
     final_norm: Tensor
     lm_head: Tensor | Weight  # [vocab, hidden]; the embedding itself if tied
     final_norm_bias: Tensor | None = None
@@ -82,16 +84,17 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, layers: list[LayerWeights]) -> None:
         self.config, self.weights, self.layers = config, weights, layers
+        self.linear_calls: dict[Any, Any] = {}  # of forward_pass.TorchForwardPass, by weight
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.weights.embedding.device
+        return self.weights.final_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights and activations."""
-        return self.weights.embedding.dtype
+        return self.weights.final_norm.dtype
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +104,8 @@ class Transformer:
             for part in (self.weights, *self.layers)
             for x in vars(part).values()
             if x is not None
-            for tensor in (x.tensors if isinstance(x, Weight) else (x,))
+            for part_or_whole in (x if isinstance(x, tuple) else (x,))
+            for tensor in (part_or_whole.tensors if isinstance(part_or_whole, Weight) else (part_or_whole,))
         }
         return sum(found.values())
 
@@ -111,7 +115,7 @@ class Transformer:
         for layer in self.layers:
             found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
             for name, projection in found.items():
-                if isinstance(projection, Tensor):
+                if isinstance(projection, Tensor) and format != "plain":
                     found[name] = Weight.quantize(projection, format)
             layers.append(replace(layer, **found))
         return Transformer(self.config, self.weights, layers)
@@ -127,15 +131,28 @@ class Transformer:
             Logits in float32, [logits_indices, vocab].
         """
         weights = self.weights
-        x = F.embedding(model_input.input_ids, weights.embedding)
+        x = self.embed(model_input.input_ids)
         if weights.position_embedding is not None:
             x = x + F.embedding(model_input.step.positions, weights.position_embedding)
         run = forward_pass.select(self, model_input, pages)
+        program = run.decode_program(self, pages)
+        if program is not None:
+            return self.logits(run, program(run, x))
         for index, (layer, layer_pages) in enumerate(zip(self.layers, pages)):
             x = self.forward_layer(run, x, layer, index, layer_pages)
         if model_input.logits_indices is not None:
             x = x[model_input.logits_indices]
         return self.logits(run, x)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The embeddings of tokens `input_ids`, [..., hidden]; of a quantized table only their rows are dequantized."""
+        table = self.weights.embedding
+        if isinstance(table, Weight):
+            x = table.take(input_ids).dequantize(self.dtype).view(*input_ids.shape, -1)
+        else:
+            x = F.embedding(input_ids, table)
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
     def forward_layer(
         self, run: forward_pass.ForwardPass, x: Tensor, layer: LayerWeights, index: int, pages: LayerPages
@@ -151,9 +168,13 @@ class Transformer:
         """
         config = self.config
         qkv = run.norm_linear(x, layer.attention_norm, layer.attention_norm_bias, layer.qkv_proj, layer.qkv_proj_bias)
-        q = run.write_kv(qkv.view(x.shape[0], -1, config.head_dim), layer, pages)
-        o = run.attention(q, pages, config.sliding_windows[index], layer.sinks)
-        x = run.linear_residual(o, layer.o_proj, layer.o_proj_bias, x)
+        window = config.sliding_windows[index]
+        q = run.write_kv(qkv.view(x.shape[0], -1, config.head_dim), layer, pages, window)
+        o = run.attention(q, pages, window, layer.sinks)
+        if layer.attention_post_norm is None:
+            x = run.linear_residual(o, layer.o_proj, layer.o_proj_bias, x)
+        else:
+            x = x + run.norm(run.linear(o, layer.o_proj, layer.o_proj_bias), layer.attention_post_norm)
         return run.mlp(x, layer)
 
     def logits(self, run: forward_pass.ForwardPass, x: Tensor) -> Tensor:

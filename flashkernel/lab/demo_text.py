@@ -49,7 +49,7 @@ class DemoTiming:
 def open_model(device: torch.device, log: Callable[[str], None], fetching: bool = True) -> LLM:
     """SmolLM2, downloaded if it is not cached; if it cannot be, a random model, and `log` gets the reason."""
     options: dict[str, Any] = {
-        "max_model_len": CONTEXT, "kv_cache_tokens": 2 * CONTEXT, "enable_prefix_caching": False,
+        "max_model_len": CONTEXT, "kv_cache_tokens": 2 * CONTEXT, "enable_prefix_caching": False, "warm_up": False,
     }  # fmt: skip
     try:
         if not fetching:

@@ -112,7 +112,7 @@ def _gpus(torch: Any) -> Iterator[Finding]:
 
 
 def _set_up() -> Iterator[Finding]:
-    from flashkernel.core import cuda, env, replay
+    from flashkernel.core import cpp, cuda, env, replay
 
     reason = replay.disabled_reason()
     detail = f"off: {reason}" if reason else f"on: launches are recorded after {replay.RECORD_AFTER} equal calls"
@@ -120,6 +120,11 @@ def _set_up() -> Iterator[Finding]:
     reason = cuda.can_compile()
     advice = "" if reason is None else "pip install 'flashkernel[cuda]'"
     yield Finding("environment", "NVRTC", "ok" if reason is None else "missing", reason or "compiles CUDA C++", advice)
+    reason = cpp.can_compile()
+    detail = f"compiles C++ for the CPU: {cpp.compiler()}"
+    if reason is not None:
+        detail = f"{reason}; quantized weights are dequantized on the CPU"
+    yield Finding("environment", "C++ compiler", "ok" if reason is None else "missing", detail)
     folder = env.cache_dir()
     if _writable(folder):
         yield Finding("environment", "cache folder", "ok", str(folder))

@@ -1,7 +1,8 @@
 """Time of the first use of CUDA C++ kernels: compiled by NVRTC into an empty cache, and read from that cache.
 
 The kernels are those that the first benchmark of each operator launches in float16, forward and backward, on a GPU that
-need not be here: NVRTC compiles on the CPU. Neither time includes importing NVRTC or loading the code onto the GPU.
+need not be here: NVRTC compiles on the CPU. A macro that no compile had before keeps CUDA's own cache out of it.
+Neither time includes importing NVRTC or loading the code onto the GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from flashkernel.core import cuda, nvrtc
 from flashkernel.core import device as devices
+from flashkernel.core.cuda import Module
 from flashkernel.lab import cuda_resources
 from flashkernel.lab.cuda_resources import Instance
 from flashkernel.lab.first_use_tables import CACHED, COMPILED, OP
@@ -49,8 +51,12 @@ def measure(
         module, name = one.kernel.module, one.kernel.name
         case = f"{module.source_path.relative_to(OPERATORS)}: {name}"
         on_progress(f"compiling {case}")
+        unique = Module(
+            module.source_path, options=(*module.options, f"--define-macro=FIRST_USE={time.time_ns()}"),
+            include=module.include, specific=module.specific, virtual_arch=module.virtual_arch,
+        )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder, cuda.built_for(None):
-            compile = partial(module.compile, name, gpu.arch, Path(folder))
+            compile = partial(unique.compile, name, gpu.arch, Path(folder))
             times = [_seconds(compile) for _ in range(1 + REPEATS)]
         operators = {"operators": ", ".join(one.operators)}
         yield [

@@ -113,7 +113,15 @@ def _build(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
         shape, how = SHAPES[name]
         return dummy_transformer(MODELS[shape], device, dtype, **how)
     precision = str(dtype).removeprefix("torch.")
-    return LLM("smollm2", device=str(device), dtype=precision, kv_cache_tokens=256, max_model_len=256).model
+    return LLM(
+        "smollm2",
+        device=str(device),
+        dtype=precision,
+        kv_cache_tokens=256,
+        max_model_len=256,
+        warm_up=False,
+        quantization="plain",
+    ).model
 
 
 @dataclass

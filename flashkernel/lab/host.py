@@ -108,6 +108,14 @@ def _linear_cross_entropy(device: torch.device, dtype: torch.dtype) -> Call:
     )
 
 
+def _varlen(device: torch.device, dtype: torch.dtype) -> Call:
+    q, k, v = (torch.randn(shape[1:], device=device).to(dtype) for shape in (_HEADS, _KV, _KV))
+    lengths = torch.tensor([0, 100, 130, 256], dtype=torch.int32, device=device)
+    return Call(
+        lambda q, k, v, **options: fk.attention_varlen(q, k, v, lengths, causal=True, **options), (q, k, v), dict
+    )
+
+
 def _decode(device: torch.device, dtype: torch.dtype) -> Call:
     q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in ((4, 1, 16, 128), *[(4, 256, 4, 128)] * 2))
     lengths = torch.full((4,), 256, dtype=torch.int32, device=device)
@@ -191,6 +199,7 @@ CASES = (
          make_call("attention", [_HEADS, _KV, _KV], _sdpa(True), mask=lambda: fk.causal() & fk.window(64))),
     Case("attention-gpt-oss", "attention",
          make_call("attention", [_OSS, _OSS_KV, _OSS_KV], mask=_SLIDING, sinks=lambda: _SINKS[0])),
+    Case("attention_varlen", "attention_varlen", _varlen),
     Case("decode_attention", "decode_attention", _decode),
     Case("paged_attention", "paged_attention", _paged),
     Case("append_kv", "append_kv", _append),
@@ -262,7 +271,7 @@ def _measure(case: Case, device: torch.device, dtype: torch.dtype, autograd_us: 
 
 
 def _limit(case: Case, direction: str, own_us: float | None, autograd_us: float) -> float:
-    if case.op == "attention":
+    if case.op in ("attention", "attention_varlen"):
         return ATTENTION_US["bwd" if direction == "bwd" else "fwd"]
     if own_us is not None:
         return SHARE * own_us

@@ -1,16 +1,20 @@
 """Charts of results files, drawn with matplotlib: rooflines of operators, generation with whole models, host time, the
-GEMM ladder."""
+GEMM ladder, perplexity of quantized models against their size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashkernel.lab import generation_tables, host_tables, ladder_tables
 from flashkernel.lab.packages import require
 from flashkernel.lab.results import GenerationRecord, Record
+from flashkernel.lab.serve_records import ServeRecord
 from flashkernel.lab.tables import Row, columns, rows
+
+if TYPE_CHECKING:
+    from flashkernel.lab.quality import QualityRecord
 
 MOST_GROUPS = 24  # groups of bars in an operator's chart that can still be read
 
@@ -38,7 +42,9 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         raise PlotError(f"{path.stem}: no record is both correct and timed; there is nothing to draw")
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
-    if isinstance(records[0], GenerationRecord):
+    if isinstance(records[0], ServeRecord):
+        _serving(figure, records)
+    elif isinstance(records[0], GenerationRecord):
         _generation(figure, records)
     elif records[0].op == host_tables.OP:
         _host(figure, records)
@@ -49,6 +55,40 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     else:
         _operator(figure, records, results["ceilings"])
     figure.suptitle(f"{records[0].op} on {results['device']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def plot_quality(records: Sequence[QualityRecord], path: Path) -> None:
+    """Draws perplexity against the bits of an element as a PNG: weights on the left, keys and values on the right.
+
+    Fewer bits are fewer bytes to read, which is what the speed of decoding follows.
+
+    Args:
+        records: of one model, as `quality.load` returns them.
+        path: the PNG file to write.
+    """
+    require("matplotlib.figure", "flashkernel plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not records:
+        raise PlotError(f"{path.stem}: there are no records; there is nothing to draw")
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = _two_axes(figure, 0)
+    weights = [record for record in records if not record.kv_cache]
+    caches = [record for record in records if record.kv_cache or record.format == "bfloat16"]
+    for axes, title, drawn in ((left, "weights", weights), (right, "keys and values", caches)):
+        for index, record in enumerate(drawn):
+            bits = record.bits if axes is left else record.kv_bits or 16.0
+            axes.scatter(bits, record.perplexity, color=f"C{index % 10}")
+            axes.annotate(record.configuration, (bits, record.perplexity), xytext=(5, 4), textcoords="offset points",
+                          fontsize=8)  # fmt: skip
+        axes.set(xlabel="bits of an element, scales included", ylabel="perplexity", title=title)
+        axes.margins(0.2)
+        axes.grid(True, alpha=0.3)
+    figure.suptitle(f"{records[0].model}: perplexity of {records[0].tokens} tokens against size")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -92,6 +132,42 @@ def _generation(figure: Any, records: Sequence[GenerationRecord]) -> None:
         _bars(axes, list(groups), series, texts=True)
         axes.set(xscale="log", xlabel=unit, title=title)
         axes.margins(x=0.12)  # room for the values beside the bars
+
+
+def _serving(figure: Any, records: Sequence[ServeRecord]) -> None:
+    """Loads that came at once: tokens/s. Loads at a rate: p99 of the first and the next token, and goodput."""
+    at_once = [record for record in records if record.rate is None]
+    if at_once:
+        labels = list(dict.fromkeys(f"{record.model} {record.load} {record.turn}" for record in at_once))
+        names = list(dict.fromkeys(record.implementation for record in at_once))
+        found = {(f"{record.model} {record.load} {record.turn}", record.implementation): record for record in at_once}
+        series = {
+            name: [found[label, name].out_tokens_per_s if (label, name) in found else None for label in labels]
+            for name in names
+        }
+        figure.set_size_inches(10, max(4.0, 0.3 * len(labels) * len(names)))
+        axes = figure.subplots()
+        _bars(axes, labels, series, texts=True)
+        axes.set(xlabel="answer tokens/s", title="all requests at once")
+        return
+    figure.set_size_inches(15, 5)
+    panels = figure.subplots(1, 3)
+    quantities: list[tuple[str, Callable[[ServeRecord], float | None]]] = [
+        ("first token, p99 ms", lambda record: None if record.ttft_ms is None else record.ttft_ms["p99"]),
+        ("next token, p99 ms", lambda record: None if record.itl_ms is None else record.itl_ms["p99"]),
+        ("goodput", lambda record: record.goodput),
+    ]
+    for axes, (title, value) in zip(panels, quantities):
+        for name in dict.fromkeys((record.load, record.implementation) for record in records):
+            mine = sorted(
+                (record.rate or 0.0, value(record) or 0.0)
+                for record in records
+                if (record.load, record.implementation) == name
+            )
+            axes.plot(*zip(*mine), marker="o", label=" ".join(name))
+        axes.set(xlabel="requests/s", title=title)
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=8)
 
 
 def _host(figure: Any, records: Sequence[Record]) -> None:

@@ -21,10 +21,10 @@ import torch
 
 from flashkernel.core import check
 from flashkernel.core.op import Case, Op
+from flashkernel.core.worker_pool import WorkerPool
 from flashkernel.lab import builds
 from flashkernel.lab.bench import BenchOptions, candidates, free_memory
 from flashkernel.lab.verification import case_key
-from flashkernel.lab.worker_pool import WorkerPool
 
 MAX_WORKERS = 12  # each has a CUDA context and several GB of host memory
 TIMEOUT_S = 300.0

@@ -93,15 +93,21 @@ class KernelProfile:
 
 
 @dataclass(frozen=True)
-class ProfileRecord:
-    """One implementation profiled on one case in one direction."""
+class Measured:
+    """What was measured: one implementation on one case in one direction."""
 
     op: str
     case: str
     axes: Mapping[str, Any]
     dtype: str
     direction: str  # "fwd", "bwd" or "fwd+bwd"
-    implementation: str  # a backend, or a build such as "cuda_sm75"
+    implementation: str  # a backend, a build such as "cuda_sm75", or a baseline
+
+
+@dataclass(frozen=True)
+class ProfileRecord(Measured):
+    """One implementation profiled on one case in one direction."""
+
     tool: str  # "ncu", or "torch": torch's profiler, which reads no counters
     kernels: tuple[KernelProfile, ...] = ()
     ms: float | None = None  # sum of the kernels' durations

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flashkernel.engine.transformer import PROJECTIONS, Transformer
 from flashkernel.lab.results import QUALITY, describe_run, replace_text
-from flashkernel.quantization import Method, Scheme, perplexity, quantize_model
+from flashkernel.quantization import KV_CACHES, Method, Scheme, perplexity, quantize_model
 
 CALIBRATION_WINDOWS = 8
-# name -> method and scheme; None: weights rounded to bfloat16
-CONFIGURATIONS: dict[str, tuple[Method, Scheme] | None] = {
+# name -> method and scheme; None: weights rounded to bfloat16; a str: that, and keys and values in this format
+CONFIGURATIONS: dict[str, tuple[Method, Scheme] | str | None] = {
     "bfloat16": None,
     "int8": (Method("rtn"), Scheme("int8", -1)),
     "int8-activations": (Method("rtn"), Scheme("int8", -1, activation_dtype=torch.int8)),
@@ -32,6 +32,9 @@ CONFIGURATIONS: dict[str, tuple[Method, Scheme] | None] = {
     "int4-awq": (Method("awq"), Scheme("int4", 64)),
     "int4-gptq": (Method("gptq"), Scheme("int4", 64)),
     "int4-gptq-act-order": (Method("gptq", act_order=True), Scheme("int4", 64)),
+    "kv-fp8": "float8_e4m3fn",
+    "kv-int8": "int8",
+    "kv-int4": "int4",
 }
 
 
@@ -49,6 +52,8 @@ class QualityRecord:
     tokens: int  # predicted
     length: int  # of a window
     error: float | None = None  # mean relative error of the projections' outputs; None: no calibration
+    kv_cache: str = ""  # format of keys and values; "": the model's dtype
+    kv_bits: float | None = None  # of an element of keys and values, scales included; None: not quantized
 
 
 def measure(
@@ -72,8 +77,8 @@ def measure(
     for configuration in configurations:
         chosen = CONFIGURATIONS[configuration]
         progress(f"{configuration}: quantizing")
-        error = None
-        if chosen is None:
+        error, kv_cache = None, chosen if isinstance(chosen, str) else None
+        if chosen is None or isinstance(chosen, str):
             quantized, method, format, size = _in_bfloat16(model), "", "bfloat16", -1
         else:
             rule, scheme = chosen
@@ -82,10 +87,11 @@ def measure(
             method, format, size = rule.name, scheme.format, scheme.group_size
             error = sum(one.after for one in errors) / len(errors) if errors else None
         progress(f"{configuration}: measuring perplexity")
-        found = perplexity(quantized, evaluation)
-        bits = 16.0 if chosen is None else _bits(quantized)
+        found = perplexity(quantized, evaluation, kv_cache=kv_cache)
+        bits = 16.0 if format == "bfloat16" else _bits(quantized)
+        cache = ("", None) if kv_cache is None else (kv_cache, KV_CACHES[kv_cache])
         yield QualityRecord(
-            name, configuration, method, format, size, bits, found.value, found.tokens, found.length, error
+            name, configuration, method, format, size, bits, found.value, found.tokens, found.length, error, *cache
         )
 
 
@@ -132,14 +138,15 @@ def load(path: Path) -> dict[str, Any]:
 def markdown(records: Sequence[QualityRecord]) -> str:
     """A markdown table of perplexities; the best of each width in bits stands in bold."""
     lines = [
-        "| model | weights | method | bits | perplexity | error of outputs |",
-        "| --- | --- | --- | ---: | ---: | ---: |",
+        "| model | weights | method | bits | keys and values | perplexity | error of outputs |",
+        "| --- | --- | --- | ---: | --- | ---: | ---: |",
     ]
     for record in records:
         group = "" if record.group_size == -1 else f", groups of {record.group_size}"
         error = "" if record.error is None else f"{record.error:.1%}"
+        cache = f"{record.kv_cache}, {record.kv_bits:.2f} bits" if record.kv_cache else ""
         lines.append(
-            f"| {record.model} | {record.format}{group} | {_method(record)} | {record.bits:.2f} | "
+            f"| {record.model} | {record.format}{group} | {_method(record)} | {record.bits:.2f} | {cache} | "
             f"{record.perplexity:.2f} | {error} |"
         )
     return "\n".join(lines)

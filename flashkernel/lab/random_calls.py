@@ -18,8 +18,8 @@ from flashkernel.core import check, env
 from flashkernel.core.dispatch import explain
 from flashkernel.core.op import Case, Op
 from flashkernel.core.random_case import GROUP, describe, draw
+from flashkernel.core.worker_pool import WorkerPool
 from flashkernel.lab.checks import interpreter_limit
-from flashkernel.lab.worker_pool import WorkerPool
 
 DRAWS = 8  # input sets that torch's own error is measured on
 

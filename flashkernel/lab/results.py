@@ -20,7 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flashkernel.lab.profile_records import ProfileRecord
+from flashkernel.lab.profile_records import Measured, ProfileRecord
+from flashkernel.lab.serve_records import ServeRecord
 
 if TYPE_CHECKING:
     from flashkernel.core.roofline import Ceilings
@@ -34,15 +35,9 @@ HEADER = ("device", "versions", "commit", "date", "command", "ceilings")
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Measured):
     """One implementation timed on one case in one direction. A quantity that was not measured is None."""
 
-    op: str
-    case: str
-    axes: Mapping[str, Any]
-    dtype: str
-    direction: str  # "fwd", "bwd" or "fwd+bwd"
-    implementation: str
     kind: str  # "backend" (ours) or "baseline"
     correct: bool  # the check passed in this run; if not, the times are not compared
     ms: Mapping[str, float] | None = None  # milliseconds, by the names of STATISTICS
@@ -126,7 +121,7 @@ class GenerationRecord:
 
 
 AnyRecord = Record | GenerationRecord
-SavedRecord = Record | GenerationRecord | ProfileRecord
+SavedRecord = Record | GenerationRecord | ProfileRecord | ServeRecord
 _OPTIONAL = ("note", "error", "host_us", "limit_us")  # left out of files where there is none
 
 
@@ -138,6 +133,8 @@ def _as_dict(record: AnyRecord) -> dict[str, Any]:
 def _from_dict(values: Mapping[str, Any]) -> SavedRecord:
     if "kernels" in values:
         return ProfileRecord.from_dict(values)
+    if "load" in values:
+        return ServeRecord.from_dict(values)
     return GenerationRecord(**values) if "model" in values else Record.from_dict(values)
 
 

@@ -65,7 +65,7 @@ def _start_engine(model: Transformer, batch: int, prompt: int, new: int) -> Gene
         raise UnsupportedError(f"{context} tokens do not fit the model's context of {longest}")
     llm = LLM(
         model, max_num_seqs=batch, max_num_batched_tokens=step_tokens, max_model_len=context, block_size=page,
-        enable_prefix_caching=False, kv_cache_tokens=batch * (-(-context // page) + 1) * page,
+        enable_prefix_caching=False, kv_cache_tokens=batch * (-(-context // page) + 1) * page, warm_up=False,
     )  # fmt: skip
     return partial(_run_engine, llm, early)
 

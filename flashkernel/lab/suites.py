@@ -5,6 +5,9 @@
 have 16 heads. The kernels are tiled FlashAttention, GeLU(linear), RoPE, attention over a paged KV cache with pages of
 256 tokens, and a row reduction. max-autotune takes seconds to compile for each case, so by default a sample of the
 cases has it.
+
+`moe` is the layers of gpt-oss-20b, Mixtral and Qwen3-30B at 1 to 16,384 tokens, against vLLM's and Transformers'
+experts, with the routers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from flashkernel.core.op import Baseline, Case, Op, resolve
 from flashkernel.core.shapes import MODELS
 from flashkernel.lab import selection
+from flashkernel.ops import registry
 
 LENGTHS, HEAD_DIMS, BATCHES = (512, 1024, 2048, 4096), (64, 128), (1, 4, 8)
 AUTOTUNED_BATCH, AUTOTUNED_LENGTHS = 8, (1024, 4096)  # the cases that max-autotune is timed on, of both head dims
@@ -122,7 +126,24 @@ def _turing() -> Suite:
     )
 
 
-SUITES: dict[str, Callable[[], Suite]] = {"turing": _turing}
+@cache
+def _moe() -> Suite:
+    implementations = {
+        "moe_experts": ("hopper", "triton", "vllm", "hf_grouped", "hf_eager"),
+        "moe_route": ("triton", EAGER),
+        "moe_sort": ("triton",),
+    }
+    return Suite(
+        name="moe",
+        cases={name: registry()[name].benches for name in implementations},
+        implementations=implementations,
+        directions=("fwd", "bwd", "fwd+bwd"),
+        budget_s=0.3,
+        autotuned=frozenset(),
+    )
+
+
+SUITES: dict[str, Callable[[], Suite]] = {"turing": _turing, "moe": _moe}
 
 
 def find(name: str) -> Suite:

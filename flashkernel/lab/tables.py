@@ -21,9 +21,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables
+from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables, serve_records
 from flashkernel.lab.generation_tables import RATIO
 from flashkernel.lab.results import CUDA_RESOURCES, QUALITY, GenerationRecord, Record, load_folder
+from flashkernel.lab.serve_records import ServeRecord
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -290,6 +291,8 @@ def _described(op: str, records: Sequence[Any], statistic: str, ceilings: Mappin
     if op == ladder_tables.OP:
         products = ", ".join(dict.fromkeys(f"M = N = K = {record.case}, {record.dtype}" for record in records))
         return f"{products}; TFLOP/s of the median time", ladder_tables.markdown(records)
+    if isinstance(records[0], ServeRecord):
+        return "loads of requests; times are p50 / p90 / p99", serve_records.table(records)
     if not isinstance(records[0], GenerationRecord):
         if statistic == MEMORY:
             return "peak memory in GB, beyond what was allocated before the call", markdown(records, statistic)

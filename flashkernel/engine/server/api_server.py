@@ -14,11 +14,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import flashkernel
 from flashkernel.engine.llm import LLM
 from flashkernel.engine.server import errors, protocol
 from flashkernel.engine.server.async_engine import AsyncEngine
@@ -27,6 +29,7 @@ from flashkernel.engine.server.formatters import ChatFormatter, CompletionFormat
 from flashkernel.engine.server.generation_response import GenerationResponse
 from flashkernel.engine.server.metrics import Metrics
 from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
+from flashkernel.engine.server.responses import ResponsesFormatter, ResponsesRequest
 from flashkernel.engine.server.server_args import ServerArgs
 
 PUBLIC_PATH = "/health"  # the only path that needs no key
@@ -49,14 +52,28 @@ class ApiServer:
         routes = [
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
+            Route("/version", self.version),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
         ]
+        cors = []
+        if self.args.allowed_origins:
+            cors.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(self.args.allowed_origins),
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["*"],
+                    expose_headers=["X-Request-Id"],
+                )
+            )
         app = Starlette(
             routes=routes,
             middleware=[
+                *cors,
                 Middleware(LingeringCloseMiddleware),
                 Middleware(AuthenticationMiddleware, self.args.api_key, self.metrics, {route.path for route in routes}),
             ],
@@ -87,6 +104,9 @@ class ApiServer:
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": flashkernel.__version__})
+
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
@@ -97,19 +117,31 @@ class ApiServer:
         return JSONResponse(self._card())
 
     async def complete(self, request: Request) -> ASGIApp:
-        return await self._respond(request, CompletionRequest, CompletionFormatter)
+        parsed = await self._parsed(request, CompletionRequest)
+        return self._response(parsed, CompletionFormatter(self.name, self.llm.tokenizer))
 
     async def chat(self, request: Request) -> ASGIApp:
-        return await self._respond(request, ChatRequest, ChatFormatter)
+        return self._chat_response(await self._parsed(request, ChatRequest), ChatFormatter)
 
-    async def _respond(
-        self, request: Request, kind: type[protocol.GenerationRequest], formatter: type[ResponseFormatter]
-    ) -> ASGIApp:
-        body = await _read(request, self.args)
-        parsed = protocol.parse(kind, body)
+    async def respond(self, request: Request) -> ASGIApp:
+        parsed = await self._parsed(request, ResponsesRequest)
+        return self._chat_response(parsed, ResponsesFormatter)
+
+    def _chat_response(self, parsed: ChatRequest, formatter: type[ChatFormatter]) -> ASGIApp:
+        tokenizer = self.llm.tokenizer
+        template = None if tokenizer is None else tokenizer.chat_template
+        if parsed.parser(template).needs_special_tokens and parsed.skip_special_tokens is None:
+            parsed.skip_special_tokens = False
+        return self._response(parsed, formatter(self.name, tokenizer, lambda: parsed.parser(template)))
+
+    async def _parsed(self, request: Request, kind: type[protocol.Kind]) -> protocol.Kind:
+        parsed = protocol.parse(kind, await _read(request, self.args))
         if parsed.model != self.name:
             raise errors.unknown_model(parsed.model, self.name)
-        return GenerationResponse(self.engine, self.llm, self.args, parsed, formatter(self.name, self.llm.tokenizer))
+        return parsed
+
+    def _response(self, parsed: protocol.GenerationRequest, formatter: ResponseFormatter) -> ASGIApp:
+        return GenerationResponse(self.engine, self.llm, self.args, parsed, formatter)
 
     def _card(self) -> dict[str, Any]:
         return {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashkernel.engine.outputs import RequestOutput, TokenLogprob
+from flashkernel.engine.server.output_parsers import OutputParser, Parsed
 from flashkernel.engine.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity
@@ -15,13 +16,14 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of a token that is no whol
 
 
 class ResponseFormatter:
-    """Formats the response of one call; each prompt has one choice."""
+    """Formats the response of one call; each prompt has `choices_per_prompt` choices."""
 
     prefix, response_object, chunk_object = "", "", ""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
+        self.choices_per_prompt = 1
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole response."""
@@ -29,7 +31,7 @@ class ResponseFormatter:
         for index, output in enumerate(outputs):
             done = output.outputs[0]
             choices.append(self.choice(index, done.text, done.logprobs, done.finish_reason))
-        return {**self._object(self.response_object, choices), "usage": usage(outputs)}
+        return {**self._object(self.response_object, choices), "usage": usage(outputs, self.choices_per_prompt)}
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         """The chunk before the text of a choice; None if there is none."""
@@ -41,9 +43,26 @@ class ResponseFormatter:
         """A chunk of a stream."""
         return self._object(self.chunk_object, [self.delta(index, text, logprobs, reason)])
 
+    ends_with_done = True  # a stream's last event is [DONE]
+
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+        """The chunks before the text of a choice."""
+        first = self.first_chunk(index)
+        return [] if first is None else [first]
+
+    def chunks(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> list[dict[str, Any]]:
+        """The chunks of new text."""
+        return [self.chunk(index, text, logprobs, reason)]
+
+    def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
+        """The chunks at the end of a stream."""
+        return [self.usage_chunk(outputs)] if include_usage else []
+
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk of a stream with `include_usage`."""
-        return {**self._object(self.chunk_object, []), "usage": usage(outputs)}
+        return {**self._object(self.chunk_object, []), "usage": usage(outputs, self.choices_per_prompt)}
 
     def choice(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
@@ -103,10 +122,25 @@ class ChatFormatter(ResponseFormatter):
 
     prefix, response_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, parser: Callable[[], OutputParser] = OutputParser
+    ) -> None:
+        super().__init__(model, tokenizer)
+        self._parser = parser
+        self._parsers: dict[int, OutputParser] = {}  # of streams, by choice
+        self._called: dict[int, int] = {}  # tool calls of each choice so far
+
     def choice(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        parsed = self._parser().whole(text)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in parsed.tool_calls]
+            message["content"] = parsed.content or None
+            reason = "tool_calls" if reason == "stop" else reason
         return {"index": index, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
@@ -117,8 +151,30 @@ class ChatFormatter(ResponseFormatter):
     def delta(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
-        delta = {"content": text} if text or reason is None else {}
+        parser = self._parsers.setdefault(index, self._parser())
+        parsed = parser.feed(text)
+        if reason is not None:
+            parsed.add(parser.finish())
+        delta = self._delta(index, parsed)
+        if not delta and reason is None:
+            delta = {"content": ""}
+        if reason == "stop" and self._called.get(index):
+            reason = "tool_calls"
         return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+
+    def _delta(self, index: int, parsed: Parsed) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if parsed.content:
+            delta["content"] = parsed.content
+        if parsed.reasoning:
+            delta["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            first = self._called.get(index, 0)
+            delta["tool_calls"] = [
+                {"index": number, **call.as_dict()} for number, call in enumerate(parsed.tool_calls, first)
+            ]
+            self._called[index] = first + len(parsed.tool_calls)
+        return delta
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if logprobs is None:
@@ -135,9 +191,9 @@ class ChatFormatter(ResponseFormatter):
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": known}
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """OpenAI's usage object of a call."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+def usage(outputs: Sequence[RequestOutput], choices_per_prompt: int = 1) -> dict[str, Any]:
+    """OpenAI's usage object of a call; a prompt with several choices counts once."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs[::choices_per_prompt])
     completion = sum(len(output.outputs[0].token_ids) for output in outputs)
     return {
         "prompt_tokens": prompt,

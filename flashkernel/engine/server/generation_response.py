@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -32,6 +33,7 @@ class GenerationResponse:
         self._engine, self._llm, self._args = engine, llm, args
         self._request, self._formatter = request, formatter
         self._params = request.sampling_params()
+        formatter.choices_per_prompt = request.choices_per_prompt
         self._request_ids = [f"{formatter.id}-{index}" for index in range(request.num_choices)]
         self._finished: dict[int, RequestOutput] = {}  # by index of the choice
         self._started: set[int] = set()
@@ -55,10 +57,13 @@ class GenerationResponse:
     def _add(self) -> None:
         """Adds the prompts to the engine; runs in a thread."""
         try:
-            for request_id, prompt in zip(self._request_ids, self._request.prompts(self._llm.tokenizer)):
-                self._llm.engine.add_request(
-                    prompt, self._params, request_id=request_id, streaming=self._request.streaming
-                )
+            each = self._request.choices_per_prompt
+            prompts = [prompt for prompt in self._request.prompts(self._llm.tokenizer) for _ in range(each)]
+            for index, (request_id, prompt) in enumerate(zip(self._request_ids, prompts)):
+                params = self._params
+                if params.seed is not None and index % each:  # the choices of a prompt differ
+                    params = replace(params, seed=(params.seed + index % each) % 2**63)
+                self._llm.engine.add_request(prompt, params, request_id=request_id, streaming=self._request.streaming)
         except ValueError as error:
             raise errors.bad_request(str(error)) from error
 
@@ -112,9 +117,9 @@ class GenerationResponse:
             raise ClientDisconnected from None
 
     def _end(self) -> bytes:
-        if not self._request.include_usage:
-            return DONE
-        return _event(self._formatter.usage_chunk(list(self._finished.values()))) + DONE
+        outputs = [self._finished[index] for index in sorted(self._finished)]
+        events = map(_event, self._formatter.last_chunks(outputs, self._request.include_usage))
+        return b"".join(events) + (DONE if self._formatter.ends_with_done else b"")
 
     def _keep_finished(self, collector: OutputCollector, outputs: list[StepOutput]) -> None:
         """Keeps finished requests; ApiError if one failed or was aborted."""
@@ -136,19 +141,17 @@ class GenerationResponse:
         for index, new in by_choice.items():
             if index not in self._started:
                 self._started.add(index)
-                first = self._formatter.first_chunk(index)
-                if first is not None:
-                    yield self._with_usage(first)
+                yield from map(self._with_usage, self._formatter.first_chunks(index))
             text = "".join(output.text for output in new)
             logprobs = [output.logprob for output in new if output.logprob is not None]
             finished = (output.request_output for output in new if output.request_output is not None)
             reason = next((output.outputs[0].finish_reason for output in finished), None)
             if text or logprobs or reason is not None:
-                yield self._with_usage(self._formatter.chunk(index, text, logprobs or None, reason))
+                yield from map(self._with_usage, self._formatter.chunks(index, text, logprobs or None, reason))
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """With `include_usage` every chunk but the last has a usage of null."""
-        return {**chunk, "usage": None} if self._request.include_usage else chunk
+        return {**chunk, "usage": None} if self._request.include_usage and "choices" in chunk else chunk
 
 
 def _event(value: dict[str, Any]) -> bytes:

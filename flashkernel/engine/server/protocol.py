@@ -1,34 +1,40 @@
 """Requests of OpenAI's API, checked and turned into prompts and sampling parameters.
 
-A field that would change the result and is not supported is refused; one that would not is accepted and has no effect.
+A field that would change the result and is not supported is refused. Others that are not known are ignored, with a
+warning in the log.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flashkernel.engine.sampling_params import SamplingParams
+from flashkernel.engine.sampling_params import MAX_N, SamplingParams, StructuredOutputs
+from flashkernel.engine.server import output_parsers
 from flashkernel.engine.server.errors import ApiError, bad_request
+from flashkernel.engine.server.output_parsers import OutputParser
 from flashkernel.engine.tokenizer import Tokenizer
 
 Element = TypeVar("Element")
 ListOf = Annotated[list[Element], Field(fail_fast=True)]  # one wrong item says enough
 Prompt = str | list[int]
+log = logging.getLogger("flashkernel.server")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 SHOWN = 80  # characters of a wrong value in a message
 NO_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "verbosity",
 }  # fmt: skip
 # what cannot be served -> values that ask for nothing
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (), "web_search_options": (),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "audio": (), "web_search_options": (), "previous_response_id": (),
+    "background": (False,),
 }  # fmt: skip
 
 
@@ -41,10 +47,39 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; has no effect
 
 
+class JsonSchema(_Strict):
+    json_schema: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What the text must match; `regex` is an extension."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+
+    def structured(self) -> StructuredOutputs | None:
+        """What the sampler is told."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise bad_request("response_format has the type json_schema and no json_schema", "response_format")
+            return StructuredOutputs(json_schema=json.dumps(self.json_schema.json_schema))
+        if self.type == "regex":
+            if self.regex is None:
+                raise bad_request("response_format has the type regex and no regex", "response_format")
+            return StructuredOutputs(regex=self.regex)
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
 class GenerationRequest(_Strict):
-    """Fields of both endpoints. Those from `top_k` on are vLLM's, not OpenAI's; clients send them as `extra_body`."""
+    """Fields of all endpoints. Those from `top_k` on are vLLM's, not OpenAI's; clients send them as `extra_body`."""
 
     model: str
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -59,11 +94,23 @@ class GenerationRequest(_Strict):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: ListOf[int] | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return 1
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """`n`."""
+        return 1 if self.n is None else self.n
 
     @property
     def num_choices(self) -> int:
         """How many texts are asked for."""
-        return 1
+        return self.num_prompts * self.choices_per_prompt
 
     @property
     def streaming(self) -> bool:
@@ -81,9 +128,12 @@ class GenerationRequest(_Strict):
             if value is None or name in NO_EFFECT:
                 continue
             if name not in REFUSED:
-                raise bad_request(f"{name[:SHOWN]!r} is no field of this request; is it misspelt?", name[:SHOWN])
+                log.warning("%r is no field of this request; it is ignored", name[:SHOWN])
+                continue
             if not any(value == one and type(value) is type(one) for one in REFUSED[name]):
                 raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
+        if self.n is not None and not 1 <= self.n <= MAX_N:
+            raise bad_request(f"n is {self.n}; it must be a whole number, from 1 to {MAX_N}", "n")
         if self.stream_options is not None and not self.streaming:
             raise bad_request("stream_options are for streams; set stream to true, or leave them out", "stream_options")
 
@@ -94,7 +144,9 @@ class GenerationRequest(_Strict):
             "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "seed": self.seed, "stop": self.stop,
             "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty, "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos, "logprobs": self.num_logprobs(),
+            "ignore_eos": self.ignore_eos, "logprobs": self.num_logprobs(), "min_tokens": self.min_tokens,
+            "logit_bias": self._logit_bias(), "structured_outputs": self.structured_outputs(),
+            "skip_special_tokens": self.skip_special_tokens,
         }  # fmt: skip
         try:
             return SamplingParams(
@@ -104,6 +156,18 @@ class GenerationRequest(_Strict):
             text = str(error)
             named = [name for name in (*given, "max_tokens") if text.startswith(f"sampling: {name} ")]
             raise bad_request(text.removeprefix("sampling: "), named[0] if named else None) from None
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        wrong = next((token for token in self.logit_bias if not token.isdecimal()), None)
+        if wrong is not None:
+            raise bad_request(f"logit_bias has {wrong[:SHOWN]!r}; its keys are token ids", "logit_bias")
+        return {int(token): value for token, value in self.logit_bias.items()}
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What the text must match."""
+        return None if self.response_format is None else self.response_format.structured()
 
     def token_limit(self) -> int | None:
         """Most generated tokens; None: to the end of the context."""
@@ -129,7 +193,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def num_choices(self) -> int:
+    def num_prompts(self) -> int:
         return len(self.prompt) if self._several else 1
 
     @property
@@ -153,11 +217,51 @@ class ChatMessage(_Strict):
         """The message for a chat template: the content is one string."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        found = {**(self.model_extra or {}), "role": self.role, "content": text}
+        calls = found.get("tool_calls")
+        if isinstance(calls, list):
+            found["tool_calls"] = [_with_arguments(call) for call in calls]
+        return found
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call for a template: its arguments are an object, where clients send JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
+
+
+class Function(_Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(_Strict):
+    name: str
+
+
+class NamedTool(_Strict):
+    type: Literal["function"]
+    function: ToolName
 
 
 class ChatRequest(GenerationRequest):
     messages: ListOf[ChatMessage]
+    tools: ListOf[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -168,6 +272,41 @@ class ChatRequest(GenerationRequest):
             raise bad_request("top_logprobs are given and logprobs is not true; set it, or leave them out", "logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request("max_tokens and max_completion_tokens are the same; give one of them", "max_tokens")
+        forced = self.tool_choice not in (None, "none", "auto")
+        if forced and self._forced_tools() is None:
+            raise bad_request("tool_choice asks for a tool that `tools` does not have", "tool_choice")
+        if forced and self.structured_format is not None:
+            raise bad_request("tool_choice and response_format ask for different texts; give one", "tool_choice")
+
+    @property
+    def structured_format(self) -> StructuredOutputs | None:
+        """What `response_format` asks for."""
+        return super().structured_outputs()
+
+    def _forced_tools(self) -> list[Function] | None:
+        """The tools of which one must be called; None if there is no such tool."""
+        known = [tool.function for tool in self.tools or []]
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            known = [function for function in known if function.name == wanted]
+        return known or None
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        if self.tool_choice in (None, "none", "auto"):
+            return self.structured_format
+        forced = self._forced_tools() or []
+        if isinstance(self.tool_choice, NamedTool):
+            return StructuredOutputs(json_schema=json.dumps(forced[0].parameters or {"type": "object"}))
+        tools = [function.model_dump(include={"name", "parameters"}) for function in forced]
+        return StructuredOutputs(json_schema=output_parsers.required_schema(tools))
+
+    def parser(self, template: str | None) -> OutputParser:
+        """What the text is taken apart by."""
+        if isinstance(self.tool_choice, NamedTool):
+            return output_parsers.NamedCall(self.tool_choice.function.name)
+        if self.tool_choice == "required":
+            return output_parsers.RequiredCalls()
+        return output_parsers.parser_for(template, bool(self.tools) and self.tool_choice != "none")
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -179,9 +318,20 @@ class ChatRequest(GenerationRequest):
         if tokenizer is None:
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
         try:
-            return [tokenizer.apply_chat_template([message.as_dict() for message in self.messages])]
+            return [
+                tokenizer.apply_chat_template([message.as_dict() for message in self.messages], **self._variables())
+            ]
         except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+    def _variables(self) -> dict[str, Any]:
+        """What the template is given beside the messages."""
+        found: dict[str, Any] = {}
+        if self.tools and self.tool_choice != "none":
+            found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+        return {**found, **(self.chat_template_kwargs or {})}
 
 
 Kind = TypeVar("Kind", bound=GenerationRequest)

@@ -25,6 +25,7 @@ class ServerArgs:
         max_body: Bytes of a request.
         grace: Seconds that requests have to finish when the server is told to stop.
         access_log: Logs a line for each request.
+        allowed_origins: Web pages from these origins may use the server (CORS); "*" is any. By default none may.
 
     Raises:
         ServeError: A value is out of its range.
@@ -45,6 +46,7 @@ class ServerArgs:
     max_body: int = 4 * 2**20
     grace: float = 30.0
     access_log: bool = True
+    allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least, most in (("port", 0, 65535), ("max_queue", 0, 2**31), ("max_body", 1, 2**31)):

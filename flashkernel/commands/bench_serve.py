@@ -1,0 +1,163 @@
+"""`flashkernel bench serve`: loads of requests against the engine, this server or any with OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashkernel.commands.options import Commit, ModelDtype, OnDevice, Save
+from flashkernel.lab import progress
+
+if TYPE_CHECKING:
+    from flashkernel.lab.serve_records import ServeRecord
+    from flashkernel.lab.serving import Load, Timeline
+
+Serve = Callable[["Load", "float | None"], "list[Timeline]"]
+
+
+def serve(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="As `e2e` names models (random weights), or as `serve` does.")
+    ] = "llama-3.2-1b",
+    base_url: Annotated[
+        str | None, typer.Option(help="A server, such as http://127.0.0.1:8000/v1; by default an engine here.")
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="short, mixed or chat; repeatable, by default all, if no lengths are given."),
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="A file of lengths: JSON pairs, or lines of prompt,answer.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="Prompt lengths to draw from, as 100:1024.")] = None,
+    answers: Annotated[str, typer.Option(help="Answer lengths to draw from, as 20:400.")] = "20:400",
+    requests: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 256,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second, in Poisson arrivals; repeatable. By default all come at once."),
+    ] = None,
+    passes: Annotated[int, typer.Option(min=1, help="How often each load is served.")] = 2,
+    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.6,
+    ttft_limit: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = None,
+    itl_limit: Annotated[
+        float | None, typer.Option(help="Goodput: most ms between tokens, at a request's p99.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="A server's key.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What the server calls the model.")] = None,
+    implementation: Annotated[str | None, typer.Option(help="What records call the server, as vllm.")] = None,
+    vocab_size: Annotated[int, typer.Option(min=2, help="A server's prompts are tokens below it.")] = 32000,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that the engine computes at the same time.")] = 256,
+    kv_cache_tokens: Annotated[int | None, typer.Option(help="Size of the engine's KV cache, in tokens.")] = None,
+    dtype: ModelDtype = None,
+    device: OnDevice = None,
+    save: Save = None,
+    plot: Annotated[Path | None, typer.Option(help="A folder for charts.")] = None,
+    commit: Commit = None,
+) -> None:
+    """Serve loads of requests: tokens/s, time to first token, between tokens and in all, goodput against the rate."""
+    with progress.report_errors():
+        from flashkernel.lab import serve_records, serving
+
+        loads = _loads(load, lengths, prompts, answers, requests)
+        limits = {name: value for name, value in (("ttft", ttft_limit), ("itl", itl_limit)) if value is not None}
+        rates: list[float | None] = [*rate] if rate else [None]
+    records: list[ServeRecord] = []
+    with progress.progress_bar(len(loads) * len(rates) * passes) as bar, progress.keep_results() as stopped:
+        with progress.report_errors():
+            bar.describe("starting")
+            if base_url is None:
+                options = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
+                run, facts, where = _engine(model, device, dtype, temperature, options, bar)
+            else:
+                name = served_model_name or model
+                server = serving.Server(base_url, name, api_key, vocab_size)
+                kind = "backend" if implementation == "engine" else "baseline"
+                fixed = {
+                    "model": model,
+                    "implementation": implementation or base_url,
+                    "kind": kind,
+                    "dtype": dtype or "",
+                }
+                run, facts, where = lambda load, rate: server.run(load, rate, temperature), lambda: fixed, device or ""
+            file = _file(save, where or None, commit)
+        bar.describe("serving")
+        for record in serving.measure(run, loads, rates, passes, limits, facts):
+            records.append(record)
+            bar.next(record.case)
+            progress.log(serve_records.line(record))
+            if file is not None:
+                file.add([record])
+    typer.echo(serve_records.table(records))
+    if plot is not None and records:
+        with progress.report_errors():
+            from flashkernel.lab.plot import plot as draw
+
+            draw({"records": records, "device": where or "cpu", "ceilings": {}}, plot / "serve.png")
+    progress.exit_with(stopped, failed=any(not record.comparable for record in records))
+
+
+def _loads(
+    names: list[str] | None, lengths: Path | None, prompts: str | None, answers: str, requests: int
+) -> list[Load]:
+    from flashkernel.lab.serving import LOADS, Load
+
+    found = [Load.named(name) for name in names or []]
+    if lengths is not None:
+        found.append(Load.from_file(lengths))
+    if prompts is not None:
+        bounds = _bounds("prompts", prompts), _bounds("answers", answers)
+        found.append(Load.drawn(f"{requests} x {prompts} in {answers} out", requests, *bounds))
+    return found or [Load.named(name) for name in LOADS]
+
+
+def _bounds(name: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
+        raise ValueError(f"bench serve: --{name} is {text!r}; it must be two lengths, such as 100:1024")
+    return int(low), int(high or low)
+
+
+def _engine(
+    model: str, device: str | None, dtype: str | None, temperature: float, options: dict[str, Any], bar: progress.Bar
+) -> tuple[Serve, Callable[[], dict[str, Any]], str]:
+    """An engine in this process: how it serves, the facts of its records, and its device."""
+    from flashkernel.core import device as devices
+    from flashkernel.engine import LLM
+    from flashkernel.engine.dummy_weights import dummy_transformer
+    from flashkernel.lab import generation, selection, serving
+
+    def on_start(what: str, done: int, total: int) -> None:
+        bar.describe(f"{model}: {what} {done} of {total}")
+
+    target = selection.device(device)
+    weights: Any = model
+    if model in generation.SHAPES:
+        kind = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(devices.properties(target))])[0]
+        key, shape = generation.SHAPES[model]
+        weights = dummy_transformer(generation.MODELS[key], target, kind, **shape)
+    began = time.monotonic()
+    more: dict[str, Any] = {} if model in generation.SHAPES else {"device": str(target), "dtype": dtype}
+    llm = LLM(weights, start_progress=on_start, enable_prefix_caching=False, **more, **options)
+    start_s = time.monotonic() - began
+    progress.log(f"{model}: ready after {start_s:.1f} s, {llm.engine.runner.num_graphs} graphs")
+
+    def facts() -> dict[str, Any]:
+        stats = llm.engine.stats()
+        name = str(llm.model.dtype).removeprefix("torch.")
+        return {"model": model, "implementation": "engine", "kind": "backend", "dtype": name, "start_s": start_s,
+                "compiled_in_service": stats.compiled_in_service}  # fmt: skip
+
+    return lambda load, rate: serving.run_engine(llm, load, rate, temperature), facts, str(target)
+
+
+def _file(save: Path | None, device: str | None, commit: str | None) -> Any:
+    from flashkernel.lab import results, selection
+
+    if save is None:
+        return None
+    name = selection.hardware(str(selection.device(device))).name
+    return results.ResultsFile(save / "serve.json", results.describe_run(name, {}, commit))

@@ -1,0 +1,95 @@
+"""Structured outputs: which tokens may come next, by llguidance (`pip install 'flashkernel[grammar]'`).
+
+A mask depends on the token before it. So a sequence with a grammar decodes only when the host has read its last token;
+other sequences of the batch are not held up.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashkernel.engine.sampling_params import StructuredOutputs
+from flashkernel.engine.tokenizer import Tokenizer
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the message says why."""
+
+
+class Grammar:
+    """The state of one sequence in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher, self._eos = matcher, eos_token_ids
+        self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self.finished = False
+
+    def allowed_tokens(self) -> np.ndarray:
+        """int32 words; bit t % 32 of word t // 32 is set if token t may come next. The next call gives a new array."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        words = np.zeros_like(self._words)
+        if self.finished:
+            for token in self._eos:
+                words[0, token // 32] |= np.uint32(1 << (token % 32)).astype(np.int32)
+        else:
+            fill_next_token_bitmask(self._matcher, words)
+        return words[0]
+
+    def advance(self, token_id: int) -> None:
+        """Takes a token that was sampled; `finished` says whether the text is complete."""
+        if not self.finished:
+            self._matcher.consume_token(token_id)
+            self.finished = bool(self._matcher.is_stopped())
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size, self._eos = vocab_size, eos_token_ids
+        self._tokenizer = tokenizer
+        self._compiled: Any = None
+
+    def compile(self, wanted: StructuredOutputs) -> Grammar:
+        """A grammar at its first token; GrammarError if the library is missing or refuses it."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise GrammarError(
+                "structured outputs need llguidance, which is not installed; run `pip install 'flashkernel[grammar]'`"
+            ) from None
+        if wanted.regex is not None:
+            source = LLMatcher.grammar_from_regex(wanted.regex)
+        else:
+            schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema
+            # One way to write JSON, as most do: a model that may add spaces may add them for ever.
+            style: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            source = LLMatcher.grammar_from_json_schema(schema, defaults=style)
+        refusal = LLMatcher.validate_grammar(source, None)
+        if refusal:
+            raise GrammarError(f"this grammar cannot be used: {refusal.strip().splitlines()[0]}")
+        matcher = LLMatcher(self._llguidance_tokenizer(), source)
+        if matcher.is_error():
+            raise GrammarError(f"this grammar cannot be used: {matcher.get_error().strip().splitlines()[0]}")
+        return Grammar(matcher, self._vocab_size, self._eos)
+
+    def _llguidance_tokenizer(self) -> Any:
+        """Made once; llguidance reads the tokenizer from a file."""
+        if self._compiled is None:
+            from llguidance import LLTokenizer
+
+            if not self._eos:
+                raise GrammarError("structured outputs end with an end-of-sequence token, and the model names none")
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "tokenizer.json")
+                path.write_text(self._tokenizer.backend.to_str(), encoding="utf-8")
+                try:
+                    self._compiled = LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=list(self._eos))
+                except (ValueError, RuntimeError) as error:
+                    raise GrammarError(f"llguidance does not take this tokenizer: {error}") from error
+        return self._compiled

@@ -1,0 +1,273 @@
+"""What a model's text consists of: an answer, reasoning, and calls of tools, in the format that its template teaches.
+
+A parser takes text as it is generated. It holds back what may be the beginning of a tool call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; `arguments` are JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call in OpenAI's format."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass
+class Parsed:
+    """New parts of a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, other: Parsed) -> None:
+        """Appends what came later."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.tool_calls += other.tool_calls
+
+
+class OutputParser:
+    """All text is the answer."""
+
+    needs_special_tokens = False  # the format is made of special tokens, which the text must then have
+
+    def feed(self, text: str) -> Parsed:
+        """Takes new text; returns what is certain."""
+        return Parsed(content=text)
+
+    def finish(self) -> Parsed:
+        """Returns what was held back, when the text has ended."""
+        return Parsed()
+
+    def whole(self, text: str) -> Parsed:
+        """The parts of a whole text."""
+        found = self.feed(text)
+        found.add(self.finish())
+        return found
+
+
+class MarkedCalls(OutputParser):
+    """Calls between two marks, such as Qwen's and Hermes' <tool_call>; without an end mark, to the end of the text."""
+
+    def __init__(self, start: str, end: str | None) -> None:
+        self._start, self._end = start, end
+        self.needs_special_tokens = end is None
+        self._buffer, self._inside = "", False
+        self._after_call = False  # space after a call is dropped
+
+    def feed(self, text: str) -> Parsed:
+        self._buffer += text
+        found = Parsed()
+        while True:
+            if not self._inside:
+                if self._after_call:
+                    self._buffer = self._buffer.lstrip()
+                    self._after_call = not self._buffer
+                before, mark, after = self._buffer.partition(self._start)
+                if not mark:
+                    held = _partial(before, self._start)
+                    found.content += before[: len(before) - held]
+                    self._buffer = before[len(before) - held :]
+                    return found
+                found.content += before if before.strip() else ""
+                self._buffer, self._inside = after, True
+            if self._end is None or self._end not in self._buffer:
+                return found
+            inner, _, self._buffer = self._buffer.partition(self._end)
+            self._inside = False
+            parsed = self._calls(inner)
+            self._after_call = bool(parsed.tool_calls)
+            found.add(parsed)
+
+    def finish(self) -> Parsed:
+        found = self._calls(self._buffer) if self._inside else Parsed(content=self._buffer)
+        self._buffer, self._inside = "", False
+        return found
+
+    def _calls(self, text: str) -> Parsed:
+        calls = _json_calls(text)
+        if calls is None:  # no call after all: the reader sees what the model wrote
+            return Parsed(content=self._start + text + (self._end or ""))
+        return Parsed(tool_calls=calls)
+
+
+class JsonCalls(OutputParser):
+    """Llama 3's calls: the whole text is {"name": ..., "parameters": ...}."""
+
+    _PREFIX = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        self._held: str | None = ""  # None: the text is an answer
+
+    def feed(self, text: str) -> Parsed:
+        if self._held is None:
+            return Parsed(content=text)
+        self._held += text
+        begun = self._held.lstrip()
+        if begun and not begun.startswith("{") and not self._PREFIX.startswith(begun[: len(self._PREFIX)]):
+            begun, self._held = self._held, None
+            return Parsed(content=begun)
+        return Parsed()
+
+    def finish(self) -> Parsed:
+        held, self._held = self._held or "", None
+        calls = _json_calls(held.strip().removeprefix(self._PREFIX))
+        return Parsed(content=held) if calls is None else Parsed(tool_calls=calls)
+
+
+class Channels(OutputParser):
+    """gpt-oss: the channel "analysis" is reasoning, "final" the answer, "commentary to=functions.x" a call of x."""
+
+    needs_special_tokens = True
+    _MARK = re.compile(r"<\|(start|channel|message|end|return|call|constrain)\|>")
+
+    def __init__(self) -> None:
+        self._buffer, self._header, self._body = "", "", ""
+        self._in_body = False
+
+    def feed(self, text: str) -> Parsed:
+        self._buffer += text
+        found = Parsed()
+        while (mark := self._MARK.search(self._buffer)) is not None:
+            found.add(self._text(self._buffer[: mark.start()]))
+            self._buffer = self._buffer[mark.end() :]
+            found.add(self._mark(mark[1]))
+        held = _partial(self._buffer, *(f"<|{name}|>" for name in ("start", "channel", "message", "end", "return",
+                                                                    "call", "constrain")))  # fmt: skip
+        found.add(self._text(self._buffer[: len(self._buffer) - held]))
+        self._buffer = self._buffer[len(self._buffer) - held :]
+        return found
+
+    def finish(self) -> Parsed:
+        found = self._text(self._buffer)
+        self._buffer = ""
+        found.add(self._end())
+        return found
+
+    def _mark(self, name: str) -> Parsed:
+        if name == "message":
+            self._in_body = True
+        elif name in ("start", "channel"):
+            found = self._end() if self._in_body else Parsed()
+            self._header = self._header if name == "channel" and not self._in_body else ""
+            self._in_body = False
+            return found
+        elif name in ("end", "return", "call"):
+            return self._end()
+        return Parsed()
+
+    def _text(self, text: str) -> Parsed:
+        if not self._in_body:
+            self._header += text
+            return Parsed()
+        if self._tool is not None:
+            self._body += text
+            return Parsed()
+        return Parsed(content=text) if "final" in self._header else Parsed(reasoning=text)
+
+    @property
+    def _tool(self) -> str | None:
+        found = re.search(r"to=functions\.([\w.-]+)", self._header)
+        return None if found is None else found[1]
+
+    def _end(self) -> Parsed:
+        found = Parsed()
+        if self._in_body and self._tool is not None:
+            found.tool_calls.append(ToolCall(self._tool, self._body.strip() or "{}"))
+        self._header, self._body, self._in_body = "", "", False
+        return found
+
+
+class NamedCall(OutputParser):
+    """The whole text is the arguments of one tool, which the request named."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._text = name, ""
+
+    def feed(self, text: str) -> Parsed:
+        self._text += text
+        return Parsed()
+
+    def finish(self) -> Parsed:
+        text, self._text = self._text, ""
+        return Parsed(tool_calls=[ToolCall(self._name, text.strip())])
+
+
+class RequiredCalls(NamedCall):
+    """The whole text is a JSON list of calls, as the grammar of tool_choice="required" makes it."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def finish(self) -> Parsed:
+        calls = _json_calls(self._text)
+        return Parsed(content=self._text) if calls is None else Parsed(tool_calls=calls)
+
+
+def parser_for(template: str | None, with_tools: bool) -> OutputParser:
+    """A parser for the format that a chat template teaches."""
+    text = template or ""
+    if "<|channel|>" in text and "<|message|>" in text:
+        return Channels()
+    if not with_tools:
+        return OutputParser()
+    if "<tool_call>" in text:
+        return MarkedCalls("<tool_call>", "</tool_call>")
+    if "[TOOL_CALLS]" in text:
+        return MarkedCalls("[TOOL_CALLS]", None)
+    return JsonCalls()
+
+
+def required_schema(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The JSON schema of a list of calls of these tools."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["name"]}, "parameters": tool.get("parameters") or {"type": "object"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": kinds}})
+
+
+def _json_calls(text: str) -> list[ToolCall] | None:
+    """Calls from a JSON object or a list of them; None if it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    calls = []
+    for one in value if isinstance(value, list) else [value]:
+        if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+            return None
+        arguments = one.get("arguments", one.get("parameters", {}))
+        calls.append(ToolCall(one["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
+    return calls or None
+
+
+def _partial(text: str, *marks: str) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    longest = 0
+    for mark in marks:
+        for size in range(min(len(mark) - 1, len(text)), longest, -1):
+            if text.endswith(mark[:size]):
+                longest = size
+                break
+    return longest

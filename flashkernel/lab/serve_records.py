@@ -1,0 +1,116 @@
+"""Records of served loads, and their table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class ServeRecord:
+    """One load served once by one implementation. Times are in milliseconds, by percentile ("p50", "p90", "p99")."""
+
+    op: ClassVar[str] = "serve"
+    model: str
+    load: str
+    # "first" or "second": how often the load was served since the start. A field of a dataclass cannot be named `pass`.
+    turn: str
+    implementation: str  # "engine", "vllm", or the address of a server
+    kind: str  # "backend" (ours) or "baseline"
+    dtype: str
+    requests: int
+    rate: float | None  # requests per second of Poisson arrivals; None: all at once
+    seconds: float
+    out_tokens: int
+    out_tokens_per_s: float
+    requests_per_s: float
+    failed: int = 0  # requests without all of their tokens
+    ttft_ms: Mapping[str, float] | None = None  # time to first token
+    itl_ms: Mapping[str, float] | None = None  # time between tokens
+    e2e_ms: Mapping[str, float] | None = None
+    goodput: float | None = None  # share of requests within the limits
+    limits_ms: Mapping[str, float] | None = None  # of ttft and itl (a request's 99th percentile)
+    start_s: float | None = None  # from the construction of the engine to its first request
+    compiled_in_service: int | None = None
+    error: str | None = None
+
+    @property
+    def case(self) -> str:
+        arrivals = "" if self.rate is None else f" {self.rate:g}/s"
+        return f"{self.model} {self.load}{arrivals} {self.turn}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """A later record with the same key replaces this one."""
+        return self.op, f"{self.case} {self.implementation}", self.dtype
+
+    @property
+    def comparable(self) -> bool:
+        """True if every request got all of its tokens."""
+        return self.error is None and self.failed == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {name: value for name, value in asdict(self).items() if value is not None or name == "rate"}
+        return {("pass" if name == "turn" else name): value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServeRecord:
+        return cls(**{("turn" if name == "pass" else name): value for name, value in values.items()})
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Percentiles of seconds, in milliseconds; None without values.
+
+    Example:
+        >>> percentiles([0.001, 0.002, 0.003])
+        {'p50': 2.0, 'p90': 3.0, 'p99': 3.0}
+    """
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {
+        f"p{share}": 1e3 * ordered[min(len(ordered) - 1, math.ceil(share / 100 * len(ordered)) - 1)]
+        for share in PERCENTILES
+    }
+
+
+def line(record: ServeRecord) -> str:
+    """A record in one line."""
+    if record.error is not None:
+        return f"{record.case} {record.implementation}: {record.error}"
+    parts = [f"{record.out_tokens_per_s:,.0f} tokens/s", f"{record.requests_per_s:.1f} requests/s"]
+    for name, values in (("first token", record.ttft_ms), ("next token", record.itl_ms), ("whole", record.e2e_ms)):
+        if values is not None:
+            parts.append(f"{name} {values['p50']:.1f} / {values['p90']:.1f} / {values['p99']:.1f} ms")
+    if record.goodput is not None:
+        parts.append(f"goodput {100 * record.goodput:.0f}%")
+    if record.compiled_in_service:
+        parts.append(f"{record.compiled_in_service} compiled in service")
+    if record.failed:
+        parts.append(f"{record.failed} failed")
+    return f"{record.case} {record.implementation}: {'; '.join(parts)}"
+
+
+def table(records: Sequence[ServeRecord]) -> str:
+    """Records as a Markdown table."""
+    rows = [
+        "| model | load | arrivals | pass | implementation | tokens/s | first token, ms | next token, ms | goodput |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for one in records:
+        first, after = (
+            "" if values is None else " / ".join(f"{values[f'p{share}']:.1f}" for share in PERCENTILES)
+            for values in (one.ttft_ms, one.itl_ms)
+        )
+        arrivals = "at once" if one.rate is None else f"{one.rate:g}/s"
+        good = "" if one.goodput is None else f"{100 * one.goodput:.0f}%"
+        speed = f"{one.out_tokens_per_s:,.0f}" if one.comparable else one.error or f"{one.failed} failed"
+        rows.append(
+            f"| {one.model} | {one.load} | {arrivals} | {one.turn} | {one.implementation} "
+            f"| {speed} | {first} | {after} | {good} |"
+        )
+    return "\n".join(rows)

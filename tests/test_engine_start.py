@@ -1,0 +1,192 @@
+"""The start: step shapes, graphs captured before the first request, and nothing compiled or captured in service."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_engine import _drained, _other, _tokens, base_fixture, folder_fixture  # noqa: F401
+
+from flashkernel.core import build_counter, tune
+from flashkernel.engine import LLM, SamplingParams, precompile
+from flashkernel.engine.dummy_weights import tiny_transformer
+from flashkernel.engine.model_runner import ModelRunner, StepGraph
+from flashkernel.engine.step_shapes import StepShape, StepShapes, decode_sizes
+from flashkernel.kvcache import BatchTensors, KVCache
+
+
+class _EagerGraph:
+    """Stands in for a CUDA graph: runs what would be replayed, into the same tensors."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self.compute, self.result = compute, compute()
+
+    def replay(self) -> None:
+        for old, fresh in zip(self.result, self.compute()):
+            old.copy_(fresh)
+
+
+def _capture(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
+    made = _EagerGraph(compute)
+    build_counter.note("captured")
+    return StepGraph(made, made.result)  # type: ignore[arg-type]
+
+
+@pytest.fixture(name="padded")
+def padded_fixture(base: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
+    monkeypatch.setattr(ModelRunner, "_capture", _capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    llm = _other(base, kv_cache_tokens=1024, max_num_seqs=6, max_num_batched_tokens=128, enable_prefix_caching=False)
+    llm.engine.runner.padded = llm.engine.runner.use_graphs = True
+    return llm
+
+
+def _mixed_load(vocab: int, count: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests of all lengths and settings."""
+    draw = random.Random(5)
+    prompts = [[draw.randrange(vocab) for _ in range(draw.randint(1, 70))] for _ in range(count)]
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.2, "top_k": 7, "min_p": 0.01},
+        {"repetition_penalty": 1.3}, {"temperature": 1.0, "frequency_penalty": 0.5, "logprobs": 3},
+        {"logit_bias": {3: 4.0}, "temperature": 0.5}, {"min_tokens": 5},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(5, 25), seed=index, ignore_eos=index % 3 != 0, **kinds[index % len(kinds)]
+        )
+        for index in range(count)
+    ]
+    return prompts, params
+
+
+def test_a_mixed_load_compiles_and_captures_nothing(base: LLM, padded: LLM) -> None:
+    told: list[tuple[str, int, int]] = []
+    padded.engine.warm_up(lambda *now: told.append(now))
+    shapes = padded.engine.runner.shapes.all()
+    assert padded.engine.runner.num_graphs == len(shapes)
+    assert told[-1] == ("ready", len(shapes), len(shapes))
+    assert padded.engine.stats().compiled_in_service == 0
+    prompts, params = _mixed_load(padded.config.vocab_size)
+    assert _tokens(padded, prompts, params) == _tokens(base, prompts, params)
+    stats = padded.engine.stats()
+    assert stats.compiled_in_service == 0
+    assert stats.num_finished == len(prompts)
+    assert _drained(padded)
+
+
+def test_what_is_captured_in_service_is_counted(base: LLM, padded: LLM) -> None:
+    """Without a warm-up the same load is served, and the counter says what it cost."""
+    prompts, params = _mixed_load(padded.config.vocab_size, 6)
+    assert _tokens(padded, prompts, params) == _tokens(base, prompts, params)
+    assert padded.engine.stats().compiled_in_service == padded.engine.runner.num_graphs > 0
+
+
+def test_compiled_and_tuned_kernels_are_counted() -> None:
+    """Triton tells of every kernel that it compiles; a search for configs counts as well."""
+    knobs = pytest.importorskip("triton").knobs
+    build_counter.watch_triton()
+    build_counter.watch_triton()
+    before = build_counter.counts()
+    knobs.runtime.jit_post_compile_hook(key="", repr="", fn=None, compile={}, is_manual_warmup=False)
+    assert build_counter.counts().compiled == before.compiled + 1
+    from flashkernel.core import device
+    from flashkernel.ops.sampling.configs import SAMPLE
+
+    with pytest.raises(RuntimeError, match="no config could run"):
+        tune.search(SAMPLE, device.properties(torch.device("cpu")), {"vocab": 64, "bytes": 4}, _no_call)
+    assert build_counter.counts().tuned == before.tuned + 1
+
+
+def _no_call(config: Any) -> Any:
+    raise ValueError("not run")
+
+
+def test_shapes_are_few_and_fit_every_step() -> None:
+    shapes = StepShapes(256, 8192)
+    assert len(shapes.all()) <= 100
+    assert len(set(shapes.all())) == len(shapes.all())
+    known = set(shapes.all())
+    draw = random.Random(0)
+    for _ in range(2000):
+        decodes = draw.randint(0, 256)
+        prefills = draw.randint(0, 256 - decodes)
+        if decodes + prefills == 0:
+            continue
+        tokens = draw.randint(prefills, 8192 - decodes) if prefills else 0
+        found = shapes.find(decodes, prefills, tokens)
+        assert found in known
+        assert found.num_decodes >= decodes
+        assert found.num_prefills >= prefills
+        assert found.num_prefill_tokens >= tokens
+    assert StepShapes(1, 16).find(0, 1, 16) == StepShape(0, 1, 16)
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(6) == [1, 2, 4, 6]
+    assert all(after <= max(2 * before, before + 64) for before, after in pairwise(decode_sizes(1000)))
+
+
+def test_decodes_are_padded_before_the_prompts() -> None:
+    """The tensors of a padded step are those of the step without padding, with padding in between."""
+    cache = KVCache(64, 16, most_sequences=8, most_tokens=128)
+    rows = [cache.add() for _ in range(4)]
+    counts = [1, 1, 20, 7]
+    for row, count in zip(rows, (5, 17, 20, 30)):
+        cache.grow(row, count)
+    plain = BatchTensors(cache, 8, 64).fill(rows, counts)
+    padded = BatchTensors(cache, 8, 64).fill(rows, counts, pad=(7, 40), decodes=(2, 4))
+    assert padded.lengths.tolist() == [*plain.lengths[:2].tolist(), 0, 0, *plain.lengths[2:].tolist(), 0]
+    assert padded.slots.tolist() == [
+        *plain.slots[:2].tolist(), -1, -1, *plain.slots[2:].tolist(), *[-1] * (40 - 4 - 27)
+    ]  # fmt: skip
+    assert padded.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 24, 31, 31]
+    assert torch.equal(padded.page_table[[0, 1, 4, 5]], plain.page_table)
+    with pytest.raises(ValueError, match="does not fit"):
+        BatchTensors(cache, 8, 64).fill(rows, counts, pad=(5, 40), decodes=(2, 4))
+    again = BatchTensors(cache, 8, 64)
+    again.fill(rows[::-1], counts[::-1])
+    assert np.array_equal(
+        again.fill(rows, counts, pad=(7, 40), decodes=(2, 4)).page_table[[0, 1, 4, 5]], plain.page_table
+    )
+
+
+def test_workers_run_a_copy_of_the_model_without_values() -> None:
+    """One layer of each kind, the same shapes; what runs there is what the engine runs."""
+    model = tiny_transformer()
+    sizes = precompile.EngineSizes(4, 64, 128, 16, torch.float32)
+    payload = precompile._describe(model)
+    assert len(payload) < model.nbytes
+    runner = precompile._build(payload, sizes)
+    assert len(runner.model.layers) == 1
+    assert runner.model.layers[0].qkv_proj.shape == model.layers[0].qkv_proj.shape
+    shapes = StepShapes(4, 64).all()
+    assert [precompile._compile(payload, sizes, shape) for shape in (shapes[0], shapes[-1])] == ["", ""]
+    precompile._runners.clear()
+    assert precompile._compile(payload, replace(sizes, kv_cache_dtype=torch.complex64), shapes[0])
+
+
+def test_batches_of_shapes_have_each_once() -> None:
+    shapes = StepShapes(256, 8192).all()
+    found = [shape for batch in precompile._batches(shapes, 8) for shape in batch]
+    assert sorted(map(str, found)) == sorted(map(str, shapes))
+
+
+@pytest.mark.gpu
+def test_a_gpu_compiles_and_captures_nothing_in_service() -> None:
+    """Twice a mixed load: nothing is built, and tokens are those of requests alone and of steps without graphs."""
+    model = tiny_transformer("cuda")
+    options: dict[str, Any] = {"kv_cache_tokens": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    llm = LLM(model, **options)
+    assert llm.engine.stats().warm_up_s > 0
+    assert llm.engine.runner.num_graphs == len(llm.engine.runner.shapes.all())
+    prompts, params = _mixed_load(llm.config.vocab_size, 24)
+    first = _tokens(llm, prompts, params)
+    assert _tokens(llm, prompts, params) == first
+    assert llm.engine.stats().compiled_in_service == 0
+    assert [_tokens(llm, [prompt], one)[0] for prompt, one in zip(prompts[:8], params)] == first[:8]
+    assert _tokens(LLM(model, **options, enforce_eager=True), prompts, params) == first

@@ -1,0 +1,214 @@
+"""What clients of OpenAI's API expect beside plain texts: several choices, biases, tools, structured outputs, channels,
+/v1/responses, CORS; with the real client."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from running_server import NAME, Running, other, serve
+from served_model import (  # noqa: F401
+    GREEDY,
+    USER,
+    _one_thread,
+    base_fixture,
+    client_fixture,
+    folder_fixture,
+    running_fixture,
+)
+
+import flashkernel
+from flashkernel.engine import LLM, SamplingParams
+from flashkernel.engine.server import output_parsers as parsers
+from flashkernel.engine.server.protocol import ChatRequest, parse
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+HERMES = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_several_choices_of_a_prompt(client: Any) -> None:
+    found = client.completions.create(model=NAME, prompt="the sea", n=3, seed=4, temperature=1.5, max_tokens=8)
+    texts = [choice.text for choice in found.choices]
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1
+    alone = client.completions.create(model=NAME, prompt="the sea", seed=4, temperature=1.5, max_tokens=8)
+    assert alone.choices[0].text == texts[0]
+    assert found.usage.prompt_tokens == alone.usage.prompt_tokens
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(
+        model=NAME, prompt="the sea", n=3, seed=4, temperature=1.5, max_tokens=8, stream=True
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+
+
+def test_biases_and_least_tokens(client: Any, base: LLM) -> None:
+    assert base.tokenizer is not None
+    token = base.tokenizer.encode("sea", add_special_tokens=False)[-1]
+    found = client.completions.create(
+        model=NAME, prompt="the", max_tokens=3, temperature=0, logit_bias={str(token): 100}, logprobs=0
+    )
+    assert found.choices[0].text.replace(" ", "") == base.tokenizer.decode([token]).strip() * 3
+    stops = base.generate(["the"], SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+    for least, count in ((0, 1), (4, 4)):
+        found = client.completions.create(
+            model=NAME, prompt="the", max_tokens=6, temperature=0,
+            extra_body={"min_tokens": least, "stop_token_ids": list(stops)},
+        )  # fmt: skip
+        assert found.usage.completion_tokens >= count
+        assert (found.usage.completion_tokens == 1) == (least == 0)
+
+
+def test_unknown_fields_are_ignored_with_a_warning(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flashkernel.server"):
+        client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body={"temprature": 1})
+    assert "'temprature' is no field of this request; it is ignored" in caplog.text
+
+
+def test_version_and_cors(base: LLM, running: Running) -> None:
+    assert running.call("GET", "/version")[1] == {"version": flashkernel.__version__}
+    page = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in running.call("OPTIONS", "/v1/completions", None, **page)[2]
+    with serve(other(base), allowed_origins=("https://page.example",)) as open_:
+        status, _, headers = open_.call("OPTIONS", "/v1/completions", None, **page)
+        assert status == 200
+        assert headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_a_stateless_response(client: Any, base: LLM) -> None:
+    expected = base.chat([{"role": "system", "content": "sea"}, *USER], SamplingParams(max_tokens=6)).outputs[0].text
+    found = client.responses.create(model=NAME, input="the sea", instructions="sea", max_output_tokens=6, temperature=0)
+    assert found.output_text == expected
+    assert found.status in ("completed", "incomplete")
+    assert found.usage.output_tokens == 6 or found.status == "completed"
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "the sea"}]}]
+    events = list(
+        client.responses.create(
+            model=NAME, input=items, instructions="sea", max_output_tokens=6, temperature=0, stream=True
+        )
+    )
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    assert events[0].type == "response.created"
+    assert events[-1].response.output_text == expected
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_tools_reach_the_template_and_calls_come_back(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's text is replaced: a tiny model writes no calls."""
+    assert base.tokenizer is not None
+    llm = other(base)
+    monkeypatch.setattr(base.tokenizer, "chat_template", HERMES)
+    text = 'wind <tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>'
+    with serve(llm) as running:
+        client = running.client()
+        monkeypatch.setattr(
+            "flashkernel.engine.detokenizer.IncrementalDetokenizer.finish", lambda self: setattr(self, "text", text)
+        )
+        found = client.chat.completions.create(model=NAME, messages=USER, tools=[TOOL], max_tokens=3)
+        (call,) = found.choices[0].message.tool_calls
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Kiel"}
+        assert found.choices[0].message.content == "wind "
+
+
+def test_requests_with_tools() -> None:
+    def request(**more: Any) -> ChatRequest:
+        return parse(ChatRequest, json.dumps({"model": "m", "messages": USER, "tools": [TOOL], **more}).encode())
+
+    assert request()._variables()["tools"][0]["function"]["name"] == "weather"
+    assert "tools" not in request(tool_choice="none")._variables()
+    assert isinstance(request().parser(HERMES), parsers.MarkedCalls)
+    named = request(tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert named.structured_outputs().json_schema == json.dumps(TOOL["function"]["parameters"])  # type: ignore[union-attr, index]
+    assert named.parser(None).whole('{"city": "Kiel"}').tool_calls[0].arguments == '{"city": "Kiel"}'
+    required = request(tool_choice="required")
+    assert '"weather"' in required.structured_outputs().json_schema  # type: ignore[union-attr, operator]
+    calls = required.parser(None).whole('[{"name": "weather", "parameters": {"city": "Kiel"}}]').tool_calls
+    assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city": "Kiel"}')]
+    kwargs = request(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")._variables()
+    assert (kwargs["enable_thinking"], kwargs["reasoning_effort"]) == (False, "low")
+    history = [{"role": "assistant", "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}]  # fmt: skip
+    message = request(messages=history).messages[0].as_dict()
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>Hmm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Kiel"}<|call|><|start|>assistant<|channel|>final<|message|>Wind.<|return|>'
+)
+PARSED = [
+    (lambda: parsers.MarkedCalls("<tool_call>", "</tool_call>"),
+     'Yes. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+     ("Yes. ", "", [("f", '{"a": 1}'), ("g", "{}")])),
+    (lambda: parsers.MarkedCalls("<tool_call>", "</tool_call>"), "a < b <tool_call>no</tool_call> <tool",
+     ("a < b <tool_call>no</tool_call> <tool", "", [])),
+    (lambda: parsers.MarkedCalls("[TOOL_CALLS]", None), '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+     ("", "", [("f", "{}")])),
+    (parsers.JsonCalls, '<|python_tag|>{"name": "f", "parameters": {"a": "b"}}', ("", "", [("f", '{"a": "b"}')])),
+    (parsers.JsonCalls, '{"not": "a call"}', ('{"not": "a call"}', "", [])),
+    (parsers.JsonCalls, "plain text", ("plain text", "", [])),
+    (parsers.Channels, CHANNELS, ("Wind.", "Hmm.", [("weather", '{"city": "Kiel"}')])),
+    (parsers.OutputParser, "<tool_call>", ("<tool_call>", "", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("make", "text", "expected"), PARSED)
+def test_parsers_take_text_in_any_pieces(make: Any, text: str, expected: tuple[str, str, list[Any]], size: int) -> None:
+    parser, found = make(), parsers.Parsed()
+    for start in range(0, len(text), size):
+        found.add(parser.feed(text[start : start + size]))
+    found.add(parser.finish())
+    assert (found.content, found.reasoning, [(call.name, call.arguments) for call in found.tool_calls]) == expected
+
+
+def test_templates_say_which_format_is_taught() -> None:
+    assert isinstance(parsers.parser_for("<|channel|> <|message|>", False), parsers.Channels)
+    assert type(parsers.parser_for("<tool_call>", False)) is parsers.OutputParser
+    assert isinstance(parsers.parser_for("[TOOL_CALLS]", True), parsers.MarkedCalls)
+    assert isinstance(parsers.parser_for(None, True), parsers.JsonCalls)
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+FORMATS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}, r"\{\s*\"n\"\s*:\s*-?\d+\s*\}"),
+    ({"type": "regex", "regex": "(ab|cd)+"}, "(ab|cd)+"),
+    ({"type": "json_object"}, r"\{.*\}"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "pattern"), FORMATS, ids=["schema", "regex", "object"])
+def test_structured_outputs(wanted: dict[str, Any], pattern: str, client: Any) -> None:
+    """Whatever the model prefers, the text matches; one that is cut off begins as it must."""
+    pytest.importorskip("llguidance")
+    found = client.chat.completions.create(
+        model=NAME, messages=USER, max_tokens=60, temperature=1.0, seed=1, extra_body={"response_format": wanted}
+    )
+    text = found.choices[0].message.content
+    if found.choices[0].finish_reason == "stop":
+        assert re.fullmatch(pattern, text, re.DOTALL)
+    else:
+        assert text[:1] in "{ac"
+    if wanted["type"] == "json_schema":
+        assert found.choices[0].finish_reason == "stop" or re.match(r"\{\s*(\"n\"\s*:\s*-?\d*)?", text)
+
+
+def test_structured_outputs_that_cannot_be(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(openai.BadRequestError, match="this grammar cannot be used"):
+        client.completions.create(
+            model=NAME, prompt="a", extra_body={"response_format": {"type": "regex", "regex": "(unclosed"}}
+        )

@@ -1,0 +1,126 @@
+"""Many requests of all kinds on a small pool: nothing is lost, and nothing grows."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import openai
+from running_server import NAME, Running, other, serve
+from served_model import _one_thread, base_fixture, folder_fixture  # noqa: F401
+
+from flashkernel.engine import LLM, SamplingParams
+
+PROMPTS = ("the sea", "the wind and the sand", "shore", "and the island of the sea")
+ROUNDS, EACH = 3, 40
+
+
+def _client(running: Running) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=running.url, api_key="none", max_retries=0, timeout=120)
+
+
+async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, Any]:
+    """One request of a random kind: (prompt, its text), or (kind, None) if nothing is expected of it."""
+    prompt, count = draw.choice(PROMPTS), draw.randint(1, 12)
+    options: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": count, "temperature": 0}
+    kind = draw.choice(("whole", "whole", "stream", "leave", "wrong", "penalised"))
+    if kind == "wrong":
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(**{**options, "top_p": 7.0})
+        return "wrong", None
+    if kind == "leave":
+        stream = await client.completions.create(**{**options, "max_tokens": 40}, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        return "leave", None
+    if kind == "penalised":
+        await client.completions.create(
+            **{**options, "temperature": 0.8}, presence_penalty=1.0, logit_bias={"5": 2}, n=2
+        )
+        return "penalised", None
+    if kind == "stream":
+        stream = await client.completions.create(**options, stream=True)
+        return f"{prompt}|{count}", "".join([chunk.choices[0].text async for chunk in stream])
+    return f"{prompt}|{count}", (await client.completions.create(**options)).choices[0].text
+
+
+async def _load(running: Running, seed: int) -> list[tuple[str, Any]]:
+    draw = random.Random(seed)
+    async with _client(running) as client:
+        return list(await asyncio.gather(*(_ask(client, random.Random(draw.random())) for _ in range(EACH))))
+
+
+def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
+    """Clients that leave, requests that fail and a pool that runs dry; every other answer is right."""
+    llm = other(base, kv_cache_tokens=128, block_size=16, max_num_seqs=6)
+    expected: dict[str, str] = {}
+    with serve(llm) as running:
+        objects: list[int] = []
+        for number in range(ROUNDS):
+            for key, text in asyncio.run(_load(running, number)):
+                if text is None:
+                    continue
+                prompt, count = key.split("|")
+                if key not in expected:
+                    params = SamplingParams(max_tokens=int(count))
+                    expected[key] = base.generate(prompt, params)[0].outputs[0].text
+                assert text == expected[key]
+            _settle(running)
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+        stats = llm.engine.stats()
+        assert stats.num_used_blocks == 0
+        assert stats.num_running == stats.num_waiting == 0
+        assert not running.api.engine._collectors
+        assert not llm.engine._unfinished
+        assert objects[-1] < objects[0] + 3000, f"Python objects after each round: {objects}"
+        assert threading.active_count() < 60
+
+
+def _settle(running: Running) -> None:
+    """Waits until aborted requests have returned their blocks."""
+    for _ in range(500):
+        if not running.llm.engine.has_unfinished_requests() and running.llm.engine.stats().num_used_blocks == 0:
+            return
+        threading.Event().wait(0.02)
+
+
+def test_a_stop_in_the_middle_answers_everyone(base: LLM) -> None:
+    """Told to stop, the server finishes what runs; what it cannot finish gets status 503."""
+    llm = other(base, kv_cache_tokens=256, block_size=16, max_num_seqs=4)
+
+    async def all_of_them(running: Running) -> list[Any]:
+        async with _client(running) as client:
+            work = [
+                asyncio.create_task(
+                    client.completions.create(
+                        model=NAME, prompt="the sea", max_tokens=30, temperature=0, extra_body={"ignore_eos": True}
+                    )
+                )
+                for _ in range(40)
+            ]
+            while llm.engine.stats().num_finished < 4:
+                await asyncio.sleep(0.005)
+            running.server.should_exit = True
+            return list(await asyncio.gather(*work, return_exceptions=True))
+
+    with serve(llm, grace=0.5) as running:
+        found = asyncio.run(all_of_them(running))
+    right = base.generate("the sea", SamplingParams(max_tokens=30, ignore_eos=True))[0].outputs[0].text
+    done = [one for one in found if not isinstance(one, BaseException)]
+    assert len(done) >= 4
+    assert all(one.choices[0].text == right for one in done)
+    for one in found:
+        if isinstance(one, BaseException):
+            assert isinstance(one, openai.APIStatusError), repr(one)
+            assert one.status_code == 503
+    assert llm.engine.stats().num_used_blocks == 0
