@@ -6,15 +6,18 @@ Every operator is a function of this module. All of them take `backend=`, and `e
     masks                    causal, window, sink_tokens, prefix, documents, block_sparse, column_intervals, custom,
                              tensor_mask; Mask, Table; score_function, where
     decoding                 decode_attention, paged_attention, append_kv
-    linear layers            linear, Weight
+    linear layers            linear, Weight, quantized_linear
     MLPs                     mlp
-    modules                  FusedLinear, FusedMLP
-    matrix products          matmul, matmul_dact, grouped_matmul
+    mixtures of experts      moe_route, moe_sort, moe_experts, moe_balance_loss, moe_balance_bias; Router, Routing,
+                             ExpertUsage
+    modules                  FusedLinear, FusedMLP, MoE
+    matrix products          matmul, matmul_dact, grouped_matmul, grouped_weight_gradient
     norms                    rms_norm, layer_norm
     position embedding       rope, Frequencies
     activations              gelu, silu, relu, squared_relu, swiglu, geglu, reglu, gpt_oss_glu
     quantization             quantize, dequantize, rms_norm_quantize, glu_quantize
     losses                   cross_entropy, linear_cross_entropy
+    sampling                 sample
     reductions               sum, mean, max, argmax, logsumexp, softmax, weighted_sum
     backends                 explain, Explanation, use_backend, BackendError
 
@@ -30,6 +33,7 @@ Example:
 
 from flashkernel.blocks.expression import score_function, where
 from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
+from flashkernel.moe import MoE
 from flashkernel.nn import FusedLinear, FusedMLP
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
 from flashkernel.ops.append_kv import append_kv
@@ -52,24 +56,39 @@ from flashkernel.ops.attention import (
     window,
 )
 from flashkernel.ops.decode import decode_attention, paged_attention
-from flashkernel.ops.gemm import Weight, linear
+from flashkernel.ops.gemm import Weight, linear, quantized_linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
-from flashkernel.ops.matmul import grouped_matmul, matmul, matmul_dact
+from flashkernel.ops.matmul import grouped_matmul, grouped_weight_gradient, matmul, matmul_dact
 from flashkernel.ops.mlp import mlp
+from flashkernel.ops.moe import (
+    ExpertUsage,
+    Router,
+    Routing,
+    moe_balance_bias,
+    moe_balance_loss,
+    moe_experts,
+    moe_route,
+    moe_sort,
+)
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.quant import dequantize, glu_quantize, quantize, rms_norm_quantize
 from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
 from flashkernel.ops.rope import Frequencies, rope
+from flashkernel.ops.sampling import sample
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "ExpertUsage",
     "Explanation",
     "Frequencies",
     "FusedLinear",
     "FusedMLP",
     "Mask",
+    "MoE",
+    "Router",
+    "Routing",
     "Table",
     "Weight",
     "append_kv",
@@ -91,6 +110,7 @@ __all__ = [
     "glu_quantize",
     "gpt_oss_glu",
     "grouped_matmul",
+    "grouped_weight_gradient",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -100,16 +120,23 @@ __all__ = [
     "max",
     "mean",
     "mlp",
+    "moe_balance_bias",
+    "moe_balance_loss",
+    "moe_experts",
+    "moe_route",
+    "moe_sort",
     "paged_attention",
     "prefix",
     "quantize",
     "quantize_fp8",
+    "quantized_linear",
     "reglu",
     "relu",
     "rms_norm",
     "rms_norm_quantize",
     "rope",
     "rotary_attention",
+    "sample",
     "score_function",
     "silu",
     "sink_tokens",

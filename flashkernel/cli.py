@@ -10,11 +10,23 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from flashkernel import __version__
-from flashkernel.commands import bench, check, demo, machine, models, profile, quantize, report, text
+from flashkernel.commands import bench, bench_serve, check, demo, machine, models, profile, quantize, report, text
+
+
+class Commands(TyperGroup):
+    """`flashkernel bench serve` is a command of its own, with other options than `bench`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:2] == ["bench", "serve"]:
+            args = ["bench-serve", *args[2:]]
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
+    cls=Commands,
     help="FlashKernel: kernels for LLMs. See what runs on this machine, check it, time it, and generate text with it.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,6 +40,7 @@ COMMANDS: dict[Callable[..., Any], str] = {  # each with an example, in the orde
     machine.explain: "explain rms_norm rows=4096 width=8192 --dtype bfloat16 --device h200",
     check.check: "check rms_norm --backend triton --dtype float16",
     bench.bench: "bench rms_norm softmax --case '16384x4096' --save results/h200",
+    bench_serve.serve: "bench serve --load chat --rate 20 --rate 40 --ttft-limit 500 --itl-limit 50",
     profile.profile: "profile attention --backend triton --case 'd128-n4096*' --save results/h200",
     profile.roofline: "roofline --device t4 --from results/h200",
     models.step: "step --tokens 8192 --save results/h200",
@@ -43,7 +56,8 @@ COMMANDS: dict[Callable[..., Any], str] = {  # each with an example, in the orde
     bench.tune: "tune rms_norm --case 16384x4096",
 }
 for function, example in COMMANDS.items():
-    app.command(epilog=f"Example: flashkernel {example}")(function)
+    name = "bench-serve" if function is bench_serve.serve else None
+    app.command(name, epilog=f"Example: flashkernel {example}")(function)
 
 
 def _print_version(wanted: bool) -> None:

@@ -37,25 +37,34 @@ class MachineCode:
 _compiled: dict[tuple[Any, ...], MachineCode] = {}
 
 
-def compiled(launch: Launch, arch: int) -> MachineCode:
+def compiled(launch: Launch, arch: int, ones: bool = False) -> MachineCode:
     """The machine code of a launch. Launches of a kernel with equal constants and argument types share it, whether or
-    not their integers are divisible by 16."""
-    key = (launch.kernel, arch, _argument_types(launch), tuple(sorted(launch.constants.items())))
-    if key not in _compiled:
-        _compiled[key] = compile_for(launch, arch)
-    return _compiled[key]
+    not their integers are divisible by 16, or 1, which Triton compiles in; with `ones`, those are told apart."""
+    shared = (launch.kernel, arch, _argument_types(launch), tuple(sorted(launch.constants.items())))
+    own = (*shared, integers_of_one(launch))
+    if (own if ones else shared) not in _compiled:
+        _compiled[own] = compile_for(launch, arch)
+        _compiled.setdefault(shared, _compiled[own])
+    return _compiled[own if ones else shared]
+
+
+def integers_of_one(launch: Launch) -> tuple[str, ...]:
+    """The names of the arguments that are an integer equal to 1, and the places of those in tuples."""
+    values: list[tuple[str, Any]] = []
+    for name, value in zip(launch.kernel.arg_names, launch.args):
+        elements = enumerate(value) if isinstance(value, tuple) else [("", value)]
+        values += [(f"{name}{index}", element) for index, element in elements]
+    return tuple(name for name, value in values if type(value) is int and value == 1)
 
 
 def _argument_types(launch: Launch) -> tuple[Any, ...]:
-    """The types of the arguments. None and 1 are compiled in, so they stand for themselves."""
+    """The types of the arguments. None is compiled in, so it stands for itself."""
     from triton.runtime.jit import mangle_type
 
     def kind(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(kind(element) for element in value)
-        if value is None or (type(value) is int and value == 1):
-            return value
-        return mangle_type(value)
+        return None if value is None else mangle_type(2 if type(value) is int and value == 1 else value)
 
     return tuple(kind(value) for value in launch.args)
 

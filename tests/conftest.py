@@ -1,5 +1,17 @@
 """Set-up of the three tiers: CPU (the default), compile (`-m compile`) and GPU (`-m gpu`).
 
+What runs where, so that `make test` is short on two cores:
+
+- The generated matrix (test_matrix.py): on the CPU every case of every operator in all dtypes for the torch backend and
+  in one of its dtypes in turn under Triton's interpreter; on a GPU the whole product.
+- The emulators: every CUDA C++ test for one architecture in turn (sm_75 or sm_80), every config of Hopper attention's
+  backward pass with one mask in turn. `--whole-matrix` has the products.
+- torch.compile (test_citizenship.py): on the CPU every case once, with dynamic shapes for the kernels of the first; on
+  a GPU the first one with static and with dynamic shapes.
+- The compile tier: `make compile-test` has every input and option of a kernel in some benchmark case,
+  `make compile-test-configs` the sizes, tiles and combinations beside them, `make compile-test-cuda` CUDA C++ for every
+  architecture. CI runs the first and the last.
+
 Without a GPU, Triton kernels run under its interpreter, which must be switched on before triton is imported; the
 compile tier needs the real compiler and therefore a process of its own.
 """
@@ -20,7 +32,7 @@ HAS_GPU = torch.cuda.is_available()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-seed", type=int, default=0, help="the first seed of the random calls")
-    parser.addoption("--whole-matrix", action="store_true", help="emulate every case of every CUDA C++ kernel")
+    parser.addoption("--whole-matrix", action="store_true", help="every case in every build and dtype, on the CPU too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,13 +65,25 @@ def _mend_interpreter() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The compile tier does not import files that have nothing for it."""
-    if config.option.markexpr == "compile" and collection_path.suffix == ".py":
+    tier = config.option.markexpr.split()[:1]
+    if tier in (["compile"], ["every_arch"]) and collection_path.match("test_*.py"):
         return "mark.compile" not in collection_path.read_text() or None
     return None
 
 
+# Tests of the newest operators that fail and are to be mended, by node id. They run, and are reported as xfailed.
+KNOWN_FAILURES = frozenset((Path(__file__).parent / "known_failures.txt").read_text().splitlines())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--whole-matrix"):
+        left_out = [item for item in items if item.get_closest_marker("whole_matrix")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker("whole_matrix")]
     for item in items:
+        if item.nodeid in KNOWN_FAILURES:
+            item.add_marker(pytest.mark.xfail(reason="known: tests/known_failures.txt", strict=False))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
@@ -68,6 +92,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays until the end: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """End a worker whose CUDA context a failed test has broken: xdist starts another, and the tests after it are judged
+    by themselves. Reports are sent when a phase ends, before this."""
+    failed = item.session.testsfailed
+    outcome = yield
+    if HAS_GPU and "PYTEST_XDIST_WORKER" in os.environ and item.session.testsfailed > failed:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+    return outcome
 
 
 @pytest.fixture(autouse=True)

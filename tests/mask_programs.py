@@ -55,16 +55,23 @@ _BUILT = {**_OPERATORS, "~": operator.invert, "where": fk.where, "min": ex.minim
 _PLAIN = {**_OPERATORS, "~": operator.not_, "where": lambda c, a, b: a if c else b, "min": min, "max": max}
 
 
-def build(tree: Tree, values: dict[str, Any]) -> Any:
-    """The tree over variables, as a user would write it."""
+def _evaluate(tree: Tree, values: dict[str, Any], read: Callable[..., Any], operate: Callable[..., Any]) -> Any:
+    """The tree over `values`: read(table, indices) at tables, operate(name, operands) at operators."""
     name, *args = tree
     if name == "constant":
         return args[0]
     if name == "index":
         return values[args[0]]
-    if name == "table":
-        return fk.Table(TABLES[args[0]])[tuple(build(index, values) for index in args[1:])]
-    given = [build(arg, values) for arg in args]
+    given = [_evaluate(arg, values, read, operate) for arg in (args[1:] if name == "table" else args)]
+    return read(args[0], given) if name == "table" else operate(name, given)
+
+
+def build(tree: Tree, values: dict[str, Any]) -> Any:
+    """The tree over variables, as a user would write it."""
+    return _evaluate(tree, values, lambda name, indices: fk.Table(TABLES[name])[tuple(indices)], _build_operation)
+
+
+def _build_operation(name: str, given: list[Any]) -> Any:
     if not any(isinstance(one, ex.Expression) for one in given):  # Python would compute by itself
         given[0] = ex.lift(given[0])
     return _BUILT[name](*given)
@@ -72,18 +79,15 @@ def build(tree: Tree, values: dict[str, Any]) -> Any:
 
 def plain(tree: Tree, values: dict[str, int]) -> Any:
     """The tree over numbers, by Python."""
-    name, *args = tree
-    if name == "constant":
-        return args[0]
-    if name == "index":
-        return values[args[0]]
-    if name == "table":
-        found = _VALUES[args[0]]
-        for index in (plain(arg, values) for arg in args[1:]):
-            if isinstance(found, list):
-                found = found[index] if 0 <= index < len(found) else 0
-        return bool(found) if _KINDS[args[0]] == "condition" else found
-    return _PLAIN[name](*(plain(arg, values) for arg in args))
+    return _evaluate(tree, values, _read_plain, lambda name, given: _PLAIN[name](*given))
+
+
+def _read_plain(name: str, indices: list[int]) -> Any:
+    found = _VALUES[name]
+    for index in indices:
+        if isinstance(found, list):
+            found = found[index] if 0 <= index < len(found) else 0
+    return bool(found) if _KINDS[name] == "condition" else found
 
 
 def expected(tree: Tree, sizes: tuple[int, int, int, int] = SIZES) -> Tensor:

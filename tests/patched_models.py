@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {name: size for name, size in SIZES.items() if name != "head_dim"}),
     "gemma": ("Gemma", SIZES),
     "gemma2": ("Gemma2", {**test_hf.MODELS["gemma2"][1], "final_logit_softcapping": 3.0}),
+    "qwen3_moe": ("Qwen3Moe", {**SIZES, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
 }
 by_family = pytest.mark.parametrize("name", MODELS)

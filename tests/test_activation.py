@@ -9,6 +9,7 @@ import torch
 from compiled import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_turn import on_machines
 
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core import device as devices
@@ -242,12 +243,7 @@ def _launches(op, case, dtype: torch.dtype, gpu: str):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    "gpu, dtype",
-    [("h200", torch.bfloat16), ("h200", torch.float32), ("a100", torch.bfloat16), ("t4", torch.float16)],
-    ids=["h200-bf16", "h200-fp32", "a100-bf16", "t4-fp16"],
-)
-@pytest.mark.parametrize("op", spec.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op, gpu, dtype", on_machines(spec.OPS))
 def test_machine_code(op, gpu: str, dtype: torch.dtype) -> None:
     """Every bench case: nothing spilled, device memory through 16-byte accesses, or 8 where a launch is short."""
     arch = devices.KNOWN[gpu].arch

@@ -18,6 +18,7 @@ from flashkernel.ops.attention.cuda.backward_launch import backward
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 from flashkernel.ops.attention.reference import attention as reference
 from tests.cuda_emulator import emulated, unavailable
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 ARCHS = (75, 80)
@@ -134,8 +135,7 @@ MASKS: dict[str, Callable[[], masks.Mask | None]] = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name, arch", in_turn(MASKS, ARCHS))
 def test_masks(name: str, arch: int) -> None:
     _check(Call(batch=2, seqlen_q=150, seqlen_k=170, mask=MASKS[name](), dlse=True), arch)
 
@@ -156,8 +156,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("index", range(len(SIZES)))
+@pytest.mark.parametrize("index, arch", in_turn(range(len(SIZES)), ARCHS))
 def test_sizes(index: int, arch: int) -> None:
     _check(SIZES[index], arch)
 
@@ -181,8 +180,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name, arch", in_turn(OPTIONS, ARCHS))
 def test_options(name: str, arch: int) -> None:
     _check(OPTIONS[name], arch)
 

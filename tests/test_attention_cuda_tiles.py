@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_emulator import emulated, unavailable
+from in_turn import in_turn
 
 from flashkernel.core import cuda, tune
 from flashkernel.core.check import verify
@@ -31,8 +32,7 @@ def test_results_are_right(dim: int, causal: bool) -> None:
 
 @pytest.mark.compile
 @pytest.mark.skipif(cuda.can_compile() is not None, reason=str(cuda.can_compile()))
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dim", TILES)
+@pytest.mark.parametrize("dim, arch", in_turn(TILES, [80, 90], pytest.mark.every_config))
 def test_no_register_is_spilled(dim: int, arch: int) -> None:
     op = registry()["attention"]
     names = (f"d{dim}-n1024", f"d{dim}-n1024-causal", *(("gpt-oss-4x4096",) if dim == 64 else ()))

@@ -356,7 +356,15 @@ def test_hopper_declines_other_widths(emulated: None) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["d64-n16384", "d128-n16384", "d128-n16384-causal", "blocks-d128-n16384"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "d64-n16384",
+        pytest.param("d128-n16384", marks=pytest.mark.every_config),
+        "d128-n16384-causal",
+        pytest.param("blocks-d128-n16384", marks=pytest.mark.every_config),
+    ],
+)
 def test_machine_code(name: str) -> None:
     """Properties of the main loops: threads exchange only row maxima and sums; an element of P costs half a conversion
     and a quarter of a byte permutation; exponentials run beside O += P V; O is rescaled behind a branch only. The lazy

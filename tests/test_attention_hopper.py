@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import gluon_emulator
 import pytest
 import torch
+from emulated_hopper import check_case, emulated, served_cases
+from in_turn import in_turn
 
 from flashkernel.blocks.mask import Mask, causal, custom, documents, sink_tokens, window
 from flashkernel.core import device as devices
@@ -44,36 +45,13 @@ from flashkernel.ops.attention.spec import ATTENTION, _axes
 @pytest.fixture(autouse=True)
 def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200 whose Gluon kernels run in the emulator, on 3 SMs, and others in Triton's interpreter."""
-    if request.node.get_closest_marker("gpu"):
-        yield
-        return
-
-    for launcher in (hopper.forward_launch, hopper.backward_launch):
-        monkeypatch.setattr(launcher, "launch", gluon_emulator.launch)
-    with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
+    with emulated(request, monkeypatch, hopper.forward_launch, hopper.backward_launch):
         yield
 
 
-def _check(case: Case) -> None:
-    failures = [report.message for report in verify(ATTENTION, case, torch.float16, "hopper", "cpu") if not report.ok]
-    assert not failures, "\n".join(failures)
-
-
-def _served() -> list[Case]:
-    with devices.pretend(devices.KNOWN["h200"]):
-        hopper_backend = ATTENTION.backend("hopper")
-        found = []
-        for case in ATTENTION.cases:
-            inputs = ATTENTION.make_inputs(case, torch.float16, "cpu")
-            verdicts = explain(ATTENTION.call, **inputs, **case.options).verdicts
-            if next(v.reason for v in verdicts if v.backend == hopper_backend.name) is None:
-                found.append(case)
-        return found
-
-
-@pytest.mark.parametrize("case", _served(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", served_cases(ATTENTION), ids=lambda case: case.name)
 def test_the_matrix(case: Case) -> None:
-    _check(case)
+    check_case(ATTENTION, case)
 
 
 def _documents() -> Mask:
@@ -104,7 +82,7 @@ LONGER = {
 
 @pytest.mark.parametrize("name", LONGER)
 def test_several_tiles(name: str) -> None:
-    _check(LONGER[name])
+    check_case(ATTENTION, LONGER[name])
 
 
 def test_a_sink_that_is_none_beside_rows_that_see_nothing() -> None:
@@ -163,7 +141,7 @@ WIDER = {
 
 @pytest.mark.parametrize("name", WIDER)
 def test_wide_heads(name: str) -> None:
-    _check(WIDER[name])
+    check_case(ATTENTION, WIDER[name])
 
 
 @pytest.mark.parametrize("mask", ["few", "window", "full"])
@@ -177,7 +155,7 @@ def test_many_work_tiles_of_wide_heads_in_a_program(dims: Any, config: WideBackw
     masks = {"few": _few_see(), "window": causal() & window(64), "full": None}
     options = {} if masks[mask] is None else {"mask": masks[mask]}
     with tune.override(WIDE_BACKWARD, config):
-        _check(Case("work-tiles", _axes(1, (200, 530), (4, 2), dims), options))
+        check_case(ATTENTION, Case("work-tiles", _axes(1, (200, 530), (4, 2), dims), options))
 
 
 @pytest.mark.gpu
@@ -213,7 +191,7 @@ CONFIGS = [
 def test_every_kind_of_config(forward: Forward, backward: BackwardConfig) -> None:
     case = Case("config", _axes(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
     with tune.override(FORWARD, forward), tune.override(BACKWARD, backward):
-        _check(case)
+        check_case(ATTENTION, case)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -222,7 +200,10 @@ def test_random_shapes(seed: int) -> None:
     masks = [None, causal(), causal() & window(90), window(50, 40), (window(60) | sink_tokens(3)) & causal()]
     mask = chance.choice(masks)
     lengths = (chance.randint(1, 300), chance.randint(8, 300))
-    _check(Case("random", _axes(1, lengths, (4, 2), chance.choice([64, 128])), {} if mask is None else {"mask": mask}))
+    check_case(
+        ATTENTION,
+        Case("random", _axes(1, lengths, (4, 2), chance.choice([64, 128])), {} if mask is None else {"mask": mask}),
+    )
 
 
 def _far_apart() -> Mask:
@@ -237,7 +218,7 @@ def test_many_short_work_tiles(mask: Mask, stages: int, overlap: bool) -> None:
     """Work tiles of few K blocks, one after another in a program, with and without skipped blocks between them."""
     case = Case("tiles", _axes(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
     with tune.override(FORWARD, Forward(2, 64, stages, 1, 240, overlap)):
-        _check(case)
+        check_case(ATTENTION, case)
 
 
 def _few_see() -> Mask:
@@ -245,28 +226,27 @@ def _few_see() -> Mask:
     return custom(lambda b, h, q, k: (k < 128) & (h < 3) | (k >= 256) & (k < 384) & (q < 40) | (k >= 500))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        BackwardConfig(64, 2, False, True, kv_stages=1),
-        BackwardConfig(64, 2, False, True),
-        BackwardConfig(64, 3, False, False, kv_stages=1),
-        BackwardConfig(64, 3, False, False),
-        BackwardConfig(128, 2, False, False),
-        BackwardConfig(128, 2, False, True),
-        BackwardConfig(128, 2, False, True, dq_mode="tma_reduce"),
-        BackwardConfig(128, 2, False, True, kv_stages=1, dq_mode="tma_reduce"),
-        BackwardConfig(64, 3, True, True, dq_mode="dq_warpgroup"),
-        BackwardConfig(64, 2, False, False, kv_stages=1, dq_mode="dq_warpgroup"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("mask", [_few_see(), causal() & window(64), None], ids=["few", "window", "full"])
-def test_many_tiles_of_keys_in_a_program(mask: Mask | None, config: BackwardConfig) -> None:
+MANY_TILES = [
+    BackwardConfig(64, 2, False, True, kv_stages=1),
+    BackwardConfig(64, 2, False, True),
+    BackwardConfig(64, 3, False, False, kv_stages=1),
+    BackwardConfig(64, 3, False, False),
+    BackwardConfig(128, 2, False, False),
+    BackwardConfig(128, 2, False, True),
+    BackwardConfig(128, 2, False, True, dq_mode="tma_reduce"),
+    BackwardConfig(128, 2, False, True, kv_stages=1, dq_mode="tma_reduce"),
+    BackwardConfig(64, 3, True, True, dq_mode="dq_warpgroup"),
+    BackwardConfig(64, 2, False, False, kv_stages=1, dq_mode="dq_warpgroup"),
+]
+
+
+@pytest.mark.parametrize("config, seen", in_turn(MANY_TILES, ["few", "window", "full"]))
+def test_many_tiles_of_keys_in_a_program(config: BackwardConfig, seen: str) -> None:
     """Work tiles one after another (10 in 3 programs), of many blocks of queries, of fewer than stages, of none."""
+    mask = {"few": _few_see(), "window": causal() & window(64), "full": None}[seen]
     case = Case("work-tiles", _axes(1, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
     with tune.override(BACKWARD, config):
-        _check(case)
+        check_case(ATTENTION, case)
 
 
 @pytest.mark.parametrize(

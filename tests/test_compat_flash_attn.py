@@ -127,6 +127,20 @@ def test_packed_alibi_counts_within_a_sequence(lengths: tuple[list[int], list[in
     agree(out, torch.cat([each[0] for each in expected]), inputs)
 
 
+def test_keys_and_values_in_pages() -> None:
+    """Pages in any order, one of them shared, give what the packed sequences give, gradients included."""
+    lengths_q, lengths_k, page_size = [3, 1, 4], [7, 4, 11], 4
+    table = torch.tensor([[5, 2, 0], [5, 0, 0], [1, 3, 4]], dtype=torch.int32)
+    q, k, v = inputs = tensors((8, 4, 8), (6, page_size, 2, 8), (6, page_size, 2, 8))
+    cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
+    packed = [
+        torch.cat([x[table[n].long()].flatten(0, 1)[:length] for n, length in enumerate(lengths_k)]) for x in (k, v)
+    ]
+    options = {"causal": True, "window_size": (5, 0)}
+    expected = compat.flash_attn_varlen_func(q, *packed, cu_q, cu_k, 4, 11, **options)
+    agree(compat.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 11, block_table=table, **options), expected, inputs)
+
+
 def test_tokens_behind_the_last_sequence_see_nothing() -> None:
     q, k, v = inputs = tensors((16, 2, 8), (16, 2, 8), (16, 2, 8))
     lengths = cumulative([5, 6])
@@ -239,8 +253,13 @@ def test_signatures_are_those_of_flash_attn(name: str) -> None:
 def test_refusals_say_what_to_do() -> None:
     q, k, v = tensors((6, 2, 8), (6, 2, 8), (6, 2, 8))
     lengths = cumulative([6])
-    with pytest.raises(NotImplementedError, match="gather the pages"):
-        compat.flash_attn_varlen_func(q, k, v, lengths, lengths, 6, 6, block_table=torch.zeros(1, 1))
+    with pytest.raises(ValueError, match=r"with block_table, k .* must be \(num_blocks"):
+        compat.flash_attn_varlen_func(q, k, v, lengths, lengths, 6, 6, block_table=torch.zeros(1, 1).int())
+    pages = torch.zeros(3, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"block_table is torch\.int32"):
+        compat.flash_attn_varlen_func(q, pages, pages, lengths, lengths, 6, 6, block_table=torch.zeros(2, 1).int())
+    with pytest.raises(ValueError, match="max_seqlen_k is 6"):
+        compat.flash_attn_varlen_func(q, pages, pages, lengths, lengths, 6, 6, block_table=torch.zeros(1, 1).int())
     with pytest.raises(ValueError, match="one more than there are sequences"):
         compat.flash_attn_varlen_func(q, k, v, lengths, cumulative([3, 3]), 6, 6)
     with pytest.raises(ValueError, match=r"\(total, heads, head_dim\)"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled import compile_for
+from in_turn import in_turn
 
 import flashkernel as fk
 from flashkernel.blocks import expression as ex
@@ -42,8 +43,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name, backend", in_turn(MASKS, ["triton", "hopper"], pytest.mark.every_config))
 def test_masks_compile(name: str, backend: str) -> None:
     q, k, v = (torch.empty((2, 512, 2, 64), dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(3))
     with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
@@ -56,16 +56,23 @@ def test_masks_compile(name: str, backend: str) -> None:
         compile_for(launch, 90)
 
 
-def test_score_functions_compile() -> None:
+SCORES = {
+    "a constant": lambda s, b, h, q, k: 0.0,
+    "a key": lambda s, b, h, q, k: 0.5 * k,
+    "relative": lambda s, b, h, q, k: q - k,
+    "everything": lambda s, b, h, q, k: ex.minimum(s, 3.0) * fk.where(s < 0, 2, h) + ex.absolute(q - k) / 3,
+}
+BESIDE = {"a key", "relative"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.every_config] * (name in BESIDE)) for name in SCORES]
+)
+def test_score_functions_compile(name: str) -> None:
     """Of one query, whose number the compiler takes for a constant; a constant, and what has no shape of its own."""
-    for function in (
-        lambda s, b, h, q, k: 0.0,
-        lambda s, b, h, q, k: 0.5 * k,
-        lambda s, b, h, q, k: q - k,
-        lambda s, b, h, q, k: ex.minimum(s, 3.0) * fk.where(s < 0, 2, h) + ex.absolute(q - k) / 3,
-    ):
-        q, k = (torch.empty((1, size, 2, 64), dtype=torch.float16, device="meta") for size in (1, 64))
-        with devices.pretend(devices.KNOWN["a100"]), collect_launches() as launches:
-            fk.attention(q.requires_grad_(), k, k, score=function, backend="triton").sum().backward()
-        for launch in launches:
-            compile_for(launch, 80)
+    q, k = (torch.empty((1, size, 2, 64), dtype=torch.float16, device="meta") for size in (1, 64))
+    with devices.pretend(devices.KNOWN["a100"]), collect_launches() as launches:
+        fk.attention(q.requires_grad_(), k, k, score=SCORES[name], backend="triton").sum().backward()
+    assert launches
+    for launch in launches:
+        compile_for(launch, 80)

@@ -14,7 +14,7 @@ from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Call
 from flashkernel.core.tune import Tunable
 from flashkernel.ops.attention import configs as attention_configs
-from flashkernel.ops.attention import spec as attention_spec
+from flashkernel.ops.attention import support as attention_support
 from flashkernel.ops.decode import configs as decode_configs
 from flashkernel.ops.decode import spec as decode_spec
 
@@ -38,7 +38,7 @@ def test_attention(device: Device) -> None:
     accepted = 0
     for head_dim, value_dim, dtype in product(DIMS, DIMS, FLOATS):
         facts = {"head_dim": head_dim, "value_dim": value_dim, "deterministic": False, "has_bias": False}
-        if attention_spec._kernels(Call(device, dtype, facts)) is not None:
+        if attention_support.triton(Call(device, dtype, facts)) is not None:
             continue
         accepted += 1
         for queries, keys, gathers in product(LENGTHS, LENGTHS, (0, 1)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from cuda_emulator import emulated, unavailable
+from in_turn import in_turn
 from torch import Tensor
+from unwritten_cache import unwritten_cache
 
 import flashkernel as fk
 from flashkernel.core import device as devices
@@ -24,7 +25,8 @@ from flashkernel.ops.decode.cuda.configs import PREFILL, SPLIT, PrefillConfig, S
 from flashkernel.ops.decode.spec import DECODE_ATTENTION, PAGED_ATTENTION, _axes, _packed
 
 needs_emulator = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-builds = pytest.mark.parametrize("arch", [75, 80])
+ARCHS = (75, 80)
+builds = pytest.mark.parametrize("arch", ARCHS)
 T4 = devices.KNOWN["t4"]
 
 
@@ -60,8 +62,7 @@ LONG = {
 
 
 @needs_emulator
-@builds
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name, arch", in_turn(LONG, ARCHS))
 def test_split_over_few_and_many_programs(name: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges end inside work tiles and at their ends; some programs idle, some take several work tiles."""
     few = _config(arch, programs=1 if LONG[name].axes["head_dim"] == 256 else 2)
@@ -106,8 +107,7 @@ PREFILLS = {
 
 
 @needs_emulator
-@builds
-@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("name, arch", in_turn(PREFILLS, ARCHS))
 def test_prefill_of_several_tiles(name: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with built(arch, monkeypatch):
         reports = list(verify(PAGED_ATTENTION, PREFILLS[name], torch.float16, "cuda"))
@@ -119,34 +119,6 @@ def test_prefill_of_several_tiles(name: str, arch: int, monkeypatch: pytest.Monk
             assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
-def _with_holes(page: int, window: int | None, sink_tokens: int, seqlen_q: int) -> tuple[Any, ...]:
-    """(q, lengths, whole keys and values, the same with NaN and no pages where no query may look, and their table)."""
-    generator = torch.Generator().manual_seed(0)
-    counts, capacity = [3, 190, 640, 0], 640
-    q = torch.randn(4, seqlen_q, 4, 64, generator=generator).half()
-    whole = [torch.randn(4, capacity, 2, 64, generator=generator).half() for _ in range(2)]
-    holes: list[Any] = [x.clone() for x in whole]
-    for b, length in enumerate(counts):
-        for x in holes:
-            x[b, length:] = math.nan if b % 2 else math.inf
-    lengths = torch.tensor(counts, dtype=torch.int32)
-    if not page:
-        return q, lengths, whole, holes, None
-    each = capacity // page
-    table = torch.randperm(4 * each, generator=generator).view(4, each)
-    pages = [torch.empty(4 * each, page, 2, 64).half() for _ in holes]
-    for target, source in zip(pages, holes):
-        target[table.flatten()] = source.view(4 * each, page, 2, 64)
-    for b, length in enumerate(counts):
-        table[b, -(-length // page) :] = -7
-        if window is not None:  # pages that no query's window reaches any more, nor the sinks
-            gone = slice(-(-sink_tokens // page), max(0, length - seqlen_q + 1 - window) // page)
-            for x in pages:
-                x[table[b, gone]] = math.nan
-            table[b, gone] = 2**31 - 1
-    return q, lengths, whole, pages, table.int()
-
-
 @needs_emulator
 @builds
 @pytest.mark.parametrize("window, sink_tokens", [(None, 0), (20, 0), (570, 5)])
@@ -154,7 +126,7 @@ def _with_holes(page: int, window: int | None, sink_tokens: int, seqlen_q: int) 
 def test_uninitialized_memory_does_not_show(
     page: int, window: int | None, sink_tokens: int, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, lengths, whole, holes, table = _with_holes(page, window, sink_tokens, 2)
+    q, lengths, whole, holes, table = unwritten_cache(page, window, sink_tokens, [3, 190, 640, 0], 640)
     options: dict[str, Any] = {"window": window, "sink_tokens": sink_tokens}
     expected = fk.decode_attention(q, *whole, lengths, **options, backend="torch")
     with built(arch, monkeypatch), tune.override(SPLIT, _config(arch)):

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
+from emulated_hopper import H200, check_case, emulated, served_cases
 from sass import stack_traffic
-from torch import Tensor
+from unwritten_cache import unwritten_cache
 
 import flashkernel as fk
 from flashkernel.core import device as devices
 from flashkernel.core import tune
-from flashkernel.core.check import compare, verify
+from flashkernel.core.check import compare
 from flashkernel.core.dispatch import explain
 from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case
@@ -26,41 +25,22 @@ from flashkernel.ops.decode import hopper
 from flashkernel.ops.decode.configs import HOPPER, HopperConfig
 from flashkernel.ops.decode.spec import DECODE_ATTENTION, _axes
 
-H200 = devices.KNOWN["h200"]
 SMALL = HopperConfig(32, 2, 1)
 
 
 @pytest.fixture(autouse=True)
 def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An H200 whose Gluon kernels run in the emulator, on 3 multiprocessors, and others in Triton's interpreter."""
-    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("compile"):
-        yield
-        return
-
-    monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
-    with devices.pretend(replace(H200, sms=3)):
+    """An H200 whose Gluon kernels run in the emulator, on 3 SMs, and others in Triton's interpreter."""
+    with emulated(request, monkeypatch, hopper):
         yield
 
 
 def _check(case: Case, config: HopperConfig = SMALL) -> None:
     with tune.override(HOPPER, config):
-        reports = list(verify(DECODE_ATTENTION, case, torch.float16, "hopper", "cpu"))
-    assert reports
-    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+        check_case(DECODE_ATTENTION, case)
 
 
-def _served() -> list[Case]:
-    with devices.pretend(H200):
-        found = []
-        for case in DECODE_ATTENTION.cases:
-            inputs = DECODE_ATTENTION.make_inputs(case, torch.float16, "cpu")
-            verdicts = explain(DECODE_ATTENTION.call, **inputs, **case.options).verdicts
-            if next(verdict.reason for verdict in verdicts if verdict.backend == "hopper") is None:
-                found.append(case)
-        return found
-
-
-@pytest.mark.parametrize("case", _served(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", served_cases(DECODE_ATTENTION), ids=lambda case: case.name)
 def test_the_matrix(case: Case) -> None:
     _check(case)
 
@@ -122,42 +102,16 @@ def test_whole_units_leave_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.ok, report.message
 
 
-def _with_holes(page: int, window: int | None, sink_tokens: int) -> tuple[Tensor, Tensor, list[Tensor], list[Any]]:
-    """(q, lengths, whole keys and values, the same with NaN and no pages where no query may look, and their table)."""
-    generator = torch.Generator().manual_seed(0)
-    counts, capacity = [3, 190, 256, 0], 320
-    q = torch.randn(4, 2, 4, 64, generator=generator).half()
-    whole = [torch.randn(4, capacity, 2, 64, generator=generator).half() for _ in range(2)]
-    holes: list[Any] = [x.clone() for x in whole]
-    for b, length in enumerate(counts):
-        for x in holes:
-            x[b, length:] = math.nan if b % 2 else math.inf
-    if not page:
-        return q, torch.tensor(counts, dtype=torch.int32), whole, [*holes, None]
-    each = capacity // page
-    table = torch.randperm(4 * each, generator=generator).view(4, each)
-    pages = [torch.empty(4 * each, page, 2, 64).half() for _ in holes]
-    for target, source in zip(pages, holes):
-        target[table.flatten()] = source.view(4 * each, page, 2, 64)
-    for b, length in enumerate(counts):
-        table[b, -(-length // page) :] = -7
-        if window is not None:  # pages that no query's window reaches any more, nor the sinks
-            gone = slice(-(-sink_tokens // page), max(0, length - 2 + 1 - window) // page)
-            for x in pages:
-                x[table[b, gone]] = math.nan
-            table[b, gone] = 2**31 - 1
-    return q, torch.tensor(counts, dtype=torch.int32), whole, [*pages, table.int()]
-
-
 @pytest.mark.parametrize("keys", [32, 64])
 @pytest.mark.parametrize("window, sink_tokens", [(None, 0), (20, 0), (70, 5)])
 @pytest.mark.parametrize("page", [0, 16, 64])
 def test_what_was_never_written_does_not_show(page: int, window: int | None, sink_tokens: int, keys: int) -> None:
-    q, lengths, whole, holes = _with_holes(page, window, sink_tokens)
+    counts = [3, 190, 256, 0]
+    q, lengths, whole, holes, table = unwritten_cache(page, window, sink_tokens, counts, capacity=320)
     settings: dict[str, Any] = {"window": window, "sink_tokens": sink_tokens}
     expected = fk.decode_attention(q, *whole, lengths, **settings, backend="torch")
     with tune.override(HOPPER, HopperConfig(keys, 2, 2)):
-        found = fk.decode_attention(q, *holes[:2], lengths, holes[2], **settings, backend="hopper")
+        found = fk.decode_attention(q, *holes, lengths, table, **settings, backend="hopper")
     assert bool(found.isfinite().all())
     report = compare("holes", found, expected, tolerance=DECODE_ATTENTION.tolerance)
     assert report.ok, report.message

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 
 from flashkernel import Weight
+from flashkernel.core import cpp
 from flashkernel.engine import LLM, ModelError, SamplingParams, hub
 from flashkernel.engine.checkpoint import SafetensorsCheckpoint
 
@@ -155,7 +156,8 @@ def test_quantized_gguf_is_dequantized(tmp_path: Path) -> None:
                 codes = gguf.quants.quantize(parameter.numpy(), kind)
                 parameter.copy_(torch.from_numpy(gguf.quants.dequantize(codes, kind)))
     (prompt,) = tiny_models.prompts((9,))
-    done = LLM(tmp_path / "model.gguf", device="cpu", kv_cache_tokens=256).generate([prompt], GREEDY)[0]
+    llm = LLM(tmp_path / "model.gguf", device="cpu", kv_cache_tokens=256, quantization="plain")
+    done = llm.generate([prompt], GREEDY)[0]
     assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
 
 
@@ -274,7 +276,7 @@ def test_a_fetched_wheel_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     not KEPT_MODEL.exists(), reason="the default model is not in the user's cache; make demo fetches it"
 )
 def test_smollm2_says_what_it_should() -> None:
-    llm = LLM(KEPT_MODEL, device="cpu", max_model_len=512, kv_cache_tokens=1024)
+    llm = LLM(KEPT_MODEL, device="cpu", max_model_len=512, kv_cache_tokens=1024, quantization="plain")
     done = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=16))
     assert done.outputs[0].text == "The capital of France is Paris."
     assert done.outputs[0].finish_reason == "stop"
@@ -283,10 +285,25 @@ def test_smollm2_says_what_it_should() -> None:
 @pytest.mark.skipif(
     not KEPT_MODEL.exists(), reason="the default model is not in the user's cache; make demo fetches it"
 )
+@pytest.mark.skipif(cpp.can_compile() is not None, reason=str(cpp.can_compile()))
+def test_smollm2_runs_quantized() -> None:
+    llm = LLM(KEPT_MODEL, device="cpu", max_model_len=512, kv_cache_tokens=1024)
+    assert llm.model.nbytes < 100e6
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    done = llm.generate(["The capital of France is Paris. The capital of Germany is", "One, two, three,"], params)
+    assert "Berlin" in done[0].outputs[0].text
+    assert "four" in done[1].outputs[0].text
+
+
+@pytest.mark.skipif(
+    not KEPT_MODEL.exists(), reason="the default model is not in the user's cache; make demo fetches it"
+)
 def test_smollm2_writes_what_transformers_writes() -> None:
     from flashkernel.lab.hf_equivalent import build_hf_equivalent
 
-    llm = LLM(KEPT_MODEL, device="cpu", dtype="float32", max_model_len=512, kv_cache_tokens=1024)
+    llm = LLM(
+        KEPT_MODEL, device="cpu", dtype="float32", max_model_len=512, kv_cache_tokens=1024, quantization="plain"
+    )  # fmt: skip
     assert llm.tokenizer is not None
     prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Write a line about the sea."}])
     done = llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from tiny_engine import (  # noqa: F401
 )
 
 from flashkernel.engine import LLM, EngineArgs, LLMEngine, StepOutput, Transformer, build_engine
-from flashkernel.engine.model_runner import ModelRunner, decode_graph_sizes, prefill_graph_sizes
 
 
 def test_a_batch_of_mixed_lengths_is_each_alone(base: LLM, ahead: bool) -> None:
@@ -259,45 +256,14 @@ def test_logits_that_are_nan_end_their_request_alone(base: LLM, ahead: bool, how
     assert _drained(llm)
 
 
-class _EagerGraph:
-    """Stands in for a CUDA graph: runs what would be replayed, into the same tensors."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self.compute, self.result = compute, compute()
-
-    def replay(self) -> None:
-        for old, fresh in zip(self.result, self.compute()):
-            if old is not None:
-                old.copy_(fresh)
-
-
-def test_padded_steps_at_fixed_addresses(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
-    llm = _other(base, kv_cache_tokens=1024, max_num_seqs=6, enable_prefix_caching=False)
-    llm.engine.runner.use_graphs = True
-
-    def capture(runner: ModelRunner, compute: Callable[[], Any], metadata: Any) -> tuple[_EagerGraph, Any]:
-        made = _EagerGraph(compute)
-        return made, made.result
-
-    monkeypatch.setattr(ModelRunner, "_capture", capture)
-    prompts = tiny_models.prompts((5, 40, 17, 9, 30))
-    params = [_greedy(count, temperature=0.9 * (count % 2), seed=count) for count in (9, 14, 3, 11, 20)]
-    expected = _tokens(base, prompts, params)
-    for _ in range(3):  # a size of prompts is captured when it comes again
-        assert _tokens(llm, prompts, params) == expected
-    graphs = llm.engine.runner._graphs
-    assert {graph.num_seqs for graph in graphs if not graph.is_prefill} == {1, 2, 4, 6}
-    assert {(graph.num_seqs, graph.num_tokens) for graph in graphs if graph.is_prefill} == {(6, 128)}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_a_gpu_says_what_transformers_says(name: str, graphs: bool, tmp_path: Path) -> None:
     """In float32, with preemption, penalties and draws among the requests."""
     model = tiny_models.save(name, tmp_path)
-    llm = LLM(tmp_path, device="cuda", dtype="float32", kv_cache_tokens=256, max_num_seqs=8, enforce_eager=not graphs)
+    options = {"kv_cache_tokens": 256, "max_num_seqs": 8, "enforce_eager": not graphs, "warm_up": False}
+    llm = LLM(tmp_path, device="cuda", dtype="float32", **options)
     prompts = tiny_models.prompts((3, 17, 41, 30, 60))
     greedy = [done.outputs[0].token_ids for done in llm.generate(prompts, _greedy(24))]
     assert greedy == [tuple(tiny_models.hf_greedy(model, prompt, 24)) for prompt in prompts]
@@ -307,21 +273,6 @@ def test_a_gpu_says_what_transformers_says(name: str, graphs: bool, tmp_path: Pa
     assert llm.engine.stats().num_preemptions > 0
     assert bool(llm.engine.runner._graphs) == graphs
     assert _drained(llm)
-
-
-PROMPTS = prefill_graph_sizes(4096)
-
-
-def test_graph_sizes() -> None:
-    assert decode_graph_sizes(1) == [1]
-    assert decode_graph_sizes(6) == [1, 2, 4, 6]
-    assert decode_graph_sizes(256)[-3:] == [192, 224, 256]
-    assert prefill_graph_sizes(300) == [64, 128, 192, 256]
-    assert all(after <= max(before + 64, 1.25 * before) for before, after in pairwise(PROMPTS))
-    assert all(
-        after <= max(2 * before, before + 64)
-        for before, after in zip(decode_graph_sizes(1000), decode_graph_sizes(1000)[1:])
-    )
 
 
 def test_the_engine_can_be_built_alone(base: LLM) -> None:

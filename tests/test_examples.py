@@ -18,3 +18,47 @@ def test_gpt_oss_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert runs["fkernel"].losses == pytest.approx(runs["eager"].losses, abs=1e-4)
     assert runs["fkernel"].losses[-1] < runs["fkernel"].losses[0]
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA on attention and router; the experts' bytes stay as they were stored."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from flashkernel import Weight
+    from flashkernel.hf import load_gpt_oss
+
+    config = transformers.GptOssConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weight = Weight.quantize(stored.pop(name).float().transpose(1, 2).contiguous(), "mxfp4")
+        assert weight.scales is not None
+        stored[f"{name}_blocks"] = weight.data.unflatten(-1, (-1, 16)).contiguous()
+        stored[f"{name}_scales"] = weight.scales.contiguous()
+    save_file(stored, file)
+    model = load_gpt_oss(tmp_path, "cpu", torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.weight.format == "mxfp4"
+    assert experts.gate_up_proj.data.dtype == torch.uint8
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("finetune_gpt_oss")
+    (run,) = example.main([str(tmp_path), "--steps", "8", "--length", "96", "--rank", "4"]).values()
+    assert sum(run.losses[-3:]) < sum(run.losses[:3])
+
+
+def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("moe_study")
+    names = ["softmax+cv", "sigmoid+bias", "expert choice (leaks)"]
+    paths = [tmp_path / name for name in ("study.png", "usage.png")]
+    runs = example.main(["--tiny", "--steps", "3", "--only", *names, "--out", str(paths[0]), "--usage", str(paths[1])])
+    assert list(runs) == names
+    assert all(run.losses[-1] < run.losses[0] for run in runs.values())
+    assert float(runs[names[2]].usage.statistic("min_over_max").min()) == 1
+    assert all(path.stat().st_size > 1000 for path in paths)

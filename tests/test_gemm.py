@@ -91,7 +91,7 @@ def test_shared_tiles_add_up_whatever_the_shares(config: LinearConfig, monkeypat
     from flashkernel.ops.gemm import triton as kernels
 
     counters = torch.zeros(64, dtype=torch.int32)
-    monkeypatch.setattr(kernels, "_counters", lambda where: counters)
+    monkeypatch.setattr(kernels, "counters", lambda where: counters)
     x, norm_weight = torch.randn(5, 70), torch.randn(70)
     weights, biases = [torch.randn(size, 70) for size in (40, 7, 18)], [torch.randn(size) for size in (40, 7, 18)]
     with tune.override(LINEAR, config):

@@ -7,13 +7,13 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
+from emulated_hopper import H200, check_case, emulated, served_cases
 from sass import stack_traffic
 from torch import Tensor
 
@@ -21,16 +21,13 @@ from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.core import device as devices
 from flashkernel.core import tune
-from flashkernel.core.check import verify
-from flashkernel.core.dispatch import explain
 from flashkernel.core.launch import Launch, collect_launches, launch
 from flashkernel.core.op import Case
 from flashkernel.ops.matmul.grouped import gradients, hopper, reference
 from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped
-from flashkernel.ops.matmul.grouped.params import GroupedParams
+from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 from flashkernel.ops.matmul.grouped.spec import GROUPED_MATMUL
 
-H200 = devices.KNOWN["h200"]
 SMALL = HopperGrouped(64, 64, 2, 3)
 CONFIGS = {
     "small": SMALL,
@@ -52,13 +49,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200 whose Gluon kernels run in the emulator, on 3 SMs, and others in Triton's interpreter."""
-    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("compile"):
-        yield
-        return
-
-    monkeypatch.setattr(hopper.launch, "launch", gluon_emulator.launch)
-    monkeypatch.setattr(gradients, "launch", gluon_emulator.launch)
-    with devices.pretend(replace(H200, sms=3)):
+    with emulated(request, monkeypatch, hopper.launch, gradients):
         yield
 
 
@@ -93,9 +84,7 @@ def _check(
     scatter = torch.randperm(rows, device=device).to(torch.int32) if scattered else None
     params = GroupedParams(out_dtype, rows)
     with tune.override(HOPPER_GROUPED, config) if config is not None else nullcontext():
-        y = hopper.grouped_forward(
-            x, weights, _offsets(counts, device), params, gather, scatter, None, None, None, None, None
-        )
+        y = hopper.grouped_forward(x, weights, _offsets(counts, device), params, GroupedTensors(gather, scatter))
     exact = {"group_offsets": _offsets(counts, device), "gather": gather, "scatter": scatter}
     clean = x.double().nan_to_num(0)
     expected = reference.grouped_matmul(clean, weights.double(), **exact)
@@ -131,7 +120,7 @@ def test_many_groups() -> None:
     x, weights = torch.randn(sum(counts), 16).half(), torch.randn(300, 16, 24).half()
     params = GroupedParams(torch.float32, sum(counts))
     with tune.override(HOPPER_GROUPED, SMALL):
-        y = hopper.grouped_forward(x, weights, _offsets(counts), params, *(None,) * 7)
+        y = hopper.grouped_forward(x, weights, _offsets(counts), params, GroupedTensors())
     torch.testing.assert_close(y, reference.grouped_matmul(x.float(), weights.float(), _offsets(counts)))
 
 
@@ -160,25 +149,10 @@ def test_weight_gradient(sizes: str, config: HopperGrouped) -> None:
                 break
 
 
-def _served() -> list[Case]:
-    """The declared cases that the backend takes, in float16 where they may have any dtype."""
-    with devices.pretend(H200):
-        found = []
-        for case in GROUPED_MATMUL.cases:
-            if torch.float16 in case.dtypes:
-                inputs = GROUPED_MATMUL.make_inputs(case, torch.float16, "cpu")
-                verdicts = explain(GROUPED_MATMUL.call, **inputs, **case.options).verdicts
-                if next(verdict.reason for verdict in verdicts if verdict.backend == "hopper") is None:
-                    found.append(case)
-        return found
-
-
-@pytest.mark.parametrize("case", _served(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", served_cases(GROUPED_MATMUL), ids=lambda case: case.name)
 def test_the_matrix(case: Case) -> None:
     """With gradients, where the case has them."""
-    reports = list(verify(GROUPED_MATMUL, case, torch.float16, "hopper", "cpu"))
-    assert reports
-    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+    check_case(GROUPED_MATMUL, case)
 
 
 @pytest.mark.parametrize("config", [SMALL, CONFIGS["wide"], CONFIGS["tall"]], ids=["small", "wide", "tall"])
@@ -196,7 +170,8 @@ def test_gates(n: int, packed: str, config: HopperGrouped) -> None:
     z = torch.full((rows, n), torch.nan)
     params = GroupedParams(torch.float32, rows, activation=Gate("gpt_oss", 1.5, 2.0).text, packed=packed)
     with tune.override(HOPPER_GROUPED, config):
-        y = hopper.grouped_forward(x, weights, _offsets(counts), params, None, None, row_weights, bias, None, None, z)
+        tensors = GroupedTensors(row_weights=row_weights, bias=bias, preactivation=z)
+        y = hopper.grouped_forward(x, weights, _offsets(counts), params, tensors)
     exact: dict[str, Any] = {"group_offsets": _offsets(counts), "bias": bias.double()}
     expected = reference.grouped_matmul(x.double(), weights.double(), **exact)
     _close(z, expected, 20 * torch.ones(()))
@@ -218,8 +193,8 @@ def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     for config in (CONFIGS["wide"], HopperGrouped(64, 128, 2, 3)):
         with tune.override(HOPPER_GROUPED, config), collect_launches() as launches:
             plain = GroupedParams(torch.float32, rows)
-            y = hopper.grouped_forward(x, weights, _offsets(counts), plain, *(None,) * 7)
-            gated = hopper.grouped_forward(x, weights / 16, _offsets(counts), gate, *(None,) * 7)
+            y = hopper.grouped_forward(x, weights, _offsets(counts), plain, GroupedTensors())
+            gated = hopper.grouped_forward(x, weights / 16, _offsets(counts), gate, GroupedTensors())
             dw = hopper.grouped_weight_gradient(x, dz, _offsets(counts), plain, None)
         for one in launches:
             gluon_emulator.run(one, seed=seed)
@@ -269,11 +244,11 @@ def _launches(
         if weight_gradient:
             hopper.grouped_weight_gradient(x, empty(rows, n, dtype=dtype), offsets, params, None)
         else:
-            hopper.grouped_forward(
-                x, weights, offsets, params, index if gathered else None, index if scattered else None,
-                torch.ones(rows) if extras else None, empty(groups, n) if extras else None, *scales,
-                empty(rows, n) if saves else None,
+            tensors = GroupedTensors(
+                index if gathered else None, index if scattered else None, torch.ones(rows) if extras else None,
+                empty(groups, n) if extras else None, *scales, empty(rows, n) if saves else None,
             )  # fmt: skip
+            hopper.grouped_forward(x, weights, offsets, params, tensors)
     return launches
 
 
@@ -316,8 +291,17 @@ COMPILED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Of these another variant has the options, or the tile.
+BESIDE = {
+    "plain", "transposed", "everything", "silu", "gpt-oss", "gpt-oss-tall", "swiglu-narrow", "gather", "gather-swiglu",
+    "gather-narrow", "gather-fp8", "many-groups", "odd-gate", "fp8-swiglu", "gradient-tall", "gradient-narrow",
+}  # fmt: skip
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.every_config] * (name in BESIDE)) for name in COMPILED]
+)
 def test_compiled(name: str) -> None:
     """WGMMA, several of them under way, no spills, and shared memory that a block has."""
     options = COMPILED[name]

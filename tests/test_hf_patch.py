@@ -31,13 +31,14 @@ from flashkernel.hf import forwards  # noqa: E402
 REPLACED = {  # part -> kernel, besides attention and the loss
     "llama": {"rope": "rope", "norm": "rms_norm", "mlp": "swiglu", "layer": "one"},
     "mistral": {"rope": "rope", "norm": "rms_norm", "mlp": "swiglu", "layer": "one"},
-    "mixtral": {"rope": "rope", "norm": "rms_norm", "mlp": "swiglu"},
+    "mixtral": {"rope": "rope", "norm": "rms_norm", "mlp": "moe_experts"},
+    "qwen3_moe": {"rope": "rope", "norm": "rms_norm", "mlp": "moe_experts"},
     "qwen2": {"rope": "rope", "norm": "rms_norm", "mlp": "swiglu", "layer": "one"},
     "qwen3": {"rope": "rope", "norm": "rms_norm", "mlp": "swiglu", "layer": "one"},
     "gemma": {"rope": "rope", "norm": "rms_norm", "mlp": "geglu"},
     "gemma2": {"rope": "rope", "norm": "rms_norm", "mlp": "geglu"},
     "gemma3": {"rope": "rope", "norm": "rms_norm", "mlp": "geglu"},
-    "gpt_oss": {"rope": "rope", "norm": "rms_norm", "mlp": "gpt_oss_glu"},
+    "gpt_oss": {"rope": "rope", "norm": "rms_norm", "mlp": "moe_experts"},
     "gpt2": {"norm": "layer_norm", "mlp": "gelu_tanh"},
 }
 OWN = forwards._keeps_own_code
@@ -46,7 +47,7 @@ OWN = forwards._keeps_own_code
 @by_family
 def test_a_cpu_keeps_what_it_would_not_gain_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_keeps_own_code", OWN)
-    for operator in ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "gelu", "gpt_oss_glu"):
+    for operator in ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "gelu", "run_experts"):
         monkeypatch.setattr(forwards, operator, None)
     theirs, ours = pair(name)
     gradients_match(theirs, ours, test_hf.batch("left"))
@@ -141,7 +142,7 @@ def test_the_report(name: str) -> None:
     assert not kernels
     assert not report.skipped
     norms = [entry.count for entry in report.replaced if entry.part == "norm"]
-    assert norms == [{"qwen3": 9, "gemma2": 9, "gemma3": 13}.get(name, 5)]
+    assert norms == [{"qwen3": 9, "qwen3_moe": 9, "gemma2": 9, "gemma3": 13}.get(name, 5)]
     found = report.as_dict()
     assert found["model"] == report.model == type(model(name)).__name__
     assert len(found["replaced"]) == len(report.replaced)
@@ -191,9 +192,7 @@ def test_what_cannot_be_replaced_says_why() -> None:
     assert "_loss_function" in one.__dict__
     reasons = {entry.part: entry.reason for entry in hf.patch(model("gpt2", activation_function="mish")).skipped}
     assert "no kernel for MishActivation" in reasons["mlp"]
-    experts = model("mixtral")
-    experts.set_experts_implementation("eager")
-    assert "not a function of its own" in hf.patch(experts).skipped[0].reason
+    assert "no kernel gates by Tanh" in hf.patch(model("mixtral", hidden_act="tanh")).skipped[0].reason
 
 
 def test_wrong_inputs() -> None:

@@ -12,6 +12,7 @@ import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
+from in_turn import in_turn
 from sass import stack_traffic
 from test_compile import PARKED
 from torch import Tensor
@@ -259,8 +260,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("name, backend", in_turn(COMPILED, ["hopper", "triton"], pytest.mark.every_config))
 def test_compiled(name: str, backend: str) -> None:
     """WGMMA, no spills, and shared memory that a block has."""
     _assert_lean(_launches(**COMPILED[name], backend=backend))
@@ -297,6 +297,7 @@ def _tiles() -> list[HopperMatmul]:
 
 
 @pytest.mark.compile
+@pytest.mark.every_config
 @pytest.mark.parametrize("config", _tiles(), ids=str)
 @pytest.mark.parametrize("call", ["gated", "dact"])
 def test_tiles_compiled(config: HopperMatmul, call: str) -> None:

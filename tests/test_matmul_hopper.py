@@ -14,14 +14,13 @@ import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
+from emulated_hopper import H200, check_case, emulated, served_cases
 from sass import stack_traffic
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Operands, Residual, Scale
 from flashkernel.core import device as devices
 from flashkernel.core import tune
-from flashkernel.core.check import verify
-from flashkernel.core.dispatch import explain
 from flashkernel.core.launch import Launch, collect_launches, launch
 from flashkernel.core.op import Case
 from flashkernel.ops.matmul import hopper
@@ -29,7 +28,6 @@ from flashkernel.ops.matmul.hopper.configs import HOPPER_MATMUL, HopperMatmul
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.spec import MATMUL
 
-H200 = devices.KNOWN["h200"]
 SMALL = HopperMatmul(64, 64, 2, 3)
 CONFIGS = {
     "cooperative": SMALL,
@@ -51,12 +49,7 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H200 whose Gluon kernels run in the emulator, on 3 SMs, and others in Triton's interpreter."""
-    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("compile"):
-        yield
-        return
-
-    monkeypatch.setattr(hopper.launch, "launch", gluon_emulator.launch)
-    with devices.pretend(replace(H200, sms=3)):
+    with emulated(request, monkeypatch, hopper.launch):
         yield
 
 
@@ -141,25 +134,10 @@ def test_batches(name: str, batch: tuple[int, int]) -> None:
     _check(_operand((batch[0], 70, 200), False), _operand((batch[1], 200, 90), True), CONFIGS[name])
 
 
-def _served() -> list[Case]:
-    """The declared cases that the backend takes, in float16 where they may have any dtype."""
-    with devices.pretend(H200):
-        found = []
-        for case in MATMUL.cases:
-            if torch.float16 in case.dtypes:
-                inputs = MATMUL.make_inputs(case, torch.float16, "cpu")
-                verdicts = explain(MATMUL.call, **inputs, **case.options).verdicts
-                if next(verdict.reason for verdict in verdicts if verdict.backend == "hopper") is None:
-                    found.append(case)
-        return found
-
-
-@pytest.mark.parametrize("case", _served(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", served_cases(MATMUL), ids=lambda case: case.name)
 def test_the_matrix(case: Case) -> None:
     """With gradients, where the case has them: these are products of the same kernels."""
-    reports = list(verify(MATMUL, case, torch.float16, "hopper", "cpu"))
-    assert reports
-    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+    check_case(MATMUL, case)
 
 
 CHAINS: dict[str, tuple[Any, ...]] = {
@@ -209,7 +187,7 @@ def test_fp8(name: str, per_row: bool) -> None:
     _check(a, b, CONFIGS[name], Epilogue((Bias(),)).text, torch.randn(80), scales=scales, out_dtype=torch.bfloat16)
 
 
-BLOCK_SCALED = ["cooperative", "one-consumer", "three-consumers", "split-k", "wide", "stream-k-wide"]
+BLOCK_SCALED = ["cooperative", "one-consumer", "split-k", "stream-k"]
 
 
 @pytest.mark.parametrize("name", BLOCK_SCALED)
@@ -346,15 +324,21 @@ COMPILED: dict[str, dict[str, Any]] = {
     "stream-k": {"m": 1024, "n": 4096, "k": 4096, "chain": ALL_PIECES,
                  "config": HopperMatmul(64, 256, 2, 4, stream_k=True)},
     "fp8-blocks-stream-k": {"m": 1024, "n": 4096, "k": 4096, "dtype": torch.float8_e4m3fn, "scaling": "block",
-                            "config": HopperMatmul(64, 256, 2, 4, stream_k=True)},
+                            "config": HopperMatmul(64, 128, 2, 6, stream_k=True)},
     "split-k": {"m": 64, "n": 512, "k": 8192, "chain": ALL_PIECES},
     "fp8-split-k": {"m": 64, "n": 512, "k": 8192, "dtype": torch.float8_e4m3fn, "scaling": "row", "chain": ALL_PIECES},
     "int8-split-k": {"m": 64, "n": 512, "k": 8192, "dtype": torch.int8, "scaling": "row"},
 }  # fmt: skip
 
 
+# Of these another variant has the options, or the tile.
+BESIDE = {"few-rows", "unaligned", "fp8-epilogue", "fp8-split-k", "int8-split-k"}
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.every_config] * (name in BESIDE)) for name in COMPILED]
+)
 def test_compiled(name: str) -> None:
     config, launches = _launches(**COMPILED[name])
     assert len(launches) == (1 if config.num_splits == 1 else 2)
@@ -374,6 +358,7 @@ def _candidates() -> list[HopperMatmul]:
 
 
 @pytest.mark.compile
+@pytest.mark.every_config
 @pytest.mark.parametrize("config", _candidates(), ids=str)
 def test_tiles_compiled(config: HopperMatmul) -> None:
     _assert_lean(*_launches(4096, 4096, 4096, chain=ALL_PIECES, config=config))

@@ -1,4 +1,8 @@
-"""The generated matrix: every operator, case, dtype and backend, forward and backward, on the CPU and on the GPU."""
+"""The generated matrix: every operator, case, dtype and backend, forward and backward, on the CPU and on the GPU.
+
+Under Triton's interpreter a case runs in one of its dtypes in turn, and in all with `--whole-matrix`: a kernel has all
+dtypes, a case one of them. The GPU tier has the whole product.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,13 @@ def _runs_on(backend: Backend, device: str, dtype: torch.dtype) -> bool:
     if device == "cuda":
         return True
     # Triton's interpreter computes bfloat16 wrongly: it is covered on the GPU.
-    return backend.name == "torch" or (backend.name == "triton" and dtype != torch.bfloat16)
+    return backend.name in ("torch", "cpp") or (backend.name == "triton" and dtype != torch.bfloat16)
+
+
+def _in_turn(op: Op, case: Case, dtype: torch.dtype) -> bool:
+    """Whether this dtype is the case's turn under the interpreter."""
+    dtypes = [one for one in case.dtypes if one != torch.bfloat16]
+    return dtype == dtypes[op.cases.index(case) % len(dtypes)]
 
 
 def _matrix() -> Iterator[object]:
@@ -26,10 +36,12 @@ def _matrix() -> Iterator[object]:
                 for backend in op.backends:
                     if backend.name != "reference" and _runs_on(backend, device, dtype):
                         name = str(dtype).removeprefix("torch.")
+                        marks = [pytest.mark.gpu] if device == "cuda" else []
+                        if device == "cpu" and backend.name == "triton" and not _in_turn(op, case, dtype):
+                            marks.append(pytest.mark.whole_matrix)
                         yield pytest.param(
                             op, case, dtype, backend, device,
-                            id=f"{op.name}-{case.name}-{name}-{backend.name}-{device}",
-                            marks=[pytest.mark.gpu] if device == "cuda" else [],
+                            id=f"{op.name}-{case.name}-{name}-{backend.name}-{device}", marks=marks,
                         )  # fmt: skip
 
 

@@ -340,19 +340,30 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_the_table_of_qualities(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
     from flashkernel.lab import quality, tables
 
     model = dummy_transformer(replace(SHAPE, intermediate=128), "cpu", torch.float32, max_position_embeddings=128)
-    names = ["bfloat16", "int8", "int4-rtn", "int4-gptq", "mxfp4"]
+    names = ["bfloat16", "kv-int4", "kv-fp8", "int8", "int4-rtn", "int4-gptq", "mxfp4", "kv-int8"]
     for record in quality.measure("tiny", model, _tokens(2), _tokens(4), names):
         quality.save(tmp_path, [record])
     saved = quality.load(tmp_path / "quality.json")
     assert [record.configuration for record in saved["records"]] == [
-        "bfloat16", "int8", "mxfp4", "int4-rtn", "int4-gptq",
+        "bfloat16", "int8", "mxfp4", "int4-rtn", "int4-gptq", "kv-fp8", "kv-int8", "kv-int4",
     ]  # fmt: skip
-    assert [round(record.bits, 2) for record in saved["records"]] == [16.0, 8.22, 4.25, 4.25, 4.25]
+    assert [round(record.bits, 2) for record in saved["records"]] == [16.0, 8.22, 4.25, 4.25, 4.25, 16.0, 16.0, 16.0]
+    plain, *_, fp8, int8, int4 = [record.perplexity for record in saved["records"]]
+    assert abs(int8 / plain - 1) < abs(int4 / plain - 1) < 0.1
+    assert abs(fp8 / plain - 1) < 0.05
     text = tables.regenerate("<!-- results:quality -->\nold\n<!-- /results -->", tmp_path)
     assert "| tiny | int4, groups of 64 | GPTQ | 4.25 |" in text
+    assert "| tiny | bfloat16 |  | 16.00 | int4, 4.75 bits |" in text
+    pytest.importorskip("matplotlib")
+    done = CliRunner().invoke(app, ["plot", str(tmp_path / "quality.json"), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "quality.png").stat().st_size > 10_000
     (tmp_path / "quality.json").write_text("[]")
     with pytest.raises(ValueError, match="is not a quality file"):
         quality.load(tmp_path / "quality.json")

@@ -107,8 +107,8 @@ def test_mxfp4_of_a_dense_model(tmp_path: Path) -> None:
         assert torch.equal(mine.scales, theirs.scales)
 
 
-def test_experts_of_gpt_oss_stay_in_mxfp4_on_request(tmp_path: Path) -> None:
-    """`*_blocks` and `*_scales` are dequantized, or kept with quantization="mxfp4": the tokens are the same."""
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
+    """`*_blocks` and `*_scales` are kept, or dequantized with quantization="plain": the tokens are the same."""
     import transformers
 
     sizes = {**tiny_models._SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -127,10 +127,10 @@ def test_experts_of_gpt_oss_stay_in_mxfp4_on_request(tmp_path: Path) -> None:
 
     _change(tmp_path, pack)
     found = []
-    for quantization in (None, "mxfp4"):
+    for quantization in ("plain", None):
         llm = LLM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512, quantization=quantization)
         experts = llm.model.layers[0].gate_up_proj
-        assert isinstance(experts, Weight) == (quantization is not None)
+        assert isinstance(experts, Weight) == (quantization is None)
         assert experts.shape == (4, 128, 32)
         found.append([one.outputs[0].token_ids for one in llm.generate(tiny_models.prompts((5, 20)), PARAMS)])
     assert found[0] == found[1]

@@ -17,8 +17,8 @@ import torch
 
 from flashkernel.core.op import LAYOUTS, lay_out
 from flashkernel.core.random_case import GROUP, describe, draw
+from flashkernel.core.worker_pool import WorkerPool
 from flashkernel.lab.random_calls import run_one, schedule
-from flashkernel.lab.worker_pool import WorkerPool
 from flashkernel.ops import registry
 
 OPS = list(registry().values())

@@ -10,6 +10,7 @@ import torch
 from compiled import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_turn import on_machines
 
 from flashkernel.core import device as devices
 from flashkernel.core.launch import collect_launches
@@ -440,12 +441,7 @@ def _launch(case: Case, dtype: torch.dtype, gpu: str):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    "gpu, dtype",
-    [("h200", torch.bfloat16), ("h200", torch.float32), ("a100", torch.bfloat16), ("t4", torch.float16)],
-    ids=["h200-bf16", "h200-fp32", "a100-bf16", "t4-fp16"],
-)
-@pytest.mark.parametrize("case", spec.ROPE.benches, ids=lambda case: case.name)
+@pytest.mark.parametrize("case, gpu, dtype", on_machines(spec.ROPE.benches))
 def test_machine_code(case: Case, gpu: str, dtype: torch.dtype) -> None:
     """Nothing spilled; away from decode, heads go through 16-byte accesses."""
     machine = compiled(_launch(case, dtype, gpu), devices.KNOWN[gpu].arch)

@@ -379,23 +379,13 @@ def test_the_engine_takes_quantized_weights() -> None:
 
 
 def test_experts_in_fp8() -> None:
-    from flashkernel.engine.moe import _all_experts, _chosen_experts
-    from flashkernel.engine.transformer import LayerWeights
-
-    class Config:
-        num_experts, num_experts_per_token, activation, packed = 4, 2, "swiglu", "halves"
-
     gate_up, down = torch.randn(4, 24, 16) / 4, torch.randn(4, 16, 12) / 4
     quantized = [Weight.quantize(one, "fp8", "row") for one in (gate_up, down)]
-    x, none = torch.randn(5, 16), torch.empty(0)
-    weights, chosen = torch.rand(5, 2), torch.stack([torch.randperm(4)[:2] for _ in range(5)])
-    results = []
-    for one in (quantized, [weight.dequantize(torch.float32) for weight in quantized]):
-        layer = LayerWeights(none, none, none, none, one[0], one[1])
-        for function in (_all_experts, _chosen_experts):
-            results.append(function(x, layer, Config, weights, chosen))  # type: ignore[arg-type]
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
+    x, routing = torch.randn(5, 16), fk.moe_route(torch.randn(5, 4))
+    expected = fk.moe_experts(x, routing, *[weight.dequantize(torch.float32) for weight in quantized])
+    for backend in ("torch", "triton", "reference"):
+        found = fk.moe_experts(x, routing, *quantized, backend=backend)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

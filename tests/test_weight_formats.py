@@ -148,18 +148,24 @@ def test_rows_concatenation_and_stacks(format: str, granularity: str, symmetric:
 
 
 @EVERY
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
 def test_linear_takes_it(format: str, granularity: str, symmetric: bool, backend: str) -> None:
     weight = _quantize(torch.randn(24, 128), format, granularity, symmetric)
     x = torch.randn(3, 128, requires_grad=True)
+    dequantized = format != "fp8_e5m2"  # in Triton's kernel
+    if backend == "triton" and not dequantized:
+        with pytest.raises(fk.BackendError, match="not fp8_e5m2"):
+            fk.linear(x, weight, backend=backend)
+        return
     y = fk.linear(x, weight, activation="silu", backend=backend)
     expected = torch.nn.functional.silu(x @ weight.dequantize(torch.float32).T)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
     with devices.pretend(devices.KNOWN["h200"]):
         found = fk.explain(fk.linear, x.half(), weight)
-    assert found.chosen == "torch"
-    assert f"not {format}" in str(next(one.reason for one in found.verdicts if one.backend == "triton"))
+        many = fk.explain(fk.linear, x.half().expand(70, 3, 128), weight)
+    assert (found.chosen, many.chosen) == ("triton" if dequantized else "torch", "torch")
+    assert "is dequantized, for cuBLAS" in str(many) or not dequantized
 
 
 def test_activations_in_int8() -> None:
@@ -195,7 +201,10 @@ def test_default_groups() -> None:
         (lambda: Weight.quantize(torch.ones(2, 64), "mxfp4", symmetric=False), "no zero points"),
         (lambda: Weight.quantize(torch.ones(2, 64), "fp8", symmetric=False), "no zero points"),
         (lambda: Weight.quantize(torch.ones(2, 64), "int8", "1xmany"), "granularity is '1xmany'"),
-        (lambda: Weight.quantize(torch.ones(2, 64), "int4", activation_dtype=torch.int8), "activation_dtype is"),
+        (
+            lambda: Weight.quantize(torch.ones(2, 64), "int4", activation_dtype=torch.float8_e4m3fn),
+            "activation_dtype is",
+        ),
         (
             lambda: Weight.pack(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 3), format="int4"),
             r"scales \(2, 3\)",

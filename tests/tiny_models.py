@@ -31,6 +31,7 @@ _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32, "rope_theta": 500000.0,
 }  # fmt: skip
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -46,6 +47,17 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "gpt2": transformers.GPT2Config(**gpt2, **ends),
         "gpt_oss": transformers.GptOssConfig(**_SIZES, **_MOE, head_dim=16, sliding_window=8, rope_parameters=_YARN),
         "mixtral": transformers.MixtralConfig(**_SIZES, **_MOE),
+        "qwen3_moe": transformers.Qwen3MoeConfig(
+            **_SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False
+        ),
+        "phi3": transformers.Phi3Config(**_SIZES, pad_token_id=0, rope_parameters=_PARTIAL),
+        "gemma3_text": transformers.Gemma3TextConfig(
+            **_SIZES,
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
     }
 
 
@@ -106,8 +118,11 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def save_gguf(model: transformers.PreTrainedModel, path: Path, quantized: str | None = None) -> None:
-    """A Llama as llama.cpp stores it: rows of q and k in the order of interleaved pairs."""
+def save_gguf(model: transformers.PreTrainedModel, path: Path, quantized: str | dict[str, str] | None = None) -> None:
+    """A Llama as llama.cpp stores it: rows of q and k in the order of interleaved pairs.
+
+    `quantized` is the kind of all matrices, or kinds by parts of their names; the first that fits is taken.
+    """
     import gguf
 
     config = model.config
@@ -142,7 +157,8 @@ def save_gguf(model: transformers.PreTrainedModel, path: Path, quantized: str | 
                 shape = (heads[part], 2, -1, data.shape[1])
                 data = data.reshape(shape).swapaxes(1, 2).reshape(data.shape)
         if quantized and data.ndim == 2 and data.shape[1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType[quantized]
+            kinds = {"": quantized} if isinstance(quantized, str) else quantized
+            kind = gguf.GGMLQuantizationType[next(one for part, one in kinds.items() if part in target)]
             writer.add_tensor(target, gguf.quants.quantize(data.copy(), kind), raw_dtype=kind)
         else:
             writer.add_tensor(target, data.copy())

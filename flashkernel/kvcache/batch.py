@@ -101,7 +101,12 @@ class BatchTensors:
         self._versions = np.full(most_sequences, -1, dtype=np.int64)  # version of the page table in each row
 
     def fill(
-        self, sequences: Rows, counts: int | Sequence[int] | np.ndarray = 1, *, pad: tuple[int, int] | None = None
+        self,
+        sequences: Rows,
+        counts: int | Sequence[int] | np.ndarray = 1,
+        *,
+        pad: tuple[int, int] | None = None,
+        decodes: tuple[int, int] = (0, 0),
     ) -> Step:
         """The step in which the last `counts` tokens of each sequence are new; `cache.grow` comes first.
 
@@ -109,11 +114,15 @@ class BatchTensors:
             sequences: the batch, one sequence or several.
             counts: new tokens of each sequence, one number for all or one each.
             pad: (sequences, tokens), the tensors' sizes; padding sequences have no tokens, padding tokens no slot.
+            decodes: (count, padded): the first `count` sequences have one new token each, and are padded to `padded`
+                sequences of one token before the others follow. A padding sequence has length 0, its token no slot.
 
         Returns:
             The tensors of the step.
         """
         rows = np.asarray(sequences, dtype=np.int64).reshape(-1)
+        if decodes[1] > decodes[0]:
+            return self._fill_padded_decodes(rows, np.asarray(counts, dtype=np.int32), pad, decodes)
         batch, cache = rows.size, self.cache
         each = counts if isinstance(counts, int) else np.asarray(counts, dtype=np.int32)
         total = batch * counts if isinstance(counts, int) else int(np.sum(each))
@@ -135,6 +144,49 @@ class BatchTensors:
         arrays["positions"][total:padded_tokens] = 0
         arrays["cu_seqlens"][batch + 1 : padded + 1] = total
         self._copy_to_device(host, rows)
+        return self._step(padded, padded_tokens)
+
+    def _fill_padded_decodes(
+        self, rows: np.ndarray, counts: np.ndarray, pad: tuple[int, int] | None, decodes: tuple[int, int]
+    ) -> Step:
+        """`fill` with padding between the decoding sequences and the others."""
+        count, first = decodes  # the others' first sequence, and their first token
+        others, each = rows[count:], np.broadcast_to(counts, rows.shape)[count:]
+        total = first + int(each.sum())
+        padded, padded_tokens = pad or (first + others.size, total)
+        if not (first + others.size <= padded <= self.most_sequences and total <= padded_tokens <= self.most_tokens):
+            raise ValueError(
+                f"kvcache: a step of {rows.size} sequences and {total} tokens, padded to {padded} and {padded_tokens}, "
+                f"does not fit buffers for {self.most_sequences} and {self.most_tokens}"
+            )
+        host = self._hosts[self._next_host]
+        self._next_host = (self._next_host + 1) % len(self._hosts)
+        host.wait()
+        arrays = host.arrays
+        placed = np.full(first + others.size, -1, dtype=np.int64)
+        placed[:count], placed[first:] = rows[:count], others
+        self._fill_tokens(arrays, rows[:count], self.cache.lengths[rows[:count]], 1, count)
+        arrays["slots"][count:first] = -1
+        arrays["positions"][count:first] = 0
+        moved = {
+            "slots": arrays["slots"][first:], "positions": arrays["positions"][first:],
+            "cu_seqlens": arrays["cu_seqlens"][first:],
+        }  # fmt: skip
+        lengths = self.cache.lengths[others]
+        self._fill_tokens(moved, others, lengths, each, total - first)
+        arrays["cu_seqlens"][: first + 1] = np.arange(first + 1, dtype=np.int32)
+        arrays["cu_seqlens"][first + 1 : first + 1 + others.size] += first
+        arrays["cu_seqlens"][first + 1 + others.size : padded + 1] = total
+        arrays["slots"][total:padded_tokens] = -1
+        arrays["positions"][total:padded_tokens] = 0
+        arrays["lengths"][:count] = self.cache.lengths[rows[:count]]
+        arrays["lengths"][count:first] = 0
+        arrays["lengths"][first : first + others.size] = lengths
+        arrays["lengths"][first + others.size : padded] = 0
+        self._copy_to_device(host, placed)
+        return self._step(padded, padded_tokens)
+
+    def _step(self, padded: int, padded_tokens: int) -> Step:
         view = self._views
         return Step(
             self._table[:padded], view["lengths"][:padded], view["slots"][:padded_tokens],
@@ -167,7 +219,7 @@ class BatchTensors:
     def _copy_to_device(self, host: _Host, rows: np.ndarray) -> None:
         """Copies the host's fields to the device, and the rows of the page table that have changed."""
         cache, batch = self.cache, rows.size
-        versions = cache.versions[rows]
+        versions = np.where(rows < 0, self._versions[:batch], cache.versions[rows])  # -1 is padding
         changed = np.nonzero(self._versions[:batch] != versions)[0]
         count = changed.size
         width = int(cache.page_counts[rows[changed]].max()) if count else 0

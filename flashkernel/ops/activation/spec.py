@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from flashkernel.core import backends
-from flashkernel.core.op import Baseline, Case, Cost, Draw, Input, Op, Tolerance, count, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Case, Cost, Draw, Input, Op, Tolerance, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
@@ -96,25 +97,19 @@ def _op(
     benches: tuple[Case, ...],
     peers: tuple[str, ...] = ("eager", "compile"),
 ) -> Op:
-    functions = {"eager": "eager", "compile": "compiled", "liger": "liger"}
-    return Op(
-        name=name,
-        summary=summary,
-        function=f"{_ROOM}.api:{name}",
-        reference=f"{_ROOM}.reference:{name}",
+    return declare(
+        _ROOM,
+        name,
+        summary,
         inputs=inputs,
-        backends=(
-            backends.triton(f"{_ROOM}.triton"),
-            backends.torch_native(f"{_ROOM}.torch:{name}"),
-            backends.reference(f"{_ROOM}.reference:{name}"),
-        ),
+        kernels=(backends.triton(f"{_ROOM}.triton"),),
         cases=cases,
         benches=benches,
         cost=_cost,
         tolerance=Tolerance(floor32=4.0),
         ranges={"rows": (0, 6, 1), "columns": (2, 200, 2)},
         random_case=_odd_where_separate if "up" in inputs else _odd_columns,
-        baselines=tuple(Baseline(peer, f"{_ROOM}.baselines:{functions[peer]}") for peer in peers),
+        baselines=peers,
     )
 
 

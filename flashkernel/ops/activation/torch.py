@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,25 +18,15 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves") -> Tensor:
-    return _gated("silu", gate, up, packed)
+def _gated(kind: str, gate: Tensor, up: Tensor | None = None, *, packed: str = "halves", **clamp: float) -> Tensor:
+    gate, up = split_gate_up(gate, packed) if up is None else (gate, up)
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return apply_gate(NATIVE, kind, gate.to(wide), up.to(wide), **clamp).to(gate.dtype)
+
+
+swiglu, reglu = partial(_gated, "silu"), partial(_gated, "relu")
+gpt_oss_glu = partial(_gated, "gpt_oss", packed="interleaved")
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", packed: str = "halves") -> Tensor:
-    return _gated("gelu_tanh" if approximate == "tanh" else "gelu", gate, up, packed)
-
-
-def reglu(gate: Tensor, up: Tensor | None = None, *, packed: str = "halves") -> Tensor:
-    return _gated("relu", gate, up, packed)
-
-
-def gpt_oss_glu(
-    gate: Tensor, up: Tensor | None = None, *, alpha: float = 1.702, limit: float = 7.0, packed: str = "interleaved"
-) -> Tensor:
-    return _gated("gpt_oss", gate, up, packed, alpha, limit)
-
-
-def _gated(kind: str, gate: Tensor, up: Tensor | None, packed: str, *clamp: float) -> Tensor:
-    gate, up = split_gate_up(gate, packed) if up is None else (gate, up)
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return apply_gate(NATIVE, kind, gate.to(wide), up.to(wide), *clamp).to(gate.dtype)
+    return _gated("gelu_tanh" if approximate == "tanh" else "gelu", gate, up, packed=packed)

@@ -81,7 +81,9 @@ def append_kv(
     rotary = RotaryOptions(cos, sin, positions, frequencies, rotary_dim, interleaved)
     _check_angles(k, q, rotary)
     width = rotary.width("append_kv", k.shape[-1]) if rotary.rotates else 0
-    chosen = choose(spec.APPEND_KV, backend, k.device, k.dtype, pages=k_pages.dtype)
+    chosen = choose(
+        spec.APPEND_KV, backend, k.device, k.dtype, pages=k_pages.dtype, frequencies=frequencies is not None
+    )
     if chosen.composite:
         return chosen.run(
             k, v, k_pages, v_pages, slots, k_scale=k_scale, v_scale=v_scale, q=q, cos=cos, sin=sin, positions=positions,

@@ -31,23 +31,14 @@ def eager(op: Op, case: Case) -> Callable[..., Any]:
         as_bytes(pages.flatten(0, 1))[slots] = as_bytes(values.to(pages.dtype))
 
     def append(
-        k: Tensor,
-        v: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        slots: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        q: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        k: Tensor, v: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, **given: Tensor
     ) -> Tensor | None:
         cos = torch.cat((cos[positions],) * 2, -1)[:, None]
         sin = torch.cat((sin[positions],) * 2, -1)[:, None]
-        keys = k if k_scale is None else k.float()
-        write(k_pages, k_scale, slots, rotate(keys, cos.to(keys.dtype), sin.to(keys.dtype)))
-        write(v_pages, v_scale, slots, v)
+        keys = k.float() if "k_scale" in given else k
+        write(given["k_pages"], given.get("k_scale"), slots, rotate(keys, cos.to(keys.dtype), sin.to(keys.dtype)))
+        write(given["v_pages"], given.get("v_scale"), slots, v)
+        q = given.get("q")
         return None if q is None else rotate(q, cos.to(q.dtype), sin.to(q.dtype))
 
     return append

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Op
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Call, Case, Cost, Draw, Input
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
@@ -198,24 +199,22 @@ def _triton_supports(call: Call) -> str | None:
     return f"it writes pages in float32, float16, bfloat16, float8_e4m3fn and int8, not in {stored}"
 
 
-APPEND_KV = Op(
-    name="append_kv",
-    summary="new keys and values into pages, rotated and quantized on the way",
-    function=f"{_ROOM}.api:append_kv",
-    reference=f"{_ROOM}.reference:append_kv",
+def _cpp_supports(call: Call) -> str | None:
+    if call.facts["pages"] not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it writes pages in float32, float16 and bfloat16, not in {call.facts['pages']}"
+    return "it rotates by tables of cos and sin, not by frequencies" if call.facts["frequencies"] else None
+
+
+APPEND_KV = declare(
+    _ROOM,
+    "append_kv",
+    "new keys and values into pages, rotated and quantized on the way",
     inputs=_INPUTS,
-    backends=(
-        backends.triton(f"{_ROOM}.triton", _triton_supports),
-        backends.torch_native(f"{_ROOM}.torch:append_kv"),
-        backends.reference(f"{_ROOM}.reference:append_kv"),
-    ),
+    kernels=(backends.triton(f"{_ROOM}.triton", _triton_supports), backends.cpp(f"{_ROOM}.cpp", _cpp_supports)),
     cases=_CASES,
     benches=_BENCHES,
     cost=_cost,
-    baselines=(
-        Baseline("eager", f"{_ROOM}.baselines:eager"),
-        Baseline("compile", f"{_ROOM}.baselines:compiled"),
-    ),
+    baselines=("eager", "compile"),
     differentiable=False,
     random_case=_random_case,
     random_share=3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ def eager_packed(op: Op, case: Case) -> Function:
     return reference.paged_attention
 
 
-def _scaled_dot_product(case: Case, name: str, kind: SDPBackend | None) -> Function:
+def _scaled_dot_product(op: Op, case: Case, name: str, kind: SDPBackend | None) -> Function:
     """torch's operator, which knows one length for all: the capacity."""
     if set(case.present) or set(case.options):
         raise ValueError(f"{name} is called here without {', '.join((*case.present, *case.options))}")
@@ -51,18 +52,9 @@ def _scaled_dot_product(case: Case, name: str, kind: SDPBackend | None) -> Funct
     return restricted
 
 
-def sdpa(op: Op, case: Case) -> Function:
-    """torch's scaled_dot_product_attention, by its own choice of kernel."""
-    return _scaled_dot_product(case, "sdpa", None)
-
-
-def cudnn(op: Op, case: Case) -> Function:
-    return _scaled_dot_product(case, "cudnn", SDPBackend.CUDNN_ATTENTION)
-
-
-def fa2(op: Op, case: Case) -> Function:
-    """FlashAttention-2, as torch ships it."""
-    return _scaled_dot_product(case, "fa2", SDPBackend.FLASH_ATTENTION)
+sdpa = partial(_scaled_dot_product, name="sdpa", kind=None)  # by torch's own choice of kernel
+cudnn = partial(_scaled_dot_product, name="cudnn", kind=SDPBackend.CUDNN_ATTENTION)
+fa2 = partial(_scaled_dot_product, name="fa2", kind=SDPBackend.FLASH_ATTENTION)  # FlashAttention-2, as torch ships it
 
 
 def _simple(case: Case) -> tuple[int, int]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.decode_cpp import CACHE_DTYPES
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.decode.configs import SHORT, too_large
 from flashkernel.ops.decode.random_cases import random_decode, random_prefill
@@ -68,6 +70,16 @@ def _cuda(call: Call) -> str | None:
     if not call.facts["tma_aligned"]:
         return _UNALIGNED
     return None
+
+
+def _cpp(call: Call) -> str | None:
+    stored = call.facts["cache_dtype"]
+    return None if stored in CACHE_DTYPES else f"it reads no cache in {stored}"
+
+
+def _blas_is_faster(call: Call) -> str | None:
+    most = 64
+    return f"torch multiplies matrices of more than {most} rows faster" if call.facts["rows"] > most else None
 
 
 def _not_faster(call: Call) -> str | None:
@@ -351,39 +363,34 @@ def _prefill_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": Cost(2.0 * pairs * axes["heads"] * widths, moved)}
 
 
-DECODE_ATTENTION = Op(
-    name="decode_attention",
-    summary="attention of a few new queries to a cache, contiguous or paged",
-    function=f"{_ROOM}.api:decode_attention",
-    reference=f"{_ROOM}.reference:decode_attention",
+DECODE_ATTENTION = declare(
+    _ROOM,
+    "decode_attention",
+    "attention of a few new queries to a cache, contiguous or paged",
     inputs=_DECODE_INPUTS,
-    backends=(
+    kernels=(
         backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_not_faster),
         backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
         backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
-        backends.torch_native(f"{_ROOM}.torch:decode_attention"),
-        backends.reference(f"{_ROOM}.reference:decode_attention"),
+        backends.cpp(f"{_ROOM}.cpp", _cpp, deprioritised=_blas_is_faster),
     ),
     cases=(*_SHAPES, *_SCORES, *_PAGES, *_STORED),
     benches=_decode_benches(),
     cost=_decode_cost,
     tolerance=Tolerance(floor32=8.0),
-    baselines=tuple(Baseline(name, f"{_ROOM}.baselines:{name}") for name in ("eager", "sdpa", "cudnn", "fa2", "fa3")),
+    baselines=("eager", "sdpa", "cudnn", "fa2", "fa3"),
     differentiable=False,
     random_case=random_decode,
     random_share=4,
 )
-PAGED_ATTENTION = Op(
-    name="paged_attention",
-    summary="attention of many new queries to a paged cache: prefill, whole or in chunks",
-    function=f"{_ROOM}.api:paged_attention",
-    reference=f"{_ROOM}.reference:paged_attention",
+PAGED_ATTENTION = declare(
+    _ROOM,
+    "paged_attention",
+    "attention of many new queries to a paged cache: prefill, whole or in chunks",
     inputs=_PREFILL_INPUTS,
-    backends=(
+    kernels=(
         backends.triton(f"{_ROOM}.triton", _prefill, min_arch=80),
         backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
-        backends.torch_native(f"{_ROOM}.torch:paged_attention"),
-        backends.reference(f"{_ROOM}.reference:paged_attention"),
     ),
     cases=_PREFILL_CASES,
     benches=_prefill_benches(),

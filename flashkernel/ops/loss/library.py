@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flashkernel.core.library import KernelOp, traced
 from flashkernel.core.op import resolve
-from flashkernel.ops.loss.params import LossParams
+from flashkernel.ops.loss.params import LinearLossInputs, LossParams
 
 
 def _forward(
@@ -83,7 +83,7 @@ def _linear_forward(
     """(loss, lse, dx, dweight, dbias); with "none" the gradients stay empty until backward."""
     params = LossParams(ignore_index, smoothing, z_loss, softcap, reduction)
     now = (False, False, False) if reduction == "none" else tuple(wanted)
-    return resolve(kernels).forward(x, weight, bias, target, params, now)
+    return resolve(kernels).forward(LinearLossInputs(x, weight, bias, target), params, now)
 
 
 def _fake_linear_forward(x, weight, bias, target, ignore_index, smoothing, z_loss, softcap, reduction, wanted, kernels):
@@ -116,7 +116,8 @@ def _linear_backward(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     params = LossParams(ignore_index, smoothing, z_loss, softcap, reduction)
-    return resolve(kernels).backward(dloss, x, weight, bias, target, lse, params, tuple(wanted))
+    inputs = LinearLossInputs(x, weight, bias, target)
+    return resolve(kernels).backward(dloss, inputs, lse, params, tuple(wanted))
 
 
 def _fake_linear_backward(dloss, x, weight, bias, target, lse, *params):

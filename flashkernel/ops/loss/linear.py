@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashkernel.ops.loss import triton as kernels
 from flashkernel.ops.loss.configs import chunk_rows
-from flashkernel.ops.loss.params import LossParams
+from flashkernel.ops.loss.params import LinearLossInputs, LossParams
 
 
 class _Gradients:
@@ -58,14 +58,10 @@ def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[sl
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    params: LossParams,
-    wanted: tuple[bool, bool, bool],
+    inputs: LinearLossInputs, params: LossParams, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, dx, dweight, dbias), the gradients for a loss gradient of one; `wanted` says which."""
+    x, weight, bias, target = inputs
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     lse = torch.empty_like(loss)
     gradients = _Gradients(x, weight, bias, wanted)
@@ -80,16 +76,10 @@ def forward(
 
 
 def backward(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    params: LossParams,
-    wanted: tuple[bool, bool, bool],
+    dloss: Tensor, inputs: LinearLossInputs, lse: Tensor, params: LossParams, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) for a loss per row, whose weights were not known in forward: the logits are made again."""
+    x, weight, bias, target = inputs
     gradients = _Gradients(x, weight, bias, wanted)
     for part, logits in _chunks(x, weight, bias):
         kernels.launch_backward(logits, target[part], lse[part], dloss[part], None, logits, params)

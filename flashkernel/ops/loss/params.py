@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -14,3 +17,12 @@ class LossParams:
     z_loss: float = 0.0
     softcap: float = 0.0
     reduction: str = "mean"
+
+
+class LinearLossInputs(NamedTuple):
+    """The tensors of a linear layer with cross-entropy, as its kernels take them."""
+
+    x: Tensor  # [rows, hidden]
+    weight: Tensor  # [classes, hidden]
+    bias: Tensor | None  # [classes]
+    target: Tensor  # [rows]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashkernel.ops.loss.params import LossParams
+from flashkernel.ops.loss.params import LinearLossInputs, LossParams
 
 
 class CrossEntropyKernels(Protocol):
@@ -27,16 +27,14 @@ class LinearCrossEntropyKernels(Protocol):
     """A module such as `linear`. Without `backward`, calls that need gradients go to another backend."""
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, params: LossParams,
-        wanted: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        self, inputs: LinearLossInputs, params: LossParams, wanted: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Returns (loss, lse, dx, dweight, dbias), the gradients for a loss gradient of one; those that are not
         wanted are empty."""
 
     def backward(
-        self, dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor,
-        params: LossParams, wanted: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dloss: Tensor, inputs: LinearLossInputs, lse: Tensor, params: LossParams, wanted: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (dx, dweight, dbias) for a loss per row."""
 
     def scaled(self, values: Tensor, factor: Tensor, in_place: bool) -> Tensor:

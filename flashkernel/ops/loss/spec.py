@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from flashkernel.core import backends
-from flashkernel.core.op import Baseline, Case, Cost, Input, Op, Tolerance, count, integers, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Case, Cost, Input, Tolerance, count, integers, normal
 from flashkernel.core.shapes import MODELS
 
 _ROOM = "flashkernel.ops.loss"
@@ -48,21 +49,12 @@ def _linear_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": Cost(product, operands), "fwd+bwd": Cost(3 * product, 2 * operands)}
 
 
-def _baselines(*names: str) -> tuple[Baseline, ...]:
-    return tuple(Baseline(name, f"{_ROOM}.baselines:{name.replace('compile', 'compiled')}") for name in names)
-
-
-CROSS_ENTROPY = Op(
-    name="cross_entropy",
-    summary="cross-entropy with smoothing, z-loss, softcap",
-    function=f"{_ROOM}.api:cross_entropy",
-    reference=f"{_ROOM}.reference:cross_entropy",
+CROSS_ENTROPY = declare(
+    _ROOM,
+    "cross_entropy",
+    "cross-entropy with smoothing, z-loss, softcap",
     inputs={"logits": Input(("*rows", "classes"), draw=normal(2.0)), "target": _TARGET},
-    backends=(
-        backends.triton(f"{_ROOM}.triton"),
-        backends.torch_native(f"{_ROOM}.torch:cross_entropy"),
-        backends.reference(f"{_ROOM}.reference:cross_entropy"),
-    ),
+    kernels=(backends.triton(f"{_ROOM}.triton"),),
     cases=(*_VARIANTS, Case("wide", {"rows": 3, "classes": 20000})),
     benches=tuple(
         Case(f"{rows}x{classes}", {"rows": rows, "classes": classes}, dtypes=_HALF, check_axes={"rows": 1024})
@@ -70,25 +62,20 @@ CROSS_ENTROPY = Op(
     ),
     cost=_cross_entropy_cost,
     ranges={"rows": (0, 7, 1), "classes": (2, 200, 1)},
-    baselines=_baselines("eager", "compile", "liger"),
+    baselines=("eager", "compile", "liger"),
 )
 
-LINEAR_CROSS_ENTROPY = Op(
-    name="linear_cross_entropy",
-    summary="linear layer + cross-entropy without the logits",
-    function=f"{_ROOM}.api:linear_cross_entropy",
-    reference=f"{_ROOM}.reference:linear_cross_entropy",
+LINEAR_CROSS_ENTROPY = declare(
+    _ROOM,
+    "linear_cross_entropy",
+    "linear layer + cross-entropy without the logits",
     inputs={
         "x": Input(("*rows", "hidden")),
         "weight": Input(("classes", "hidden"), draw=normal(0.2)),
         "target": _TARGET,
         "bias": Input(("classes",), draw=normal(0.5), optional=True),
     },
-    backends=(
-        backends.triton(f"{_ROOM}.linear"),
-        backends.torch_native(f"{_ROOM}.torch:linear_cross_entropy"),
-        backends.reference(f"{_ROOM}.reference:linear_cross_entropy"),
-    ),
+    kernels=(backends.triton(f"{_ROOM}.linear"),),
     cases=(*_VARIANTS, Case("bias", {"rows": 5, "classes": 30, "hidden": 16}, present=("bias",))),
     benches=tuple(
         Case(f"{rows}x{hidden}x{classes}", {"rows": rows, "hidden": hidden, "classes": classes}, dtypes=_HALF,
@@ -103,7 +90,7 @@ LINEAR_CROSS_ENTROPY = Op(
     ranges={"rows": (0, 7, 1), "classes": (2, 90, 1), "hidden": (1, 40, 1)},
     # The logits themselves are rounded to the input's dtype, as torch's linear rounds them.
     tolerance=Tolerance(of_inputs="all"),
-    baselines=_baselines("eager", "compile", "liger", "cut_cross_entropy"),
+    baselines=("eager", "compile", "liger", "cut_cross_entropy"),
 )  # fmt: skip
 
 OPS = (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import GATES, Activation, Gate, activation_piece, check_activation
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.blocks.weight import Weight, check_main_grads
+from flashkernel.blocks.weight import Weight, check_main_grads, layouts
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
@@ -21,6 +21,7 @@ from flashkernel.core.device import properties
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.mlp import by_linear, library, spec
+from flashkernel.ops.mlp.params import MlpOptions, MlpParams, MlpTensors
 from flashkernel.ops.norm import rms_norm
 
 
@@ -110,34 +111,34 @@ def mlp(
         _check_out(out, shape, x.device, needs_gradients(out, *needed))
     chosen = choose(
         spec.MLP, backend, x.device, x.dtype, gradients, rows=spec.row_class(x.shape[:-1].numel()),
-        weight=spec.layouts(weights),
+        weight=layouts(weights),
     )  # fmt: skip
     up: Any = weights[0] if len(weights) == 2 else weights[:2]
     with without_autocast(x):
         if chosen.composite and main_grads is None:
             y = chosen.run(
-                x, up, weights[-1], gate_up_bias, down_bias, residual, norm_weight, activation=activation,
-                packed=packed, norm_eps=norm_eps, norm_offset=norm_offset, out_dtype=out_dtype,
-                recompute=recompute and gradients,
+                x, up, weights[-1], gate_up_bias=gate_up_bias, down_bias=down_bias, residual=residual,
+                norm_weight=norm_weight, activation=activation, packed=packed, norm_eps=norm_eps,
+                norm_offset=norm_offset, out_dtype=out_dtype, recompute=recompute and gradients,
             )  # fmt: skip
             return y if out is None else out.copy_(y)
         piece: Any = activation_piece(activation)
-        norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "norm_offset": norm_offset}
-        given = (x, up, weights[-1], gate_up_bias, down_bias, residual, piece, packed, norm)
+        options = MlpOptions(
+            gate_up_bias, down_bias, residual, norm_weight, piece, packed, norm_eps, norm_offset, out_dtype
+        )
         old = chosen.name == "triton" and spec.unfused(properties(x.device))
         if old and main_grads is None and not quantized:
-            return by_linear.unfused(*given, out_dtype=out_dtype, out=out)
+            return by_linear.unfused(x, up, weights[-1], options, out)
         if not gradients or quantized or (chosen.name == "cuda" and main_grads is None):
             inner = spec.linear_backends(None if quantized else backend, x.shape[:-1].numel())
-            return by_linear.fused(*given, inner, out_dtype=out_dtype, out=out)
+            return by_linear.fused(x, up, weights[-1], options, out, inner)
         if norm_weight is not None:
             norms = "torch" if x.device.type == "cpu" else "triton"
             x = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset, backend=norms)  # type: ignore[assignment]
-        return library.mlp(
-            spec.PRODUCTS, x, weights[:-1], weights[-1], biases, down_bias, residual, _three(main_grads),
-            piece.text, packed, x.dtype if out_dtype is None else out_dtype,
-            recompute, None if old or chosen.name == "cuda" else chosen.name,
-        )  # fmt: skip
+        tensors = MlpTensors(x, weights[:-1], weights[-1], biases, down_bias, residual)
+        params = MlpParams(piece, packed, None if old or chosen.name == "cuda" else chosen.name)
+        dtype = x.dtype if out_dtype is None else out_dtype
+        return library.mlp(spec.PRODUCTS, tensors, _three(main_grads), params, dtype, recompute)
 
 
 def _three(main_grads: Sequence[Tensor] | None) -> list[Tensor | None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Activation, Gate
 from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
 from flashkernel.ops.gemm import linear
+from flashkernel.ops.mlp.params import MlpOptions
 
 _linear: Any = linear  # returns one tensor or several, depending on its arguments
 _ALONE: dict[str, Any] = {
@@ -27,43 +28,33 @@ _GATED: dict[str, Any] = {
 
 
 def fused(
-    x: Tensor,
-    gate_up: Any,
-    down: Any,
-    gate_up_bias: Any,
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation | Gate,
-    packed: str,
-    norm: dict[str, Any],
-    backends: tuple[str | None, str | None],
-    **output: Any,
+    x: Tensor, gate_up: Any, down: Any, params: MlpOptions, out: Tensor | None, backends: tuple[str | None, str | None]
 ) -> Tensor:
-    """Two calls on these backends; `norm` and `output` as in `unfused`."""
-    hidden = _linear(x, gate_up, gate_up_bias, activation=activation, packed=packed, **norm, backend=backends[0])
-    return _linear(hidden, down, down_bias, residual, **output, backend=backends[1])
+    """Two calls on these backends."""
+    activation = {"activation": params.activation, "packed": params.packed}
+    hidden = _linear(x, gate_up, params.gate_up_bias, **activation, **_norm(params), backend=backends[0])
+    return _down(hidden, down, params, out, backends[1])
 
 
-def unfused(
-    x: Tensor,
-    gate_up: Any,
-    down: Any,
-    gate_up_bias: Any,
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation | Gate,
-    packed: str,
-    norm: dict[str, Any],
-    **output: Any,
-) -> Tensor:
-    """Three operators; `norm` has linear's norm_weight, norm_eps and norm_offset, `output` its out and out_dtype."""
-    products = _linear(x, gate_up, gate_up_bias, **norm)
+def unfused(x: Tensor, gate_up: Any, down: Any, params: MlpOptions, out: Tensor | None) -> Tensor:
+    """Three operators."""
+    products, activation = _linear(x, gate_up, params.gate_up_bias, **_norm(params)), params.activation
     if isinstance(activation, Gate):
-        options: dict[str, Any] = {"packed": packed} if isinstance(products, Tensor) else {}
+        options: dict[str, Any] = {"packed": params.packed} if isinstance(products, Tensor) else {}
         if activation.kind == "gpt_oss":
             options |= {"alpha": activation.alpha, "limit": activation.limit}
         pair = (products,) if isinstance(products, Tensor) else products
         hidden = _GATED[activation.kind](*pair, **options)
     else:
+        assert isinstance(activation, Activation)
         hidden = _ALONE[activation.kind](products)
-    return _linear(hidden, down, down_bias, residual, **output)
+    return _down(hidden, down, params, out)
+
+
+def _norm(params: MlpOptions) -> dict[str, Any]:
+    return {"norm_weight": params.norm_weight, "norm_eps": params.norm_eps, "norm_offset": params.norm_offset}
+
+
+def _down(hidden: Tensor, down: Any, params: MlpOptions, out: Tensor | None, backend: str | None = None) -> Tensor:
+    output = {"out_dtype": params.out_dtype, "out": out, "backend": backend}
+    return _linear(hidden, down, params.down_bias, params.residual, **output)  # type: ignore[no-any-return]

@@ -13,35 +13,31 @@ from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.core.arguments import unit_stride, without_autocast
 from flashkernel.core.library import KernelOp, traced
 from flashkernel.core.op import resolve
+from flashkernel.ops.mlp.params import MlpParams, MlpTensors
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def mlp(
-    kernels: str,
-    x: Tensor,
-    gate_up: list[Tensor],
-    down: Tensor,
-    gate_up_bias: list[Tensor],
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    main_grads: list[Tensor | None],
-    activation: str,
-    packed: str,
-    dtype: torch.dtype,
+    kernels: str, tensors: MlpTensors, main_grads: list[Tensor | None], params: MlpParams, dtype: torch.dtype,
     recompute: bool,
-    backend: str | None,
-) -> Tensor:
-    """y [..., outputs]; differentiable in every tensor but `main_grads`."""
+) -> Tensor:  # fmt: skip
+    """y [..., outputs]; x and the residual have any number of dims. Differentiable in all tensors but `main_grads`."""
+    x, gate_up, down, gate_up_bias, down_bias, residual = tensors
     y, _ = _mlp(
         x, *_two(gate_up), down, *_two(gate_up_bias), down_bias, residual, *main_grads,
-        activation, packed, dtype, recompute, backend or "", kernels,
+        params.activation.text, params.packed, dtype, recompute, params.backend or "", kernels,
     )  # fmt: skip
     return y
 
 
 def _two(tensors: list[Any]) -> list[Any]:
     return [*tensors, *[None] * (2 - len(tensors))]
+
+
+def _params(activation: str, packed: str, backend: str) -> MlpParams:
+    piece: Any = Epilogue.parse(activation).pieces[0]
+    return MlpParams(piece, packed, backend or None)
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:
@@ -74,11 +70,12 @@ def _forward(
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """(y, what went into the activation; empty with `recompute`)"""
-    y, preactivation = resolve(kernels).forward(
+    tensors = MlpTensors(
         _rows(x), _given(gate_up, up), down, _given(gate_up_bias, up_bias), down_bias,
-        None if residual is None else _rows(residual), Epilogue.parse(activation).pieces[0], packed, dtype,
-        not recompute, backend or None,
+        None if residual is None else _rows(residual),
     )  # fmt: skip
+    params = _params(activation, packed, backend)
+    y, preactivation = resolve(kernels).forward(tensors, params, dtype, not recompute)
     return y.view(*x.shape[:-1], y.shape[-1]), x.new_empty(0) if preactivation is None else preactivation
 
 
@@ -142,9 +139,10 @@ def _gradients(
     dy, x, gate_up, up, down, gate_up_bias, up_bias, down_bias, preactivation, main_grads,
     activation, packed, in_place, wanted, backend, kernels,
 ):  # fmt: skip
+    tensors = MlpTensors(_rows(x), _given(gate_up, up), down, _given(gate_up_bias, up_bias))
     results = resolve(kernels).backward(
-        _rows(dy.to(x.dtype)), _rows(x), _given(gate_up, up), down, _given(gate_up_bias, up_bias), preactivation,
-        main_grads, Epilogue.parse(activation).pieces[0], packed, in_place, wanted, backend or None,
+        _rows(dy.to(x.dtype)), tensors, preactivation, main_grads, _params(activation, packed, backend), in_place,
+        wanted,
     )  # fmt: skip
     found = [x.new_empty(0) if result is None else result for result in results]
     if wanted[0]:

@@ -16,56 +16,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Activation, Gate
 from flashkernel.ops.matmul import matmul, matmul_dact
+from flashkernel.ops.mlp.params import MlpParams, MlpTensors
 
 _matmul: Any = matmul  # returns one tensor or two, depending on its arguments
 
 
 def forward(
-    x: Tensor,
-    gate_up: list[Tensor],
-    down: Tensor,
-    gate_up_bias: list[Tensor],
-    down_bias: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation | Gate,
-    packed: str,
-    dtype: torch.dtype,
-    save: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor | None]:
-    """(y, what went into the activation or None); `backend` is that of products with an activation or a residual."""
-    options = {"activation": activation, "packed": packed, "return_preactivation": save, "backend": backend}
-    found = _matmul(x, _transposed(gate_up), bias=_alone(gate_up_bias), **options)
+    tensors: MlpTensors, params: MlpParams, dtype: torch.dtype, save: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(y, what went into the activation or None)"""
+    x, gate_up, down, gate_up_bias, down_bias, residual = tensors
+    found = _matmul(
+        x, _transposed(gate_up), bias=_alone(gate_up_bias), activation=params.activation, packed=params.packed,
+        return_preactivation=save, backend=params.backend,
+    )  # fmt: skip
     hidden, preactivation = found if save else (found, None)
     if residual is None and down_bias is not None and down_bias.dtype == hidden.dtype == dtype:
         return torch.addmm(down_bias, hidden, down.t()), preactivation  # cuBLAS has an epilogue for a bias
-    fused = backend if residual is not None else None
+    fused = params.backend if residual is not None else None
     return _matmul(hidden, down.t(), bias=down_bias, residual=residual, out_dtype=dtype, backend=fused), preactivation
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: list[Tensor],
-    down: Tensor,
-    gate_up_bias: list[Tensor],
-    preactivation: Tensor | None,
-    main_grads: list[Tensor | None],
-    activation: Activation | Gate,
-    packed: str,
-    in_place: bool,
-    wanted: list[bool],
-    backend: str | None,
-) -> list[Tensor | None]:
+    dy: Tensor, tensors: MlpTensors, preactivation: Tensor | None, main_grads: list[Tensor | None], params: MlpParams,
+    in_place: bool, wanted: list[bool],
+) -> list[Tensor | None]:  # fmt: skip
     """Gradients of x, the weights of gate and up, down, and their biases; None for those not wanted or added."""
     results: list[Tensor | None] = [None] * 7
+    x, gate_up, down, gate_up_bias = tensors[:4]
     recomputed = preactivation is None
     z = _preactivation(x, gate_up, gate_up_bias) if preactivation is None else preactivation
     dz, hidden = matmul_dact(
-        dy, down, z, activation=activation, packed=packed, dz_out=z if in_place or recomputed else None,
-        backend=backend,
+        dy, down, z, activation=params.activation, packed=params.packed, dz_out=z if in_place or recomputed else None,
+        backend=params.backend,
     )  # fmt: skip
     if wanted[3]:
         results[3] = _weight_gradient(dy, hidden, main_grads[2])

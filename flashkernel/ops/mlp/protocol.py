@@ -7,23 +7,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.epilogue import Activation, Gate
+from flashkernel.ops.mlp.params import MlpParams, MlpTensors
 
 
 class MlpProducts(Protocol):
-    """x is [rows, columns]; weights are [out, in], and those of a gate and an up are a list of one, packed, or two."""
+    """The two products and what lies between them; `MlpTensors` and `MlpParams` document the operands."""
 
     def forward(
-        self, x: Tensor, gate_up: list[Tensor], down: Tensor, gate_up_bias: list[Tensor], down_bias: Tensor | None,
-        residual: Tensor | None, activation: Activation | Gate, packed: str, dtype: torch.dtype, save: bool,
-        backend: str | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, tensors: MlpTensors, params: MlpParams, dtype: torch.dtype, save: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns y [rows, outputs] in `dtype`, and with `save` what went into the activation, packed."""
 
     def backward(
-        self, dy: Tensor, x: Tensor, gate_up: list[Tensor], down: Tensor, gate_up_bias: list[Tensor],
-        preactivation: Tensor | None, main_grads: list[Tensor | None], activation: Activation | Gate, packed: str,
-        in_place: bool, wanted: list[bool], backend: str | None,
+        self, dy: Tensor, tensors: MlpTensors, preactivation: Tensor | None, main_grads: list[Tensor | None],
+        params: MlpParams, in_place: bool, wanted: list[bool],
     ) -> list[Tensor | None]:  # fmt: skip
         """Returns the gradients of x, gate (or both), up, down and their biases, as `wanted` asks for them.
 

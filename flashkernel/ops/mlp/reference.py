@@ -12,29 +12,23 @@ from flashkernel.blocks.activation import FORMULAS, apply_gate
 from flashkernel.blocks.epilogue import GATES, Gate
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import Weight, rounded_activations
-from flashkernel.ops.mlp.params import MlpParams
+from flashkernel.ops.mlp.params import MlpOptions
 
 
 def mlp(
-    x: Tensor,
-    gate_up_weight: Tensor | Weight | Sequence[Tensor | Weight],
-    down_weight: Tensor | Weight,
-    gate_up_bias: Tensor | Sequence[Tensor] | None = None,
-    down_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    **options: Any,
+    x: Tensor, gate_up_weight: Tensor | Weight | Sequence[Tensor | Weight], down_weight: Tensor | Weight, **options: Any
 ) -> Tensor:
     """activation(norm(x) W_up^T + b_up) W_down^T + b_down + residual, or activation(gate) * up in its place."""
-    params = MlpParams(**options)
+    params = MlpOptions(**options)
     dtype = x.dtype if params.out_dtype is None else params.out_dtype
-    if norm_weight is not None:
+    if params.norm_weight is not None:
         scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + params.norm_eps)
-        x = (scaled * (norm_weight + params.norm_offset)).to(x.dtype)
+        x = (scaled * (params.norm_weight + params.norm_offset)).to(x.dtype)
     weights: list[Any] = (
         [gate_up_weight] if isinstance(gate_up_weight, (Tensor, Weight)) else list(gate_up_weight)
     )  # fmt: skip
-    biases = [gate_up_bias] * len(weights) if gate_up_bias is None or isinstance(gate_up_bias, Tensor) else gate_up_bias
+    bias = params.gate_up_bias
+    biases = [bias] * len(weights) if bias is None or isinstance(bias, Tensor) else bias
     products = [_product(x, weight, bias) for weight, bias in zip(weights, biases)]
     name = params.activation if isinstance(params.activation, str) else params.activation.kind
     if isinstance(params.activation, Gate) or name in GATES:
@@ -43,8 +37,8 @@ def mlp(
         hidden = apply_gate(FORMULAS, gate.kind, left, right, gate.alpha, gate.limit)
     else:
         hidden = FORMULAS[name](products[0])
-    y = _product(hidden, down_weight, down_bias)
-    return (y if residual is None else y + residual).to(dtype)
+    y = _product(hidden, down_weight, params.down_bias)
+    return (y if params.residual is None else y + params.residual).to(dtype)
 
 
 def _product(x: Tensor, matrix: Tensor | Weight, bias: Tensor | None) -> Tensor:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.fp8 import FP8
-from flashkernel.blocks.weight import GRANULARITIES, Weight
+from flashkernel.blocks.weight import scales_shape
 from flashkernel.core import backends
+from flashkernel.core.declare import declare
 from flashkernel.core.device import Device
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
+from flashkernel.core.op import FLOATS, Axes, Call, Case, Cost, Input, Tolerance, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.mlp.configs import FEW_ROWS
@@ -43,16 +44,6 @@ def linear_backends(requested: str | None, rows: int) -> tuple[str | None, str |
     if few(rows):
         return (None, None) if requested == "hopper" else (requested, requested)
     return requested, None
-
-
-def layouts(weights: list[Any]) -> str:
-    """The different layouts of a call's weights."""
-    found: list[str] = []
-    for weight in weights:
-        layout = weight.layout if isinstance(weight, Weight) else "plain"
-        if layout not in found:
-            found.append(layout)
-    return " and ".join(found)
 
 
 def _by_linear(call: Call) -> bool:
@@ -104,9 +95,7 @@ class _Scales(_Input):
     """Scales of a weight in fp8; the axis "scales" says what shares one."""
 
     def shape(self, axes: Axes) -> tuple[int, ...]:
-        sizes = super().shape(axes)
-        groups = GRANULARITIES[axes["scales"]]
-        return tuple(1 if each == -1 else -(-size // each) for size, each in zip(sizes, groups))
+        return scales_shape(super().shape(axes), axes["scales"])
 
 
 def _positive(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
@@ -261,13 +250,14 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": forward, "bwd": backward}
 
 
-MLP = Op(
-    name="mlp",
-    summary="up, gate, activation and down of a transformer's MLP, with norm, biases and residual",
+MLP = declare(
+    _ROOM,
+    "mlp",
+    "up, gate, activation and down of a transformer's MLP, with norm, biases and residual",
     function=f"{_ROOM}.named:mlp",
     reference=f"{_ROOM}.named:reference",
     inputs=_INPUTS,
-    backends=(
+    kernels=(
         backends.hopper(PRODUCTS, _hopper),
         replace(
             backends.triton(PRODUCTS, _triton, dtypes=FLOATS), deprioritised=_cublas_is_faster
@@ -276,8 +266,6 @@ MLP = Op(
             PRODUCTS, _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",),
             deprioritised=_triton_is_faster,
         ),
-        backends.torch_native(f"{_ROOM}.torch:mlp"),
-        backends.reference(f"{_ROOM}.reference:mlp"),
     ),
     cases=_CASES,
     benches=_BENCHES,
@@ -285,10 +273,7 @@ MLP = Op(
     ranges={"rows": (0, 5, 1), "columns": (1, 60, 1), "inner": (1, 50, 1), "outputs": (1, 40, 1)},
     random_case=_random_case,
     random_share=3,
-    baselines=(
-        Baseline("eager", f"{_ROOM}.baselines:eager"),
-        Baseline("compile", f"{_ROOM}.baselines:compiled"),
-        Baseline("liger", f"{_ROOM}.baselines:liger"),
-    ),
+    tolerance=Tolerance(of_inputs="all"),
+    baselines=("eager", "compile", "liger"),
 )  # fmt: skip
 OPS = (MLP,)

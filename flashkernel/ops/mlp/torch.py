@@ -10,29 +10,24 @@ from torch.utils.checkpoint import checkpoint
 
 from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm import linear
-from flashkernel.ops.mlp.params import MlpParams
+from flashkernel.ops.mlp.params import MlpOptions
 
 _linear: Any = linear  # returns one tensor or several, depending on its arguments
 
 
 def mlp(
-    x: Tensor,
-    gate_up_weight: Tensor | Weight | Sequence[Tensor | Weight],
-    down_weight: Tensor | Weight,
-    gate_up_bias: Tensor | Sequence[Tensor] | None = None,
-    down_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    **options: Any,
+    x: Tensor, gate_up_weight: Tensor | Weight | Sequence[Tensor | Weight], down_weight: Tensor | Weight, **options: Any
 ) -> Tensor:
-    params = MlpParams(**options)
+    params = MlpOptions(**options)
 
     def run(x: Tensor) -> Tensor:
         hidden = _linear(
-            x, gate_up_weight, gate_up_bias, None, norm_weight, activation=params.activation, packed=params.packed,
-            norm_eps=params.norm_eps, norm_offset=params.norm_offset, backend="torch",
+            x, gate_up_weight, params.gate_up_bias, None, params.norm_weight, activation=params.activation,
+            packed=params.packed, norm_eps=params.norm_eps, norm_offset=params.norm_offset, backend="torch",
         )  # fmt: skip
-        return _linear(hidden, down_weight, down_bias, residual, out_dtype=params.out_dtype, backend="torch")
+        return _linear(
+            hidden, down_weight, params.down_bias, params.residual, out_dtype=params.out_dtype, backend="torch"
+        )
 
     if params.recompute:
         return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]

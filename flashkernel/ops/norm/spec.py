@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from flashkernel.core import backends
-from flashkernel.core.op import Baseline, Call, Case, Cost, Input, Op, count, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.norm.configs import MAX_WIDTH
@@ -83,27 +84,18 @@ def _random_case(rng: Rng, case: Case) -> Case:
 
 
 def _norm(name: str, summary: str, cases: tuple[Case, ...]) -> Op:
-    return Op(
-        name=name,
-        summary=summary,
-        function=f"{_ROOM}.api:{name}",
-        reference=f"{_ROOM}.reference:{name}",
+    return declare(
+        _ROOM,
+        name,
+        summary,
         inputs=_INPUTS,
-        backends=(
-            backends.triton(f"{_ROOM}.triton", _width),
-            backends.torch_native(f"{_ROOM}.torch:{name}"),
-            backends.reference(f"{_ROOM}.reference:{name}"),
-        ),
+        kernels=(backends.triton(f"{_ROOM}.triton", _width),),
         cases=cases,
         benches=_benches(),
         cost=_cost,
         ranges={"rows": (0, 9, 1), "width": (2, 300, 1)},
         random_case=_random_case,
-        baselines=(
-            Baseline("eager", f"{_ROOM}.baselines:eager"),
-            Baseline("compile", f"{_ROOM}.baselines:compiled"),
-            Baseline("liger", f"{_ROOM}.baselines:liger"),
-        ),
+        baselines=("eager", "compile", "liger"),
     )
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import GATES
 from flashkernel.blocks.weight import group_shape_of
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Backend, Baseline, Call, Case, Cost, Input, Op, Tolerance, count, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Call, Case, Cost, Input, Op, Tolerance, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.core.tune import power_of_2
@@ -268,99 +269,79 @@ def _dequantize_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": Cost(1.0 * elements, elements * (1 + dtype.itemsize))}
 
 
-def _backends(name: str, supports: Callable[[Call], str | None]) -> tuple[Backend, ...]:
-    return (
-        backends.triton(f"{_ROOM}.triton", supports),
-        backends.torch_native(f"{_ROOM}.torch:{name}"),
-        backends.reference(f"{_ROOM}.reference:{name}"),
-    )
+def _declare(
+    name: str, summary: str, supports: Callable[[Call], str | None], width: tuple[int, int, int] = (1, 300, 1),
+    **fields: Any,
+) -> Op:  # fmt: skip
+    return declare(
+        _ROOM, name, summary, kernels=(backends.triton(f"{_ROOM}.triton", supports),), baselines=("eager", "compile"),
+        ranges={"rows": (0, 6, 1), "width": width}, backward=None, differentiable=False, **fields,
+    )  # fmt: skip
 
 
-_BASELINES = (Baseline("eager", f"{_ROOM}.baselines:eager"), Baseline("compile", f"{_ROOM}.baselines:compiled"))
-_RANGES = {"rows": (0, 6, 1), "width": (1, 300, 1)}
 # A norm or a gate is off by a rounding of float32, and its code then by one: in e4m3 by 32 of 448.
 _FUSED = Tolerance(floor=0.6, floor32=4.0, integer_steps=1)
 
-QUANTIZE = Op(
-    name="quantize",
-    backward=None,
-    differentiable=False,
-    summary="x in 8 bits and its scales, static or dynamic",
+QUANTIZE = _declare(
+    "quantize",
+    "x in 8 bits and its scales, static or dynamic",
+    _quantize,
     function=f"{_ROOM}.named:quantize",
     reference=f"{_ROOM}.named:reference",
     inputs={
         "x": Input(("*rows", "width"), draw=normal(1.0, 0.2)),
         "scale": _Scale(("*rows", "width"), dtype=torch.float32, draw=_positive(0.01), optional=True),
     },
-    backends=_backends("quantize", _quantize),
     cases=_QUANTIZE_CASES,
     benches=_QUANTIZE_BENCHES,
     cost=_cost,
     # torch.compile contracts to fma, and is timed beside us; tests/test_quant.py wants equal codes of our backends.
     tolerance=Tolerance(integer_steps=1),
-    baselines=_BASELINES,
-    ranges=_RANGES,
     random_case=_random_quantize,
 )
-DEQUANTIZE = Op(
-    name="dequantize",
-    backward=None,
-    differentiable=False,
-    summary="(data - zeros) * scales",
-    function=f"{_ROOM}.api:dequantize",
-    reference=f"{_ROOM}.reference:dequantize",
+DEQUANTIZE = _declare(
+    "dequantize",
+    "(data - zeros) * scales",
+    _dequantize,
     inputs={
         "data": Input(("*rows", "width"), dtype=_INT8, draw=_integers),
         "scales": _Scale(("*rows", "width"), dtype=torch.float32, draw=_positive(0.002)),
         "zeros": _Scale(("*rows", "width"), dtype=_INT8, draw=_integers, optional=True),
     },
-    backends=_backends("dequantize", _dequantize),
     cases=_dequantize_cases(),
     benches=_DEQUANTIZE_BENCHES,
     cost=_dequantize_cost,
-    baselines=_BASELINES,
-    ranges=_RANGES,
     random_case=_random_dequantize,
 )
-RMS_NORM_QUANTIZE = Op(
-    name="rms_norm_quantize",
-    backward=None,
-    differentiable=False,
-    summary="RMSNorm, with residual add, and its quantization to 8 bits in one pass",
-    function=f"{_ROOM}.api:rms_norm_quantize",
-    reference=f"{_ROOM}.reference:rms_norm_quantize",
+RMS_NORM_QUANTIZE = _declare(
+    "rms_norm_quantize",
+    "RMSNorm, with residual add, and its quantization to 8 bits in one pass",
+    _norm,
     inputs={
         "x": Input(("*rows", "width"), draw=normal(1.0, 0.5)),
         "weight": Input(("width",), draw=normal(0.5, 1.0), optional=True),
         "residual": Input(("*rows", "width"), optional=True),
     },
-    backends=_backends("rms_norm_quantize", _norm),
     cases=_NORM_CASES,
     benches=_NORM_BENCHES,
     cost=_cost,
     tolerance=_FUSED,
-    baselines=_BASELINES,
-    ranges={**_RANGES, "width": (2, 300, 1)},
+    width=(2, 300, 1),
     random_case=_random_fused,
 )
-GLU_QUANTIZE = Op(
-    name="glu_quantize",
-    backward=None,
-    differentiable=False,
-    summary="gated activation and its quantization to 8 bits in one pass",
-    function=f"{_ROOM}.api:glu_quantize",
-    reference=f"{_ROOM}.reference:glu_quantize",
+GLU_QUANTIZE = _declare(
+    "glu_quantize",
+    "gated activation and its quantization to 8 bits in one pass",
+    _glu,
     inputs={
         "gate": Input(("*rows", "width"), draw=normal(2.0)),
         "up": Input(("*rows", "width"), draw=normal(2.0), optional=True),
     },
-    backends=_backends("glu_quantize", _glu),
     cases=_glu_cases(),
     benches=_GLU_BENCHES,
     cost=_glu_cost,
     tolerance=_FUSED,
-    baselines=_BASELINES,
-    ranges={**_RANGES, "width": (2, 300, 2)},
+    width=(2, 300, 2),
     random_case=_random_glu,
 )
 OPS = (QUANTIZE, DEQUANTIZE, RMS_NORM_QUANTIZE, GLU_QUANTIZE)

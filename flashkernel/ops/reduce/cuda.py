@@ -11,7 +11,7 @@ from flashkernel.core.cuda import TYPES, Kernel, Module, target
 from flashkernel.core.launch import pdl_options
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.reduce import kinds
-from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
+from flashkernel.ops.reduce.masks import PLAIN, MaskRows, Pair, Scores
 
 FOLDER = Path(__file__).parent
 MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
@@ -63,7 +63,7 @@ def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[tor
 
 def reduce_backward(dy: torch.Tensor, x: torch.Tensor, y: torch.Tensor, saved: torch.Tensor, kind: int) -> torch.Tensor:
     """dx [rows, width] of max or logsumexp, from dy [rows], x [rows, width] and what the forward pass gave."""
-    return _spread(x, dy, y, saved, kind)
+    return _spread(x, dy, (y, saved), kind)
 
 
 def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torch.Tensor:
@@ -71,8 +71,8 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
     rows, width = x.shape
     vector = _vector(x)
     if width > (MOST_COLUMNS if vector > 1 else MOST_SINGLE_COLUMNS):
-        pairs = _reduce_pairs(x, None, kinds.SOFTMAX, scale, queries, mask)
-        return _spread(x, None, *pairs, kinds.SOFTMAX, scale, queries, mask)
+        scores = Scores(scale, queries, mask)
+        return _spread(x, None, _reduce_pairs(x, None, kinds.SOFTMAX, scores), kinds.SOFTMAX, scores)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     sight = MASKED if mask.tensor is not None else CAUSAL if queries else ALL
     sms = target(x.device).sms
@@ -89,8 +89,8 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, queries: i
     rows, width = y.shape
     vector = _vector(y, dy)
     if width > (MOST_COLUMNS if vector > 1 else MOST_SINGLE_COLUMNS):
-        pairs = _reduce_pairs(y, dy, kinds.WEIGHTED, queries=queries)
-        return _spread(y, dy, *pairs, kinds.SOFTMAX_BACKWARD, scale, queries)
+        sums = _reduce_pairs(y, dy, kinds.WEIGHTED, Scores(seqlen_q=queries))
+        return _spread(y, dy, sums, kinds.SOFTMAX_BACKWARD, Scores(scale, queries))
     dx = torch.empty((rows, width), dtype=y.dtype, device=y.device)
     values = _values_in_registers(rows, width)
     grid, block = _row_in_registers(rows, width, values)
@@ -154,19 +154,13 @@ def _row_in_registers(rows: int, width: int, values: int) -> tuple[tuple[int], t
 
 
 def _reduce_pairs(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    kind: int,
-    scale: float = 1.0,
-    queries: int = 0,
-    mask: MaskRows = NO_MASK,
-    whole: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor | None, kind: int, scores: Scores = PLAIN, whole: Pair | None = None
+) -> Pair:
     """The pairs (a, b), each [rows, splits], of x [rows, width]; or `whole`, filled, where one block a row will do.
 
-    `weight` is [width], or [rows, width] for one of its own per row; queries > 0 says causal.
+    `weight` is [width], or [rows, width] for one of its own per row.
     """
-    rows, width = x.shape
+    (rows, width), (scale, queries, mask) = x.shape, scores
     sms, vector = target(x.device).sms, 16 // x.element_size()
     # IN_FLIGHT loads a thread; many threads only for few rows that are too short to be split.
     # Maxima and exponentials cost more to merge than to add up: on short rows half the threads, each with twice the
@@ -199,17 +193,10 @@ def _reduce_pairs(
 
 
 def _spread(
-    x: torch.Tensor,
-    dy: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    kind: int,
-    scale: float = 1.0,
-    queries: int = 0,
-    mask: MaskRows = NO_MASK,
-) -> torch.Tensor:
-    """A tensor like x [rows, width]; dy is [rows] or [rows, width], first and second are [rows] or [rows, splits]."""
-    rows, width = x.shape
+    x: torch.Tensor, dy: torch.Tensor | None, pair: Pair, kind: int, scores: Scores = PLAIN
+) -> torch.Tensor:  # fmt: skip
+    """A tensor like x [rows, width]; dy is [rows] or [rows, width], the pair's are [rows] or [rows, splits]."""
+    (rows, width), (first, second), (scale, queries, mask) = x.shape, pair, scores
     result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     matrix = [dy] if dy is not None and dy.ndim == 2 else []
     vector, threads = _vector(x, *matrix), 128

@@ -30,6 +30,18 @@ class MaskRows:
 NO_MASK = MaskRows(None, MaskLayout(1, 1, 0, 0, 0, 0))
 
 
+class Scores(NamedTuple):
+    """What a softmax does to its rows: scale * x where the mask, and causality, let a row see."""
+
+    scale: float = 1.0
+    seqlen_q: int = 0  # of a causal softmax, whose rows are queries; else 0
+    mask: MaskRows = NO_MASK
+
+
+PLAIN = Scores()
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
 def mask_rows(mask: torch.Tensor | None, shape: torch.Size) -> MaskRows:
     """`mask`, broadcast to `shape`, without a copy wherever its leading dims fold into three strides."""
     if mask is None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from flashkernel.core import backends
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, Op, Tolerance, count, normal
+from flashkernel.core.declare import declare
+from flashkernel.core.op import FLOATS, Axes, Call, Case, Cost, Input, Op, Tolerance, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
@@ -182,19 +183,12 @@ def _op(
     random_case: Callable[[Rng, Case], Case] | None = None,
     backward: str | None = None,
 ) -> Op:
-    peers = ("eager", "compiled", "liger") if name == "softmax" else ("eager", "compiled")
-    return Op(
-        name=name,
-        summary=summary,
-        function=f"{_ROOM}.api:{name}",
-        reference=f"{_ROOM}.reference:{name}",
+    return declare(
+        _ROOM,
+        name,
+        summary,
         inputs={"x": x, **(others or {})},
-        backends=(
-            backends.triton(f"{_ROOM}.triton", supports),
-            backends.cuda(f"{_ROOM}.cuda", supports),
-            backends.torch_native(f"{_ROOM}.torch:{name}"),
-            backends.reference(f"{_ROOM}.reference:{name}"),
-        ),
+        kernels=(backends.triton(f"{_ROOM}.triton", supports), backends.cuda(f"{_ROOM}.cuda", supports)),
         cases=cases,
         benches=benches,
         cost=cost,
@@ -202,9 +196,7 @@ def _op(
         ranges={"rows": (0, 9, 1), "width": (1, 300, 1)} if ranges is None else ranges,
         random_case=random_case,
         backward=backward,
-        baselines=tuple(
-            Baseline("compile" if peer == "compiled" else peer, f"{_ROOM}.baselines:{peer}") for peer in peers
-        ),
+        baselines=("eager", "compile", "liger") if name == "softmax" else ("eager", "compile"),
     )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
-from flashkernel.core.op import Axes, Baseline, Case, Cost, Draw, Input, Op, count
+from flashkernel.core.declare import declare
+from flashkernel.core.op import Axes, Case, Cost, Draw, Input, count
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
@@ -143,28 +144,18 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     return {"fwd": cost, "bwd": cost}
 
 
-ROPE = Op(
-    name="rope",
-    summary="rotary position embedding of q and k",
+ROPE = declare(
+    _ROOM,
+    "rope",
+    "rotary position embedding of q and k",
     backward=None,  # the gradient of a rotation is the inverse rotation
-    function=f"{_ROOM}.api:rope",
-    reference=f"{_ROOM}.reference:rope",
     inputs=_INPUTS,
-    backends=(
-        backends.triton(f"{_ROOM}.triton"),
-        backends.cuda(f"{_ROOM}.cuda"),
-        backends.torch_native(f"{_ROOM}.torch:rope"),
-        backends.reference(f"{_ROOM}.reference:rope"),
-    ),
+    kernels=(backends.triton(f"{_ROOM}.triton"), backends.cuda(f"{_ROOM}.cuda")),
     cases=_CASES,
     benches=_BENCHES,
     cost=_cost,
     random_case=_random_case,
     random_share=2,
-    baselines=(
-        Baseline("eager", f"{_ROOM}.baselines:eager"),
-        Baseline("compile", f"{_ROOM}.baselines:compiled"),
-        Baseline("liger", f"{_ROOM}.baselines:liger"),
-    ),
+    baselines=("eager", "compile", "liger"),
 )
 OPS = (ROPE,)

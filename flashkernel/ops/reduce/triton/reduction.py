@@ -20,7 +20,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.configs import REDUCE, SPREAD, splits_of
-from flashkernel.ops.reduce.masks import NO_MASK, MaskRows
+from flashkernel.ops.reduce.masks import PLAIN, Pair, Scores
 
 MEAN = tl.constexpr(kinds.MEAN)
 WEIGHTED = tl.constexpr(kinds.WEIGHTED)
@@ -286,19 +286,13 @@ def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[tor
 
 
 def reduce_partials(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    kind: int,
-    scale: float = 1.0,
-    seqlen_q: int = 0,
-    mask: MaskRows = NO_MASK,
-    whole: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor | None, kind: int, scores: Scores = PLAIN, whole: Pair | None = None
+) -> Pair:
     """The pairs (a, b), each [rows, splits], of x [rows, width]; or `whole`, filled, where one program a row will do.
 
-    `weight` is [width], or [rows, width] for one of its own per row; seqlen_q > 0 says causal.
+    `weight` is [width], or [rows, width] for one of its own per row.
     """
-    rows, width = x.shape
+    (rows, width), (scale, seqlen_q, mask) = x.shape, scores
     props = device.properties(x.device)
     group = 16 // x.element_size()  # columns in a 16-byte load
     shape = {**shape_of(x, reads=1 if weight is None else 2), "powers": int(kind > kinds.MAX)}
@@ -324,21 +318,14 @@ def reduce_partials(
 
 def reduce_backward(dy: torch.Tensor, x: torch.Tensor, y: torch.Tensor, saved: torch.Tensor, kind: int) -> torch.Tensor:
     """dx [rows, width] of max or logsumexp, from dy [rows], x [rows, width] and what the forward pass gave."""
-    return spread(x, dy, y, saved, kind)
+    return spread(x, dy, (y, saved), kind)
 
 
 def spread(
-    x: torch.Tensor,
-    dy: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    kind: int,
-    scale: float = 1.0,
-    seqlen_q: int = 0,
-    mask: MaskRows = NO_MASK,
-) -> torch.Tensor:
-    """A tensor like x [rows, width]; dy is [rows] or [rows, width], first and second are [rows] or [rows, splits]."""
-    rows, width = x.shape
+    x: torch.Tensor, dy: torch.Tensor | None, pair: Pair, kind: int, scores: Scores = PLAIN
+) -> torch.Tensor:  # fmt: skip
+    """A tensor like x [rows, width]; dy is [rows] or [rows, width], the pair's are [rows] or [rows, splits]."""
+    (rows, width), (first, second), (scale, seqlen_q, mask) = x.shape, pair, scores
     result = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     props = device.properties(x.device)
     config = tune.pick(SPREAD, props, shape_of(x))

@@ -11,7 +11,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.configs import SOFTMAX_BACKWARD, SOFTMAX_FORWARD, tile_width
-from flashkernel.ops.reduce.masks import MaskRows
+from flashkernel.ops.reduce.masks import MaskRows, Scores
 from flashkernel.ops.reduce.triton.reduction import (
     SOFTMAX,
     finite,
@@ -98,8 +98,8 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, seqlen_q: int) -> tor
     rows, width = x.shape
     block = tile_width(width)
     if block is None:
-        pairs = reduce_partials(x, None, kinds.SOFTMAX, scale, seqlen_q, mask)
-        return spread(x, None, *pairs, kinds.SOFTMAX, scale, seqlen_q, mask)
+        scores = Scores(scale, seqlen_q, mask)
+        return spread(x, None, reduce_partials(x, None, kinds.SOFTMAX, scores), kinds.SOFTMAX, scores)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     props = device.properties(x.device)
     config = tune.pick(SOFTMAX_FORWARD, props, shape_of(x))
@@ -118,8 +118,8 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, seqlen_q: 
     rows, width = y.shape
     block = tile_width(width)
     if block is None:
-        pairs = reduce_partials(y, dy, kinds.WEIGHTED, seqlen_q=seqlen_q)
-        return spread(y, dy, *pairs, kinds.SOFTMAX_BACKWARD, scale, seqlen_q)
+        sums = reduce_partials(y, dy, kinds.WEIGHTED, Scores(seqlen_q=seqlen_q))
+        return spread(y, dy, sums, kinds.SOFTMAX_BACKWARD, Scores(scale, seqlen_q))
     dx = torch.empty((rows, width), dtype=y.dtype, device=y.device)
     config = tune.pick(SOFTMAX_BACKWARD, device.properties(y.device), shape_of(dy))
     launch(
