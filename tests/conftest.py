@@ -71,10 +71,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-# Tests of the newest operators that fail and are to be mended, by node id. They run, and are reported as xfailed.
-KNOWN_FAILURES = frozenset((Path(__file__).parent / "known_failures.txt").read_text().splitlines())
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--whole-matrix"):
         left_out = [item for item in items if item.get_closest_marker("whole_matrix")]
@@ -82,8 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker("whole_matrix")]
     for item in items:
-        if item.nodeid in KNOWN_FAILURES:
-            item.add_marker(pytest.mark.xfail(reason="known: tests/known_failures.txt", strict=False))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
