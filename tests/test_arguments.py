@@ -194,12 +194,16 @@ def test_pairs_of_dtypes_are_promoted_under_autocast(backend: str, device: str) 
 
 LOWER = {
     "attention": ("q", "k", "v", "bias"),
+    "attention_varlen": ("q", "k", "v"),
     "linear": ("x", "weight"),
     "linear_cross_entropy": ("x", "weight", "bias"),
     "mlp": ("x", "gate_up", "down"),
     "matmul": ("a", "b"),
     "matmul_dact": ("a", "b"),
     "grouped_matmul": ("x", "weights"),
+    "grouped_weight_gradient": ("x", "dz"),
+    "moe_experts": ("x", "gate_up", "down"),
+    "quantized_linear": ("x",),
 }
 
 

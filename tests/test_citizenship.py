@@ -17,7 +17,7 @@ from cuda_emulator import emulated
 from cuda_graphs import capture
 
 import flashkernel
-from flashkernel.core import tune
+from flashkernel.core import cpp, tune
 from flashkernel.core.check import compare, execute, named, wanted_gradients
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import Case, Op, Tolerance
@@ -27,6 +27,7 @@ from flashkernel.ops.gemm.configs import LINEAR, LinearConfig
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 OPS = list(registry().values())
+CPP = {"append_kv", "decode_attention", "quantized_linear"}  # whose first case C++ kernels serve on a CPU
 by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
@@ -229,7 +230,8 @@ def test_overrides_and_explanations(op: Op) -> None:
     """Per-call and scoped choice of a backend; refusals name every backend with its reason."""
     case = op.cases[0]
     inputs = op.make_inputs(case, torch.float32)
-    assert flashkernel.explain(op.call, **inputs, **case.options).chosen == "torch"
+    serves = op.name in CPP and cpp.can_compile() is None
+    assert flashkernel.explain(op.call, **inputs, **case.options).chosen == ("cpp" if serves else "torch")
     with flashkernel.use_backend("reference"):
         assert flashkernel.explain(op.call, **inputs, **case.options).chosen == "reference"
     with flashkernel.use_backend(**{op.name: "reference"}):

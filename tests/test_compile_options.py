@@ -118,7 +118,22 @@ def _gradient_in_place(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return fk.matmul_dact(X, MATRIX.T, z, activation="swiglu", dz_out=z, backend="triton")
 
 
+def _quantized_linear(format_: str, group: str) -> Tensor:
+    weight = fk.Weight.quantize(MATRIX, format_, group)
+    return fk.quantized_linear(X, weight.data, weight.scales, layout=weight.layout, backend="triton")
+
+
+def _experts(x: Tensor) -> tuple[Tensor, ...]:
+    """A mixture of experts with all its parts made inside."""
+    routing: fk.Routing = fk.moe_route(x, fk.Router("softmax", 2), backend="triton")
+    again = fk.moe_sort(routing.experts, routing.weights, num_experts=x.shape[1], backend="triton")
+    gate_up, down = MATRIX.expand(32, 8, 32), MATRIX[:4].T.expand(32, 32, 4)
+    y = fk.moe_experts(x, again, gate_up, down, backend="triton")
+    return y, fk.moe_balance_loss(x, routing), fk.moe_balance_bias(ROW, routing, 0.1)
+
+
 LINEAR, MLP = fk.FusedLinear(32, 8, activation="geglu"), fk.FusedMLP(32, 16)
+MOE = fk.MoE(32, 16, num_experts=4, router=fk.Router("softmax", 2))
 CALLS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: fk.attention_varlen(Q[0], K[0], V[0], LENGTHS, causal=True, window=4, backend="triton"),
     "rotary": lambda: fk.rotary_attention(Q, K, V, torch.ones(16, 8), torch.zeros(16, 8), causal=True),
@@ -151,6 +166,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "grouped_matmul": lambda: fk.grouped_matmul(
         X, MATRIX.T.expand(2, 32, 8), LENGTHS.clamp(max=4), scatter=torch.arange(3, -1, -1), backend="triton"
     ),
+    "grouped_weight_gradient": lambda: fk.grouped_weight_gradient(X, X, LENGTHS.clamp(max=4), backend="triton"),
+    "quantized_linear": lambda: _quantized_linear("int4", "1x32"),
+    "moe": lambda: _experts(X),
+    "moe_module": lambda: MOE(X),
+    "sample": lambda: fk.sample(X, TARGET, TARGET, temperature=ROW[:4], top_k=TARGET.int(), backend="triton"),
     "norms": lambda: (fk.rms_norm(X, ROW, residual=X), fk.layer_norm(X, ROW, ROW)),
     "losses": lambda: (fk.cross_entropy(X, TARGET, softcap=3.0), fk.linear_cross_entropy(X, MATRIX, TARGET)),
     "activations": lambda: [
@@ -171,10 +191,10 @@ def test_calls(name: str) -> None:
 
 
 def test_every_public_function_is_compiled_here() -> None:
-    """Those in CALLS, and the masks, scopes and operators of the other tests."""
+    """Those in CALLS, and the masks, scopes and operators of the other tests; not what is read on the host."""
     here = Path(__file__).read_text(encoding="utf-8")
     missing = [name for name in fk.__all__ if f"fk.{name}" not in here]
-    assert sorted(missing) == ["BackendError", "Explanation", "explain"]
+    assert sorted(missing) == ["BackendError", "ExpertUsage", "Explanation", "explain"]
 
 
 def test_scopes_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:

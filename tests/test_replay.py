@@ -23,8 +23,9 @@ from flashkernel.ops.attention import library as attention
 from flashkernel.ops.norm import library as norm
 from flashkernel.ops.norm.configs import FORWARD
 
-# Uncacheable: one multiplies in torch into views; on a CPU, the other reads a workspace in another width.
-NEVER = {"linear_cross_entropy", "paged_attention"}
+# Uncacheable: linear_cross_entropy multiplies in torch into views; paged_attention on a CPU reads a workspace in
+# another width; attention_varlen in Triton makes the tables of its mask from the lengths of each call.
+NEVER = {"attention_varlen", "linear_cross_entropy", "paged_attention"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -105,7 +105,7 @@ class _FrozenProduct(torch.autograd.Function):
         weight = Weight.from_tensors(ctx.saved_tensors, ctx.layout)
         (dy,), needs = gradients, ctx.needs_input_grad
         dx = dy @ dequantized(weight, dy.dtype) if needs[0] else None
-        dbias = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(dy.dtype) if needs[1] else None
+        dbias = dy.sum_to_size(dy.shape[-1:]) if needs[1] else None
         return dx, dbias, None, *[None] * len(ctx.saved_tensors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.weight import Layout
 from flashkernel.core.op import Axes, Backend, Baseline, Case, Cost, Input, Op, count
+from flashkernel.core.random_case import Rng
 
 _ROOM = "flashkernel.ops.gemm"
 _HALF = (torch.bfloat16,)
@@ -34,6 +36,7 @@ def _scales(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> T
 
 
 def _zeros(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
+    """Zero points near the middle of the 4-bit codes."""
     return torch.randint(6, 11, shape, generator=generator, device=generator.device)
 
 
@@ -70,8 +73,9 @@ def _case(name: str, weight: str, axes: Axes, present: tuple[str, ...] = (), **m
     facts = {
         "columns_per_byte": 1 if eight else 2, "floats": base == "fp8", "exponents": base == "mxfp4", "layout": weight
     }  # fmt: skip
+    dtype_of = {"data": data, "scales": scales, **({"zeros": data} if parsed.zeros else {})}
     return Case(name, {**axes, **facts}, {"layout": weight}, present=(*present, *(("zeros",) if parsed.zeros else ())),
-                dtype_of={"data": data, "scales": scales}, **more)  # fmt: skip
+                dtype_of=dtype_of, **more)  # fmt: skip
 
 
 _CASES = (
@@ -86,6 +90,29 @@ _CASES = (
     _case("transposed", "int8 row", {"rows": 3, "columns": 16, "inner": 33}, layout="transposed"),
     _case("tiles-transposed", "int4_tiles 1x32", {"rows": 3, "columns": 64, "inner": 128}, layout="transposed"),
 )
+
+
+_RANDOM_LAYOUTS = (
+    "int4 1x32", "int4 1x64 zeros", "int4 row", "int4 row zeros", "int8 row", "int8 1x32 zeros", "mxfp4 1x32",
+    "int4_tiles 1x32 zeros", "int4_tiles 1x128", "int4_tiles row", "int8_tiles 1x64", "int8_tiles row",
+    "mxfp4_tiles 1x32",
+)  # fmt: skip
+
+
+def _random_case(rng: Rng, case: Case) -> Case:
+    """Sizes that the layout's groups and tiles divide."""
+    layout = rng.one(_RANDOM_LAYOUTS)
+    parsed = Layout.parse(layout)
+    tiles, group = parsed.format.endswith("_tiles"), max(parsed.group_shape[1], 2)
+    step, most = max(group, 64) if tiles else group, 1024 if rng.large else 160
+    axes = {
+        "rows": tuple(rng.size(1, 600 if rng.large else 70) for _ in range(rng.call.randint(0, 1))),
+        "columns": 64 * rng.call.randint(1, most // 64) if tiles else rng.size(1, most),
+        "inner": step * rng.call.randint(1, max(1, most // step)),
+    }
+    present = tuple(name for name in case.present if name == "bias")
+    made = _case(case.name, layout, axes, present, dtypes=case.dtypes)
+    return replace(made, gradients=case.gradients)
 
 
 def _benches() -> tuple[Case, ...]:
@@ -126,6 +153,7 @@ def quantized_linear(backends: tuple[Backend, ...]) -> Op:
         backends=backends,
         cases=_CASES,
         benches=_benches(),
+        random_case=_random_case,
         cost=_cost,
         baselines=tuple(
             Baseline(name, f"{_ROOM}.quantized.baselines:{name}", forward_only=True)

@@ -69,7 +69,8 @@ def _route(
     if chosen.composite:
         with without_autocast(logits):
             return tuple(chosen.run(logits, router, bias, noise, token_ids))
-    return library.moe_route(logits, bias, noise, token_ids, router.text, chosen.target)
+    weights, experts, *rest = library.moe_route(logits, bias, noise, token_ids, router.text, chosen.target)
+    return experts, weights, *rest
 
 
 def moe_sort(

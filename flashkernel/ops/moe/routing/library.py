@@ -11,8 +11,10 @@ from flashkernel.ops.moe.routing.router import Router
 def _forward(
     logits: Tensor, bias: Tensor | None, noise: Tensor | None, token_ids: Tensor | None, router: str, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(weights, experts, positions, tokens, offsets, counts): the output with a gradient comes first."""
     ids = None if token_ids is None else token_ids.contiguous()
-    return resolve(kernels).route(logits, bias, noise, ids, Router.parse(router))
+    experts, weights, *rest = resolve(kernels).route(logits, bias, noise, ids, Router.parse(router))
+    return weights, experts, *rest
 
 
 def _fake_forward(logits, bias, noise, token_ids, router, kernels):
@@ -20,7 +22,7 @@ def _fake_forward(logits, bias, noise, token_ids, router, kernels):
     slots, rows = Router.parse(router).slots(experts), Router.parse(router).rows(tokens, experts)
     sizes = ((tokens, slots), (tokens, slots), (tokens, slots), (rows,), (experts + 1,), (experts,))
     return tuple(
-        logits.new_empty(size, dtype=torch.float32 if index == 1 else torch.int32) for index, size in enumerate(sizes)
+        logits.new_empty(size, dtype=torch.float32 if index == 0 else torch.int32) for index, size in enumerate(sizes)
     )
 
 
@@ -36,13 +38,13 @@ def _fake_backward(dweights, logits, noise, chosen, router, kernels):
 
 def _setup_context(ctx, inputs, output):
     logits, _, noise, _, ctx.router, ctx.kernels = inputs
-    chosen, _, *rest = output
+    _, chosen, *rest = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(chosen, *rest)
     ctx.save_for_backward(logits, noise, chosen)
 
 
-def _pull_back(ctx, _, dweights, *rest):
+def _pull_back(ctx, dweights, *rest):
     if dweights is None:
         return (None,) * 6
     logits, noise, chosen = ctx.saved_tensors

@@ -23,7 +23,7 @@ def moe_route(
         selected, positions, tokens, offsets, counts = _chosen_by_experts(logits.detach(), router)
         weights = weights_of(logits, selected, router)
         experts = torch.where(selected, torch.arange(count, device=logits.device), -1)
-        return Routing(experts.int(), weights.float(), positions, tokens, offsets, counts)
+        return Routing(experts.int(), wide(weights), positions, tokens, offsets, counts)
     keys = selection_keys(logits.detach(), router, bias, token_ids)
     order = keys.sort(dim=1, descending=True, stable=True).indices[:, : router.k]  # of equal ones the first expert
     used = torch.ones_like(order, dtype=torch.bool)
@@ -35,13 +35,18 @@ def moe_route(
     selected = torch.zeros_like(keys, dtype=torch.bool).scatter(1, order, used)
     weights = torch.where(used, weights_of(logits, selected, router).gather(1, order), 0)
     experts = torch.where(used, order, -1).int()
-    return Routing(experts, weights.float(), *sort_rows(experts, count, router.capacity))
+    return Routing(experts, wide(weights), *sort_rows(experts, count, router.capacity))
 
 
 def moe_sort(experts: Tensor, weights: Tensor, *, num_experts: int, capacity: int | None = None) -> Routing:
     """The routing of given experts and weights; an index outside of the experts is a slot that is not used."""
     chosen = torch.where((experts >= 0) & (experts < num_experts), experts, -1).int()
-    return Routing(chosen, weights.float(), *sort_rows(chosen, num_experts, capacity))
+    return Routing(chosen, wide(weights), *sort_rows(chosen, num_experts, capacity))
+
+
+def wide(weights: Tensor) -> Tensor:
+    """Weights in float32, or in float64 where they are."""
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def selection_keys(logits: Tensor, router: Router, bias: Tensor | None, token_ids: Tensor | None) -> Tensor:

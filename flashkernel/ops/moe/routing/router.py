@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -61,11 +61,18 @@ class Router:
     min_k: int = 1
     capacity: int | None = None
     seed: int = 0
+    text: str = field(
+        init=False, repr=False, compare=False
+    )  # the other fields, for torch's operators; `parse` reads it
 
     def __post_init__(self) -> None:
         problem = self._problem()
         if problem is not None:
             raise ValueError(f"Router: {problem}")
+        # Made here, of numbers: torch.compile may hold the fields of a router that it is given as symbols.
+        values = (self.kind, self.k, self.normalize, self.scale, self.groups, self.top_groups, self.mass, self.min_k,
+                  self.capacity, self.seed)  # fmt: skip
+        object.__setattr__(self, "text", " ".join([str(value) for value in values]))
 
     def _problem(self) -> str | None:
         if self.kind not in KINDS:
@@ -87,14 +94,9 @@ class Router:
         return None
 
     @property
-    def cache_key(self) -> tuple[Any, ...]:
+    def cache_key(self) -> str:
         """What a launch cache tells calls apart by."""
-        return astuple(self)
-
-    @property
-    def text(self) -> str:
-        """All fields as text, the form in which torch's operators take it; `parse` reads it."""
-        return " ".join(str(value) for value in astuple(self))
+        return self.text
 
     @staticmethod
     def parse(text: str) -> Router:
@@ -116,7 +118,7 @@ class Router:
         return min(tokens, ceil_div(tokens * self.k, experts) if self.capacity is None else self.capacity)
 
     def __repr__(self) -> str:
-        shown = [f"{one.name}={getattr(self, one.name)}" for one in fields(self)[2:]
+        shown = [f"{one.name}={getattr(self, one.name)}" for one in fields(self)[2:-1]
                  if getattr(self, one.name) != one.default]  # fmt: skip
         return f"Router({', '.join([self.kind, f'k={self.k}', *shown])})"
 
@@ -137,7 +139,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: int32 (tokens, slots): the chosen experts, best first; -1 in a slot that is not used.
-        weights: float32 (tokens, slots), 0 where a slot is not used. Differentiable.
+        weights: float32 (of float64 logits float64), (tokens, slots), 0 where a slot is not used. Differentiable.
         positions: int32 (tokens, slots): the row of each slot; -1 where it is not used, or dropped at capacity.
         tokens: int32 (rows,): the token of each row; 0 behind the last row that is used.
         offsets: int32 (experts + 1,): expert e has the rows from offsets[e] to offsets[e + 1].
