@@ -2,7 +2,8 @@
 
 Triton 3.6 patches its language modules anew for every call of a device function, rebuilds the type of a tensor (and
 the tuple of its shape, and that tuple's type) for every operation, and computes for every integer operation whether it
-overflows, which nothing reads. Here the modules stay patched, and types are kept by element type and shape. `install()`
+overflows, which nothing reads; a reduction with a combine function of its own calls that function for every element.
+Here the modules stay patched, types are kept by element type and shape, and elements are combined in pairs. `install()`
 does nothing with other versions of Triton, which then run as they are.
 """
 
@@ -25,6 +26,7 @@ def install() -> bool:
     _keep_numpy_dtypes()
     _broadcast_only_what_differs()
     _drop_unread_overflow_checks()
+    _combine_halves()
     return True
 
 
@@ -154,3 +156,30 @@ def _drop_unread_overflow_checks() -> None:
             compute(self, lhs, rhs, binary_op)
 
     TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def _combine_halves() -> None:
+    """tl.reduce combines neighbours, then the results, as compiled kernels do: one call for each halving."""
+    import numpy as np
+    from triton.runtime.interpreter import ReduceOps
+
+    def generic_reduce(self: Any, given: Any) -> list[Any]:
+        flat = self.axis is None
+        dtypes = [one.dtype for one in given]
+        parts = [one.handle.data.reshape(-1) if flat else one.handle.data for one in given]
+        axis, dims = (0, given[0].handle.data.ndim) if flat else (self.axis, 1)
+        while parts[0].shape[axis] > 1:
+            sides = []
+            for first in (0, 1):
+                index = (slice(None),) * axis + (slice(first, None, 2),)
+                sides += [self.to_tensor(part[index], dtype) for part, dtype in zip(parts, dtypes)]
+            combined = self.combine_fn.fn(*sides)
+            combined = combined if isinstance(combined, tuple) else (combined,)
+            parts = [one.handle.data for one in combined]
+        if self.keep_dims:
+            parts = [part.reshape((1,) * dims) for part in parts] if flat else parts
+        else:
+            parts = [np.squeeze(part, axis) for part in parts]
+        return [self.to_tensor(part, dtype) for part, dtype in zip(parts, dtypes)]
+
+    ReduceOps.generic_reduce = generic_reduce

@@ -71,3 +71,33 @@ def test_a_kernel_with_functions_broadcasts_and_integers_that_wrap() -> None:
     wrapped = torch.tensor([(row * 0x9E3779B9) % 2**32 >> 28 for row in range(5)])
     assert torch.allclose(out[:5], half.amax(1) + half.sum(1) + wrapped, atol=1e-5)
     assert out[5:].isnan().all()
+
+
+@triton.jit
+def _composed(a, b, c, d):
+    """x -> a x + b, then x -> c x + d: associative, but not commutative."""
+    return a * c, b * c + d
+
+
+@triton.jit
+def _reducing_kernel(out, x, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    places = row[:, None] * COLUMNS + column
+    factors, terms = tl.load(x + places), tl.load(y + places)
+    _, by_row = tl.reduce((factors, terms), 1, _composed)
+    tl.store(out + row, by_row)
+    _, by_column = tl.reduce((factors, terms), 0, _composed, keep_dims=True)
+    tl.store(out + ROWS + column[None, :], by_column)
+    tl.store(out + ROWS + COLUMNS, tl.xor_sum(column))
+
+
+def test_reductions_combine_in_order() -> None:
+    x, y = torch.rand(4, 8) + 0.5, torch.randn(4, 8)
+    out = torch.full((13,), torch.nan)
+    _reducing_kernel[(1,)](out, x, y, ROWS=4, COLUMNS=8)
+    for along, found in ((1, out[:4]), (0, out[4:12])):
+        expected = torch.zeros(found.shape)
+        for factor, term in zip(x.unbind(along), y.unbind(along)):
+            expected = expected * factor + term
+        assert torch.allclose(found, expected, atol=1e-5)
+    assert out[12] == 0  # 0 ^ 1 ^ ... ^ 7
