@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 NEWEST := $(VENV)/newest
 DOCS_READY := $(VENV)/.docs-ready
 JOBS ?= auto
+JOBS_CPU ?= $(shell expr $$(nproc) + 1)# one more than cores: some tests wait for servers and timeouts
 JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
@@ -20,7 +21,7 @@ demo: $(READY)  ## fetch a small model, let it write on this machine, and say wh
 test: cpu-test compile-test  ## all tests that need no GPU
 
 cpu-test: $(READY)  ## references, torch backends, Triton under its interpreter, errors, command line
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS_CPU) --dist worksteal
 
 compile-test: $(READY)  ## every kernel for every GPU it claims, without that GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "compile and not every_arch and not every_config"

@@ -30,6 +30,7 @@ PARKED = 160  # bytes of stack for values that are needed between loops
 PARKED_BY = {"attention_backward_keys": 176}  # its offsets of heads are 64 bits wide
 FEW = 2  # loads from there in the loops of warpgroups that hold nearly all registers there are
 GPUS = {75: "t4", 80: "a100", 90: "h200"}
+ONE_WIDTH = ("attention_fp8", "attention_varlen")  # they share tiles with attention, which has all widths of heads
 # Why one of the two backends declines a benchmark that the other serves.
 LEFT_TO_OTHERS = ("no shared prefix", "have kernels of their own", "reads weights in tiles", "read rows, not")
 
@@ -47,6 +48,7 @@ def _selected() -> Iterator[object]:
                 continue
             kinds = {_kind(case): case for case in op.benches} if arch == 90 else {}
             usual = _richest(op) if "hopper" in names else list(kinds.values())
+            usual = usual[-1:] if op.name in ONE_WIDTH else usual
             for case in op.benches if arch == 90 else turing_cases(op) if arch == 75 else op.benches[:1]:
                 dtype = torch.float16 if arch == 75 else case.dtypes[0]
                 name = f"{op.name}-{case.name}-sm{arch}{'-hopper' if backend == 'hopper' else ''}"
