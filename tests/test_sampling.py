@@ -199,6 +199,49 @@ def test_the_search_takes_as_many_passes_as_it_needs(
     assert bool(keep.gather(1, tokens[:, None]).all())
 
 
+VOCAB = 128256
+
+
+def _vocabularies() -> Tensor:
+    """Rows of a large vocabulary: flat, peaked, sorted, with ties, far from 0, mostly -inf."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(6, VOCAB, generator=generator)
+    peaked, few = normal[0].clone(), torch.full((VOCAB,), -torch.inf)
+    peaked[777] = 20.0
+    few[:9000] = normal[1, :9000]
+    zipf = -1.1 * torch.log(torch.arange(1, VOCAB + 1))
+    rows = [normal[0], 3 * normal[1], normal[2].sort().values, zipf, zipf.flip(0), torch.zeros(VOCAB), peaked,
+            (4 * normal[3]).round() / 4, 1e9 * normal[4] + 1e10, few]  # fmt: skip
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 20000, "top_p": 0.5}], ids="-".join)
+def test_rows_of_a_large_vocabulary(device: str, given: dict[str, float]) -> None:
+    logits = _vocabularies().to(device)
+    rows = logits.shape[0]
+    options = {
+        name: torch.full((rows,), value, dtype=torch.int32 if name == "top_k" else torch.float32, device=device)
+        for name, value in {"temperature": 0.8, **given}.items()
+    }
+    seeds, positions = torch.arange(rows, device=device), torch.full((rows,), 7, device=device)
+    found, expected = (
+        fk.sample(logits, seeds, positions, **options, backend=backend) for backend in ("triton", "reference")
+    )
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="passes are counted under the interpreter")
+@pytest.mark.parametrize(("row", "passes"), [(0, 1), (1, 1), (2, 1), (6, 2)])
+def test_a_search_takes_one_pass_where_a_sample_tells(row: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose threshold a sample of the row comes near to; a single token that has most of the mass it misses."""
+    pivots, pivot = [], kernels._pivot
+    monkeypatch.setattr(kernels, "_pivot", lambda *args: pivots.append(args) or pivot(*args))
+    logits, one = _vocabularies()[row : row + 1], torch.ones(1, dtype=torch.int64)
+    fk.sample(logits, one, one, top_p=torch.tensor([0.9]), backend="triton")
+    assert len(pivots) == 5 * passes
+
+
 def test_wrong_inputs_are_refused() -> None:
     logits, seeds = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
     counts = torch.zeros(2, 5, dtype=torch.int32)

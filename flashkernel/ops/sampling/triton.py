@@ -213,7 +213,8 @@ def _pivot(low, high, spread, temperature, OFFSET: tl.constexpr, SHARE: tl.const
     After four passes it is the share of the floats between them: those near 0 would halve 150 times.
     """
     below, above = _order(low), _order(high)
-    by_order = _value(below + (((above >> 1) - (below >> 1)).to(tl.float32) * (2 * SHARE)).to(tl.int32))
+    half = (((above >> 1) - (below >> 1)).to(tl.float32) * SHARE).to(tl.int32)  # the whole may exceed 31 bits
+    by_order = _value(below + half + half)
     inside = tl.where(spread > 1e6, by_order, low + (high - low) * SHARE)
     return tl.where(low > _LOWEST, inside, high - OFFSET * spread * temperature)
 
