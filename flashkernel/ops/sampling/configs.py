@@ -28,16 +28,21 @@ class SampleConfig:
     row_warps: int
     num_stages: int
 
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread of the second kernel: of 65,536 two programs of up to 16 warps have half each."""
+        return min(255, max(64, 1024 // self.row_warps))
+
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (power_of_2(shape["vocab"]), shape["bytes"])
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> SampleConfig:
-    """8 values a thread in the search: with its sums, two programs of 16 warps fit the registers of an SM."""
+    """4 values a thread in the search: with its sums, two programs of 16 warps fit the registers of an SM."""
     vocab = max(16, power_of_2(shape["vocab"]))
-    chunk = min(vocab, max(4096, vocab // MAX_CHUNKS))
-    warps = max(1, min(16, chunk // 256))
+    chunk = min(vocab, max(2048, vocab // MAX_CHUNKS))
+    warps = max(1, min(16, chunk // 128))
     return SampleConfig(chunk, max(1, min(8, chunk // 512)), warps, 4)
 
 

@@ -268,15 +268,15 @@ def _ranked(key, exists, below, above, largest, rank):
 
 
 @triton.jit
-def _estimate(base, vocab, largest, temperature, target, share, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+def _estimate(base, vocab, largest, temperature, target, share, COUNT: tl.constexpr, SAMPLE: tl.constexpr,
               GROUP: tl.constexpr):  # fmt: skip
-    """(far low, near low, near high, far high): values around the threshold of CHUNK logits from all over the row."""
-    index = tl.arange(0, CHUNK)
-    stride = vocab // (CHUNK // GROUP) // GROUP * GROUP
+    """(far low, near low, near high, far high): values around the threshold of SAMPLE logits from all over the row."""
+    index = tl.arange(0, SAMPLE)
+    stride = vocab // (SAMPLE // GROUP) // GROUP * GROUP
     x = _load(base, index // GROUP * stride + index % GROUP, vocab)
     weight = _weight(x, largest, temperature, COUNT)
     if COUNT:
-        wanted = target * CHUNK / vocab
+        wanted = target * SAMPLE / vocab
     else:
         wanted = share * tl.sum(weight, 0)
     key, below, above = _order(x), _order(largest * 0.0 + _LOWEST), _order(largest)
@@ -284,10 +284,10 @@ def _estimate(base, vocab, largest, temperature, target, share, COUNT: tl.conste
     estimate = _narrowed(key, weight, below, above, 0.0, wanted, False)
     rank = tl.sum(tl.where(key > estimate, exists, 0.0), 0)
     return (
-        _ranked(key, exists, below, above, largest, rank + _FAR * CHUNK),
-        _ranked(key, exists, below, above, largest, rank + _NEAR * CHUNK),
-        _ranked(key, exists, below, above, largest, rank - _NEAR * CHUNK),
-        _ranked(key, exists, below, above, largest, rank - _FAR * CHUNK),
+        _ranked(key, exists, below, above, largest, rank + _FAR * SAMPLE),
+        _ranked(key, exists, below, above, largest, rank + _NEAR * SAMPLE),
+        _ranked(key, exists, below, above, largest, rank - _NEAR * SAMPLE),
+        _ranked(key, exists, below, above, largest, rank - _FAR * SAMPLE),
     )
 
 
@@ -305,7 +305,7 @@ def _threshold(base, collected, vocab, largest, temperature, low, target, share,
     estimated = (low <= _LOWEST) & (vocab > CAPACITY)
     if estimated:
         far_low, from_low, to_high, far_high = _estimate(
-            base, vocab, largest, temperature, target, share, COUNT, CHUNK, GROUP
+            base, vocab, largest, temperature, target, share, COUNT, 2 * CHUNK, GROUP
         )
     lane = tl.arange(0, CHUNK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [lanes, GROUP]
     searching = True
@@ -495,6 +495,7 @@ def forward(logits: torch.Tensor, settings: Settings, states: States) -> torch.T
     launch(
         sample_rows, (rows,), logits, changed, given, changes, stats, collected, masses, tokens, *sizes[:4],
         KEEP=keep, CHUNK=config.chunk, CHUNKS=tune.power_of_2(chunks), GROUP=GROUP, CAPACITY=CAPACITY,
-        NUM_STAGES=config.num_stages if chunks > 1 else 1, num_warps=config.row_warps, **early,
+        NUM_STAGES=config.num_stages if chunks > 1 else 1, num_warps=config.row_warps, maxnreg=config.max_registers,
+        **early,
     )  # fmt: skip
     return tokens
