@@ -94,3 +94,8 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
 def unit_stride(x: Tensor) -> Tensor:
     """The tensor, copied unless the elements of its last dim lie side by side."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[rows, columns] with unit stride along the row; a view where the layout allows one."""
+    return unit_stride(x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1]))

@@ -37,6 +37,11 @@ class AttendOptions:
         """What Q K^T is multiplied by."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
+    def params(self, head_dim: int) -> DecodeParams:
+        """The options as kernels take them."""
+        scale = float(self.softmax_scale(head_dim))
+        return DecodeParams(self.window or 0, self.sink_tokens, scale, float(self.softcap), self.prefix_length)
+
     def visible_keys(self, capacity: int, seqlen_q: int) -> int:
         """Keys that a sequence's queries see at most."""
         return visible_keys(capacity, seqlen_q, self.window or 0, self.sink_tokens)

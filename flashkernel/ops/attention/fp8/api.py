@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
-from flashkernel.blocks.mask import Mask, checked, narrowed
+from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
 from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -89,9 +89,8 @@ def attention_fp8(
             )  # fmt: skip
     as_bytes = [x.view(torch.uint8) for x in (q, k, v)]  # torch.compile and autograd support few float8 operations
     out, lse = library.attention_fp8(
-        *as_bytes, q_scale, k_scale, v_scale, sinks, [] if mask is None else list(mask.tables),
-        "" if mask is None else mask.text, q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap),
-        out_dtype, chosen.target,
+        *as_bytes, library.Fp8Scales(q_scale, k_scale, v_scale), sinks, source_of(mask),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), out_dtype, chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask, checked, narrowed
+from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
 from flashkernel.core.arguments import check_scale, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -76,10 +76,9 @@ def rotary_attention(
             return chosen.run(
                 q, k, v, cos, sin, interleaved=interleaved, mask=mask, scale=scale, return_lse=return_lse
             )  # fmt: skip
-    out, lse = library.rotary_attention(
-        q, k, v, cos, sin, [] if mask is None else list(mask.tables), "" if mask is None else mask.text,
-        bool(interleaved), q.shape[-1] ** -0.5 if scale is None else float(scale), chosen.target,
-    )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    arguments = library.RotaryArguments(source_of(mask), bool(interleaved), scale)
+    out, lse = library.rotary_attention(q, k, v, cos, sin, arguments, chosen.target)
     return (out, lse) if return_lse else out
 
 
