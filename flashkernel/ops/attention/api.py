@@ -14,8 +14,7 @@ from flashkernel.blocks.tile_ranges import max_visible_keys
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
-    check_scale,
-    check_softcap,
+    check_scores,
     needs_gradients,
     without_autocast,
 )
@@ -186,5 +185,4 @@ def _check_settings(
             "written with operators; a tensor to be added goes into bias="
         )
     check_dropout("attention", dropout, seed, q.device)
-    check_scale("attention", scale)
-    check_softcap("attention", softcap)
+    check_scores("attention", scale, softcap)

@@ -5,7 +5,7 @@ import operator
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import autocast_dtype, check_scale, check_softcap, without_autocast
+from flashkernel.core.arguments import autocast_dtype, check_scores, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import traced
 from flashkernel.core.replay import replayed
@@ -286,8 +286,7 @@ def _checked_window(
             f"{name}: sink_tokens is {sink_tokens} and window {window}; it counts the first keys that stay visible "
             "beside a window"
         )
-    check_softcap(name, softcap)
-    check_scale(name, scale)
+    check_scores(name, scale, softcap)
     return window, sink_tokens
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
-from flashkernel.core.arguments import check_scale, needs_gradients, without_autocast
+from flashkernel.core.arguments import check_scores, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_tensors
@@ -66,7 +66,7 @@ def rotary_attention(
     mask = checked(mask, "rotary_attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
     if causal is not False or window is not None:
         mask = narrowed(mask, causal, window, "rotary_attention")
-    check_scale("rotary_attention", scale)
+    check_scores("rotary_attention", scale)
     chosen = choose(
         spec.ROTARY_ATTENTION, backend, q.device, q.dtype, needs_gradients(q, k, v),
         head_dim=q.shape[-1], value_dim=v.shape[-1], rotary_dim=2 * cos.shape[-1],
