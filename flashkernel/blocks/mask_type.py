@@ -275,9 +275,12 @@ class Source(NamedTuple):
         return recalled(self.text, self.tables) if self.text else None
 
 
+_NOTHING = Source("", [])
+
+
 def source_of(given: Mask | ex.Traced | None) -> Source:
     """The source of a mask or of a score function; empty for None."""
-    return Source("", []) if given is None else Source(given.text, list(given.tables))
+    return _NOTHING if given is None else Source(given.text, list(given.tables))
 
 
 def recalled(text: str, tables: Sequence[Tensor]) -> Mask:

@@ -120,10 +120,11 @@ class Rotation(NamedTuple):
     @property
     def by_pairs(self) -> Rotation:
         """The rotation with tables of one column for each pair."""
-        if self.cos is None or self.sin is None:
+        cos, sin, rates, positions, scaling, dim, interleaved = self
+        if cos is None or sin is None:
             return self
-        cos, sin = (half_width(table, self.dim, self.interleaved) for table in (self.cos, self.sin))
-        return self._replace(cos=cos, sin=sin)
+        cos, sin = half_width(cos, dim, interleaved), half_width(sin, dim, interleaved)
+        return Rotation(cos, sin, rates, positions, scaling, dim, interleaved)
 
 
 def make_rotation(

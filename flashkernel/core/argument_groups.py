@@ -74,15 +74,17 @@ class ArgumentGroups:
         self.grouped = self.names != list(self._parameters)
         self.tensor_lists = [index for index, kind in enumerate(self._kinds.values()) if kind == list[Tensor]]
         flat = ", ".join(itertools.chain.from_iterable(_read(path, kind) for path, kind in leaves))
+        fields = [line for name, kind in self._parameters.items() for line in _field_reads((name,), kind)]
         self._groups = ", ".join([self._made((name,), kind) for name, kind in self._parameters.items()])
-        self.flatten = self._generate("flatten", ", ".join(self._parameters), f"({flat},)")
-        self.rebuild = self._generate("rebuild", ", ".join(self.names), f"({self._groups},)")
+        self.flatten = self._generate("flatten", ", ".join(self._parameters), *fields, f"return ({flat},)")
+        self.rebuild = self._generate("rebuild", ", ".join(self.names), f"return ({self._groups},)")
 
     def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the groups as one of the flat arguments, annotated for a schema."""
         if not self.grouped:
             return function
-        made = self._generate(function.__name__, ", ".join(self.names), f"function({self._groups})", function=function)
+        call = f"return function({self._groups})"
+        made = self._generate(function.__name__, ", ".join(self.names), call, function=function)
         made.__module__, made.__doc__ = function.__module__, function.__doc__
         made.__annotations__ = {**self._kinds, "return": self._returns}
         return made
@@ -93,13 +95,16 @@ class ArgumentGroups:
         if fields is not None:
             self._types.append(kind)
             made = f"type{len(self._types) - 1}"
-            return f"{made}({', '.join([self._made((*path, name), field) for name, field in fields.items()])})"
+            parts = ", ".join([self._made((*path, name), field) for name, field in fields.items()])
+            return f"new({made}, ({parts},))" if issubclass(kind, tuple) else f"{made}({parts})"
         name = self._names[path]
         return f"{name} if {name}_tensor is None else {name}_tensor" if _is_number_or_tensor(kind) else name
 
-    def _generate(self, name: str, parameters: str, text: str, **others: Any) -> Any:
-        names = {"Tensor": Tensor, **{f"type{index}": kind for index, kind in enumerate(self._types)}, **others}
-        exec(compile(f"def {name}({parameters}):\n    return {text}\n", f"<flashkernel {name}>", "exec"), names)
+    def _generate(self, name: str, parameters: str, *lines: str, **others: Any) -> Any:
+        types = {f"type{index}": kind for index, kind in enumerate(self._types)}
+        names = {"Tensor": Tensor, "new": tuple.__new__, **types, **others}
+        body = "\n    ".join(lines)
+        exec(compile(f"def {name}({parameters}):\n    {body}\n", f"<flashkernel {name}>", "exec"), names)
         return names[name]
 
 
@@ -126,9 +131,28 @@ def _is_number_or_tensor(kind: Any) -> bool:
     return set(typing.get_args(kind)) == {int, Tensor}
 
 
+def _variable(path: tuple[str, ...]) -> str:
+    """The name of a parameter, or of a field in generated source."""
+    return "__".join(path)
+
+
+def _field_reads(path: tuple[str, ...], kind: Any) -> Iterator[str]:
+    """Source that gives each field of a group a variable."""
+    fields = _fields(kind)
+    if fields is None:
+        return
+    variables, group = [_variable((*path, name)) for name in fields], _variable(path)
+    if issubclass(kind, tuple):
+        yield f"{', '.join(variables)}, = {group}"
+    else:
+        yield from [f"{variable} = {group}.{name}" for variable, name in zip(variables, fields)]
+    for name, field in fields.items():
+        yield from _field_reads((*path, name), field)
+
+
 def _read(path: tuple[str, ...], kind: Any) -> tuple[str, ...]:
     """The expressions of the flat arguments that stand for a field."""
-    value = ".".join(path)
+    value = _variable(path)
     if _is_number_or_tensor(kind):
         return f"0 if isinstance({value}, Tensor) else {value}", f"{value} if isinstance({value}, Tensor) else None"
     return (value,)

@@ -117,12 +117,16 @@ def _flat_autograd(arguments: ArgumentGroups, setup_context, backward, different
         if lists:
             for index, length in zip(lists, ctx.list_lengths):
                 results[index] = [None] * length
-        if any(gradient is not None for gradient in gradients):
-            needs = ctx.needs_input_grad
-            wanted = [needs[index] for index in indices]
-            for index, want, found in zip(indices, wanted, backward(ctx, wanted, *gradients)):
-                if want:
-                    results[index] = found
+        for gradient in gradients:
+            if gradient is not None:
+                break
+        else:
+            return tuple(results)
+        needs = ctx.needs_input_grad
+        wanted = [needs[index] for index in indices]
+        for index, want, found in zip(indices, wanted, backward(ctx, wanted, *gradients)):
+            if want:
+                results[index] = found
         return tuple(results)
 
     return setup, pull_back

@@ -1,7 +1,5 @@
 """The decode kernels as torch operators; they have no gradients."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ def _decode_forward(
     elif not isinstance(prefix, Tensor):
         prefix = min(prefix, given.capacity)
     if prefix is not params.prefix:
-        params = replace(params, prefix=prefix)
+        params = params._replace(prefix=prefix)
     return resolve(kernels).forward(unit_stride(q), given, None if sinks is None else sinks.contiguous(), params)
 
 

@@ -5,7 +5,6 @@ activation and the transposes are views. A product that ends in an activation st
 The dZ of a gated product is packed as its B is, so that its gradients are products of packed tensors as well.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -51,7 +50,12 @@ def matmul(
         added: The residual is `out`, and left out of `tensors`.
     """
     alone = a.ndim == 2 and b.ndim == 2
-    out, a, b, tensors = tensors.out, _batched(a), _batched(b), MatmulTensors(*[_batched(x) for x in tensors])
+    a, b, out = _batched(a), _batched(b), tensors.out
+    up, bias, up_bias, residual, a_scale, b_scale, *_, seed, out_scale, _ = tensors
+    tensors = MatmulTensors(
+        _batched(up), bias, up_bias, _batched(residual), _batched(a_scale), _batched(b_scale), out=_batched(out),
+        seed=seed, out_scale=_batched(out_scale),
+    )  # fmt: skip
     saves = "returned" if return_preactivation else "saved" if save else ""
     if out is not None:
         z = _matmul_into(a, b, tensors, params, added, saves, kernels)
@@ -64,7 +68,7 @@ def matmul(
 
 
 def _batched(x):
-    return x[None] if isinstance(x, Tensor) and x.ndim == 2 else x
+    return x[None] if x is not None and x.ndim == 2 else x
 
 
 def _batches(a: Tensor, b: Tensor) -> int:
@@ -83,7 +87,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """C, the preactivation and the scales of C; those that are not asked for are empty."""
     if quantize == "row":  # in a second kernel
-        params = replace(params, out_dtype=default_dtype(a.dtype))
+        params = params._replace(out_dtype=default_dtype(a.dtype))
     n = _columns(b, tensors.up, params.chain)[0]
     size = (_batches(a, b), a.shape[1], -(-n // SCALE_BLOCK)) if quantize == "block" else 0
     scales = torch.empty(size, dtype=torch.float32, device=a.device)
