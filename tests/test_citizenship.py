@@ -67,7 +67,7 @@ def test_opcheck(op: Op, case: Case, device: str, monkeypatch: pytest.MonkeyPatc
     call = KernelOp.__call__
 
     def recorded(self: KernelOp, *args: object) -> object:
-        seen.append((self, args))
+        seen.append((self, args if self.flatten is None else self.flatten(*args)))
         return call(self, *args)
 
     monkeypatch.setattr(KernelOp, "__call__", recorded)

@@ -14,6 +14,7 @@ from flashkernel.core import tune
 from flashkernel.core.launch import collect_launches
 from flashkernel.ops import registry
 from flashkernel.ops.gemm.configs import LINEAR, MOST_ROWS, LinearConfig, row_tile
+from flashkernel.ops.gemm.params import LinearExtras
 
 LINEAR_OP = registry()["linear"]
 
@@ -188,8 +189,10 @@ def test_chains_compose(pieces: tuple) -> None:
     for rows in (3, 6):
         y = kernels.forward(
             x[:1].expand(rows, 12).contiguous() if rows > 3 else x, weights, plain,
-            residual.detach()[:1].expand(rows, 10).contiguous() if rows > 3 else residual.detach(),
-            None, chain.text, 0.0, 0.0, torch.float32,
+            LinearExtras(
+                residual.detach()[:1].expand(rows, 10).contiguous() if rows > 3 else residual.detach(), None,
+                chain.text, "halves", 0.0, 0.0, torch.float32,
+            ),
         )  # fmt: skip
         _close(y, expected.detach()[:1].expand(rows, 10) if rows > 3 else expected.detach())
     upstream = torch.randn(3, 10)

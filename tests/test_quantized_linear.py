@@ -20,6 +20,7 @@ from flashkernel.blocks.dequantize_triton import dequantize
 from flashkernel.blocks.integers import unpack_nibbles
 from flashkernel.core import cuda
 from flashkernel.core import device as devices
+from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.gemm.quantized import cuda as kernels
 from flashkernel.ops.gemm.quantized.configs import QUANTIZED, QuantizedConfig, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import Schedule, whole_tiles
@@ -162,9 +163,9 @@ def test_a_gated_layer_emulated() -> None:
     x, residual = torch.randn(rows, inner).half(), torch.randn(rows, columns).half()
     biases = [torch.randn(columns).half() for _ in range(2)]
     with emulated(90):
-        y = kernels.forward(
-            x, [gate, up], biases, residual, None, "bias;gate silu 1.0 inf;scale 0.5;residual", 0.0, 0.0, torch.float32
-        )
+        chain = "bias;gate silu 1.0 inf;scale 0.5;residual"
+        extras = LinearExtras(residual, None, chain, "halves", 0.0, 0.0, torch.float32)
+        y = kernels.forward(x, [gate, up], biases, extras)
     exact = fk.linear(
         x.double(), [gate, up], [bias.double() for bias in biases], residual.double(), activation="swiglu", scale=0.5,
         backend="reference",

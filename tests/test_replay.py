@@ -319,7 +319,7 @@ def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
         assert x.grad is not None
         assert y.grad_fn is not None
     assert repeated
-    assert attention._attention.function is not None
+    assert attention.attention.function is not None
 
 
 @pytest.mark.parametrize("device", DEVICES)

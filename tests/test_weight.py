@@ -244,19 +244,19 @@ def test_torch_compile(backend: str) -> None:
 
 
 def test_opcheck() -> None:
-    weight = Weight.quantize(_matrix(16, 32), "fp8", "row")
-    arguments = (
-        torch.randn(3, 32, requires_grad=True), list(weight.tensors), torch.randn(16, requires_grad=True), None, None,
-        None, torch.rand(32), weight.layout, "bias;activation silu", "halves", 1e-6, 0.0, torch.float32,
-        "flashkernel.ops.gemm.triton",
-    )  # fmt: skip
     from flashkernel.blocks.epilogue import standard
 
+    weight = Weight.quantize(_matrix(16, 32), "fp8", "row")
     chain = ";".join(piece.text for piece in standard(True, "silu", 1.0, False))
+    arguments = (
+        torch.randn(3, 32, requires_grad=True), list(weight.tensors), weight.layout,
+        torch.randn(16, requires_grad=True), None, None, None, torch.rand(32), chain, "halves", 1e-6, 0.0,
+        torch.float32, "flashkernel.ops.gemm.triton",
+    )  # fmt: skip
     # test_schema computes with all inputs, which torch cannot do with 8-bit floats.
     torch.library.opcheck(
         torch.ops.flashkernel.linear_quantized.default,
-        (*arguments[:8], chain, *arguments[9:]),
+        arguments,
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

@@ -32,11 +32,13 @@ from flashkernel.blocks.mask_type import (
     Mask,
     Q,
     Requirement,
+    Source,
     custom_advice,
     join_requirements,
     kept,
     recalled,
     requirements,
+    source_of,
     tensor_mask,
 )
 from flashkernel.core.arguments import static
@@ -47,6 +49,7 @@ __all__ = [
     "PARTIAL",
     "Mask",
     "Requirement",
+    "Source",
     "block_sparse",
     "causal",
     "check_causal_window",
@@ -58,6 +61,7 @@ __all__ = [
     "prefix",
     "recalled",
     "sink_tokens",
+    "source_of",
     "tensor_mask",
     "window",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,6 +261,26 @@ def _composed(left: Mask, sign: str, right: Mask) -> Mask:
 def join_requirements(left: tuple[Requirement, ...], right: tuple[Requirement, ...]) -> tuple[Requirement, ...]:
     """All that two masks need of a call, each once."""
     return left + tuple([one for one in right if one not in left])
+
+
+class Source(NamedTuple):
+    """A mask or a score function as an operator takes it: its text, "" for none, and the tensors it reads."""
+
+    text: str
+    tables: list[Tensor]
+
+    @property
+    def mask(self) -> Mask | None:
+        """The mask that the text names."""
+        return recalled(self.text, self.tables) if self.text else None
+
+
+_NOTHING = Source("", [])
+
+
+def source_of(given: Mask | ex.Traced | None) -> Source:
+    """The source of a mask or of a score function; empty for None."""
+    return _NOTHING if given is None else Source(given.text, list(given.tables))
 
 
 def recalled(text: str, tables: Sequence[Tensor]) -> Mask:

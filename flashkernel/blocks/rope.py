@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +94,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, interleaved: bool) -
         a, b = rotated_dims[..., : width // 2], rotated_dims[..., width // 2 :]
         rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     return rotated if width == x.shape[-1] else torch.cat((rotated, rest), -1)
+
+
+class Rotation(NamedTuple):
+    """How a kernel rotates.
+
+    Attributes:
+        cos: A table with a column for each pair, or None; [..., width] of a wider table in an operator's arguments.
+        sin: A table like `cos`.
+        rates: Frequencies in fixed point, instead of tables, or None.
+        positions: Of each token, or None.
+        scaling: A factor on cos and sin that come from rates.
+        dim: Leading dims of a head that are rotated; 0: none.
+        interleaved: Pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    rates: Tensor | None
+    positions: Tensor | None
+    scaling: float
+    dim: int
+    interleaved: bool
+
+    @property
+    def by_pairs(self) -> Rotation:
+        """The rotation with tables of one column for each pair."""
+        cos, sin, rates, positions, scaling, dim, interleaved = self
+        if cos is None or sin is None:
+            return self
+        cos, sin = half_width(cos, dim, interleaved), half_width(sin, dim, interleaved)
+        return Rotation(cos, sin, rates, positions, scaling, dim, interleaved)
+
+
+def make_rotation(
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, frequencies: Frequencies | None, width: int,
+    interleaved: bool, device: torch.device,
+) -> Rotation:  # fmt: skip
+    """The rotation of the first `width` dims of heads on `device`, by tables or frequencies."""
+    rates, scaling = None, 1.0
+    if frequencies is not None:
+        rates, scaling = frequencies.rates(device), frequencies.scaling
+    return Rotation(cos, sin, rates, positions, scaling, width, interleaved)
 
 
 @dataclass(frozen=True)

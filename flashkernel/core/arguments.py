@@ -29,8 +29,10 @@ def check_non_negative(function: str, name: str, value: float) -> None:
         raise ValueError(f"{function}: {name} is {value}; it must be a finite number, at least 0")
 
 
-def check_scale(function: str, scale: float | None) -> None:
-    """ValueError if attention's softmax scale is NaN or infinite; None stands for 1 / sqrt(head_dim)."""
+def check_scores(function: str, scale: float | None, softcap: float = 0.0) -> None:
+    """ValueError if attention's softmax scale is NaN or infinite (None stands for 1 / sqrt(head_dim)), or if its
+    softcap is none."""
+    check_softcap(function, softcap)
     if scale is not None and not -INFINITY < scale < INFINITY:
         raise ValueError(f"{function}: scale is {scale}; it must be a finite number, or None for 1 / sqrt(head_dim)")
 
@@ -94,3 +96,8 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
 def unit_stride(x: Tensor) -> Tensor:
     """The tensor, copied unless the elements of its last dim lie side by side."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[rows, columns] with unit stride along the row; a view where the layout allows one."""
+    return unit_stride(x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1]))

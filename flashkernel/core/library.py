@@ -4,18 +4,25 @@ A `KernelOp` wraps two plain functions that launch kernels, forward and backward
 or through a thin autograd.Function, because torch.library's path through Python costs tens of microseconds. Under
 torch.compile, FakeTensor, functorch or any dispatch mode it calls the operator that is registered with torch.library.
 Both paths run the same functions; the eager one has a launch cache (core/replay.py).
+
+An operator's functions take named groups of arguments; the registered operator has flat ones (core/argument_groups.py).
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from flashkernel.core.argument_groups import ArgumentGroups
 from flashkernel.core.launch import is_observed
 from flashkernel.core.replay import LaunchCache, notify_applied
 
 NAMESPACE = "flashkernel"
 _PLAIN = (Tensor, torch.nn.Parameter)
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def traced(tensor: Tensor) -> bool:
@@ -30,32 +37,52 @@ def traced(tensor: Tensor) -> bool:
     )
 
 
+def empty_gradients(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of `given`, as a fake backward function returns them; without elements if not wanted."""
+    first = next(tensor for tensor in given if tensor is not None)
+    return tuple(
+        tensor.new_empty(tensor.shape) if tensor is not None and want else first.new_empty(0)
+        for tensor, want in zip(given, wanted)
+    )
+
+
 class KernelOp:
     """A function that launches kernels, registered as `flashkernel::<name>`.
+
+    All functions take the parameters of `forward`, groups among them.
 
     Args:
         name: The operator's name in the namespace.
         forward: Launches the kernels. Its annotations are the schema; its first argument is a tensor, and no output
             aliases an input.
-        fake: Gives empty outputs of the right shapes and dtypes, as torch.library.register_fake takes it.
-        setup_context: Saves what the backward needs, as torch.library.register_autograd takes it.
-        backward: The backward function, in the same form. Without it the operator is not differentiable.
-        mutates: Names of the arguments that `forward` writes to.
+        fake: Gives empty outputs of the right shapes and dtypes.
+        setup_context: Saves what the backward needs: a function of (ctx, the arguments as a tuple, the output).
+        backward: A function of (ctx, wanted, *gradients of the outputs). `wanted` has a bool for each name in
+            `differentiable`; the function returns as many gradients, and those not wanted may be anything. A gradient
+            of an output may be None, but not all of them. Without it the operator is not differentiable.
+        differentiable: Names of the flat arguments that have a gradient.
+        mutates: Names of the flat arguments that `forward` writes to.
     """
 
-    def __init__(self, name, forward, fake, *, setup_context=None, backward=None, mutates=()):
+    def __init__(self, name, forward, fake, *, setup_context=None, backward=None, differentiable=(), mutates=()):
         self.name = name
-        self.forward = LaunchCache(forward, name)
-        self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=mutates)
-        self.registered.register_fake(fake)
+        self.arguments = ArgumentGroups(forward)
+        self.flatten = self.arguments.flatten if self.arguments.grouped else None
+        flat = self.arguments.flat(forward)
+        self.forward = LaunchCache(flat, name)
+        self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", flat, mutates_args=mutates)
+        self.registered.register_fake(self.arguments.flat(fake))
         self.function = None
         if backward is not None:
-            self.registered.register_autograd(backward, setup_context=setup_context)
-            self.function = _autograd_function(name, self.forward, setup_context, backward)
+            setup, pull_back = _flat_autograd(self.arguments, setup_context, backward, differentiable)
+            self.registered.register_autograd(pull_back, setup_context=setup)
+            self.function = _autograd_function(name, self.forward, setup, pull_back)
             # Function.apply without its check for functorch, which costs as much as the call: `traced` checks for it.
             self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
     def __call__(self, *args):
+        if self.flatten is not None:
+            args = self.flatten(*args)
         if traced(args[0]):
             return self.registered(*args)
         if self.function is not None and torch.is_grad_enabled():
@@ -65,6 +92,44 @@ class KernelOp:
                     notify_applied(self, args, outputs)
                     return outputs
         return self.forward(args, {})
+
+    def may_overwrite(self, ctx, gradient: Tensor) -> bool:
+        """Whether a backward pass may write to what was saved: nobody reads it later, in eager mode, unless the graph
+        is kept. An operator of torch.library returns what it saves."""
+        eager = getattr(ctx, "_forward_cls", None) is self.function
+        return eager and not traced(gradient) and not _keeps_graph()
+
+
+def _flat_autograd(arguments: ArgumentGroups, setup_context, backward, differentiable):
+    """The functions of `KernelOp` as torch.library.register_autograd takes them."""
+    rebuild = arguments.rebuild if arguments.grouped else None
+    count, lists = len(arguments.names), arguments.tensor_lists
+    indices = [arguments.names.index(name) for name in differentiable]
+
+    def setup(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        if lists:
+            ctx.list_lengths = [len(inputs[index]) for index in lists]
+        setup_context(ctx, inputs if rebuild is None else rebuild(*inputs), output)
+
+    def pull_back(ctx, *gradients):
+        results: list[Any] = [None] * count
+        if lists:
+            for index, length in zip(lists, ctx.list_lengths):
+                results[index] = [None] * length
+        for gradient in gradients:
+            if gradient is not None:
+                break
+        else:
+            return tuple(results)
+        needs = ctx.needs_input_grad
+        wanted = [needs[index] for index in indices]
+        for index, want, found in zip(indices, wanted, backward(ctx, wanted, *gradients)):
+            if want:
+                results[index] = found
+        return tuple(results)
+
+    return setup, pull_back
 
 
 def _autograd_function(name, forward, setup_context, backward):

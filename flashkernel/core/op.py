@@ -97,6 +97,14 @@ class Cost:
     bytes: float
 
 
+def costs(case: Case, forward: Cost, backward: Cost) -> Mapping[str, Cost]:
+    """The costs by direction. A case whose name ends in "-step" is timed forward and backward in one: that is how
+    memory is used in training."""
+    if case.name.endswith("-step"):
+        return {"fwd+bwd": Cost(forward.flops + backward.flops, forward.bytes + backward.bytes)}
+    return {"fwd": forward, "bwd": backward}
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """Error allowed: `factor` times torch's own error in the same dtype, plus `floor` roundings of the output's scale.

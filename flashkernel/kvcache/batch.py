@@ -127,14 +127,8 @@ class BatchTensors:
         each = counts if isinstance(counts, int) else np.asarray(counts, dtype=np.int32)
         total = batch * counts if isinstance(counts, int) else int(np.sum(each))
         padded, padded_tokens = pad or (batch, total)
-        if not (batch <= padded <= self.most_sequences and total <= padded_tokens <= self.most_tokens):
-            raise ValueError(
-                f"kvcache: a step of {batch} sequences and {total} tokens, padded to {padded} and {padded_tokens}, "
-                f"does not fit buffers for {self.most_sequences} and {self.most_tokens}"
-            )
-        host = self._hosts[self._next_host]
-        self._next_host = (self._next_host + 1) % len(self._hosts)
-        host.wait()
+        self._check_room(batch, batch, total, padded, padded_tokens)
+        host = self._free_host()
         arrays = host.arrays
         lengths = cache.lengths[rows]
         arrays["lengths"][:batch] = lengths
@@ -146,6 +140,21 @@ class BatchTensors:
         self._copy_to_device(host, rows)
         return self._step(padded, padded_tokens)
 
+    def _check_room(self, sequences: int, entries: int, tokens: int, padded: int, padded_tokens: int) -> None:
+        """ValueError if a step of so many tokens, in `entries` rows of the buffers, does not fit."""
+        if not (entries <= padded <= self.most_sequences and tokens <= padded_tokens <= self.most_tokens):
+            raise ValueError(
+                f"kvcache: a step of {sequences} sequences and {tokens} tokens, padded to {padded} and "
+                f"{padded_tokens}, does not fit buffers for {self.most_sequences} and {self.most_tokens}"
+            )
+
+    def _free_host(self) -> _Host:
+        """The next host buffers, which the device has read."""
+        host = self._hosts[self._next_host]
+        self._next_host = (self._next_host + 1) % len(self._hosts)
+        host.wait()
+        return host
+
     def _fill_padded_decodes(
         self, rows: np.ndarray, counts: np.ndarray, pad: tuple[int, int] | None, decodes: tuple[int, int]
     ) -> Step:
@@ -154,14 +163,8 @@ class BatchTensors:
         others, each = rows[count:], np.broadcast_to(counts, rows.shape)[count:]
         total = first + int(each.sum())
         padded, padded_tokens = pad or (first + others.size, total)
-        if not (first + others.size <= padded <= self.most_sequences and total <= padded_tokens <= self.most_tokens):
-            raise ValueError(
-                f"kvcache: a step of {rows.size} sequences and {total} tokens, padded to {padded} and {padded_tokens}, "
-                f"does not fit buffers for {self.most_sequences} and {self.most_tokens}"
-            )
-        host = self._hosts[self._next_host]
-        self._next_host = (self._next_host + 1) % len(self._hosts)
-        host.wait()
+        self._check_room(rows.size, first + others.size, total, padded, padded_tokens)
+        host = self._free_host()
         arrays = host.arrays
         placed = np.full(first + others.size, -1, dtype=np.int64)
         placed[:count], placed[first:] = rows[:count], others

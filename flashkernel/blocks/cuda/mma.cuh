@@ -40,6 +40,18 @@ __device__ inline unsigned pack<__nv_bfloat16>(float low, float high) {
     return reinterpret_cast<const unsigned&>(both);
 }
 
+// Operand A of 16 columns of accumulators, `step` * 16 on: two 8-column tiles of float32 are one operand of T.
+template <typename T, int MT, int NT>
+__device__ inline void pack_operand(unsigned (&a)[MT][4], const float (&c)[MT][NT][4], int step) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* tile = c[m][2 * step + i / 2];
+            a[m][i] = pack<T>(tile[2 * (i % 2)], tile[2 * (i % 2) + 1]);
+        }
+}
+
 // One tile of ROWS x DIM elements from global to shared memory, by THREADS threads, in two halves: `start` issues the
 // loads and `finish` makes them visible to this thread; __syncthreads() then makes them visible to all. From sm_80 on the
 // copies bypass the registers (cp.async); before, `start` loads into registers and `finish` stores them, so that the

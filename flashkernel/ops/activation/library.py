@@ -32,18 +32,16 @@ def _fake_backward(dy, gate, up, kind, layout, alpha, limit, kernels):
 
 def _setup_context(ctx, inputs, output):
     gate, up, *settings = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(gate, up)
     ctx.settings = settings
 
 
-def _pull_back(ctx, dy):
-    gate, up = ctx.saved_tensors
-    if dy is None:
-        return (None,) * 7
-    dgate, dup = activation_backward(dy, gate, up, *ctx.settings)
-    return dgate, None if up is None else dup, None, None, None, None, None
+def _pull_back(ctx, wanted, dy):
+    return activation_backward(dy, *ctx.saved_tensors, *ctx.settings)
 
 
 activation_backward = KernelOp("activation_backward", _backward, _fake_backward)
-activation = KernelOp("activation", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+activation = KernelOp(
+    "activation", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
+    differentiable=("gate", "up"),
+)  # fmt: skip

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
-from flashkernel.blocks.rope import RotaryOptions, half_width
+from flashkernel.blocks.rope import RotaryOptions, make_rotation
 from flashkernel.core.arguments import promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.append_kv import library, spec
+from flashkernel.ops.append_kv.params import NewTokens, Pages
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
@@ -89,15 +90,9 @@ def append_kv(
             k, v, k_pages, v_pages, slots, k_scale=k_scale, v_scale=v_scale, q=q, cos=cos, sin=sin, positions=positions,
             frequencies=frequencies, rotary_dim=width if rotary.rotates else None, interleaved=interleaved,
         )  # fmt: skip
-    rates, scaling = None, 1.0
-    if frequencies is not None:
-        rates, scaling = frequencies.rates(k.device), frequencies.scaling
-    if cos is not None and sin is not None:
-        cos, sin = half_width(cos, width, interleaved), half_width(sin, width, interleaved)
-    rotated = library.append_kv(
-        k, v, k_pages, v_pages, slots, k_scale, v_scale, q, cos, sin, rates, positions, scaling, width, interleaved,
-        chosen.target,
-    )  # fmt: skip
+    rotation = make_rotation(cos, sin, positions, frequencies, width, interleaved, k.device)
+    pages = Pages(k_pages, v_pages, k_scale, v_scale)
+    rotated = library.append_kv(NewTokens(k, v, q), pages, slots, rotation, chosen.target)
     return None if q is None else rotated
 
 

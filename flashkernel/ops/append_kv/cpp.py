@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.decode_cpp import AppendCall
-from flashkernel.blocks.rope import token_tables
+from flashkernel.blocks.rope import Rotation, token_tables
 from flashkernel.core.arguments import unit_stride
-from flashkernel.ops.append_kv.params import NewTokens, Pages, Rotation
+from flashkernel.ops.append_kv.params import NewTokens, Pages
 
 
 def forward(new: NewTokens, pages: Pages, slots: Tensor, rotation: Rotation) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +19,7 @@ class AppendOptions(RotaryOptions):
     q: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """The new tokens' keys, values and, where they are rotated along, queries: (tokens, heads, dim) each."""
 
     k: Tensor
@@ -27,24 +27,10 @@ class NewTokens:
     q: Tensor | None
 
 
-@dataclass(frozen=True)
-class Pages:
+class Pages(NamedTuple):
     """The pages (pages, page_size, kv_heads, dim) and, where they are quantized, their scales."""
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """How a kernel rotates: by tables, or by rates (frequencies in fixed point); `dim` 0 is not at all."""
-
-    cos: Tensor | None
-    sin: Tensor | None
-    rates: Tensor | None
-    positions: Tensor | None
-    scaling: float
-    dim: int
-    interleaved: bool

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashkernel.ops.append_kv.params import NewTokens, Pages, Rotation
+from flashkernel.blocks.rope import Rotation
+from flashkernel.ops.append_kv.params import NewTokens, Pages
 
 
 class AppendKernels(Protocol):

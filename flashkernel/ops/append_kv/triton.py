@@ -12,6 +12,7 @@ import triton.language as tl
 
 from flashkernel.blocks.codec_triton import encode_e4m3, encode_int8, largest_bits
 from flashkernel.blocks.pdl_triton import pdl_enter
+from flashkernel.blocks.rope import Rotation
 from flashkernel.blocks.rope_triton import Angles, AngleStrides, load_pairs, rotate_pairs, store_pairs, token_cos_sin
 from flashkernel.core import device, tune
 from flashkernel.core.arguments import unit_stride
@@ -19,7 +20,7 @@ from flashkernel.core.head_configs import heads_per_program
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.append_kv.configs import APPEND
-from flashkernel.ops.append_kv.params import NewTokens, Pages, Rotation
+from flashkernel.ops.append_kv.params import NewTokens, Pages
 from flashkernel.ops.append_kv.reference import CODE_MAX
 
 

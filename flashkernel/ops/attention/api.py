@@ -9,13 +9,12 @@ from torch import Tensor
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import check_dropout, draw_seed
-from flashkernel.blocks.mask import Mask, checked, narrowed
+from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
 from flashkernel.blocks.tile_ranges import max_visible_keys
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
-    check_scale,
-    check_softcap,
+    check_scores,
     needs_gradients,
     without_autocast,
 )
@@ -129,11 +128,12 @@ def attention(
             q, k, v, sinks, mask, lengths,
             scale=scale, softcap=softcap, deterministic=deterministic, return_lse=return_lse, backend="hopper",
         )  # fmt: skip
-    out, lse = library.attention(
-        chosen.target, AttentionInputs(q, k, v, bias, sinks, alibi_slopes), mask, score,
-        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout),
-        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
+    arguments = library.AttentionArguments(
+        source_of(mask), source_of(score), q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap),
+        float(dropout), seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
     )  # fmt: skip
+    inputs = AttentionInputs(q, k, v, bias, sinks, alibi_slopes)
+    out, lse = library.attention(inputs, arguments, chosen.target)
     return (out, lse) if return_lse else out
 
 
@@ -185,5 +185,4 @@ def _check_settings(
             "written with operators; a tensor to be added goes into bias="
         )
     check_dropout("attention", dropout, seed, q.device)
-    check_scale("attention", scale)
-    check_softcap("attention", softcap)
+    check_scores("attention", scale, softcap)

@@ -4,39 +4,40 @@ A mask and a score function are expressions, which no operator can take as argum
 template, and the tensors they read travel as a list.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import Mask, recalled
+from flashkernel.blocks.mask import Source
 from flashkernel.core.arguments import unit_stride
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
 
-def attention(
-    kernels: str, inputs: AttentionInputs, mask: Mask | None, score: ex.Traced | None, scale: float, softcap: float,
-    dropout: float, seed: int | Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, lse) by the kernels of a backend; differentiable in every tensor of `inputs`."""
-    on_device = isinstance(seed, Tensor)
-    return _attention(
-        *inputs, seed if on_device else None,
-        [] if mask is None else list(mask.tables), [] if score is None else list(score.tables),
-        "" if mask is None else mask.text, "" if score is None else score.text,
-        scale, softcap, dropout, 0 if on_device else seed, kernels,
-    )  # fmt: skip
+class AttentionArguments(NamedTuple):
+    """`AttentionParams` as an operator takes them."""
+
+    mask: Source
+    score: Source
+    scale: float
+    softcap: float
+    dropout: float
+    seed: int | Tensor
+
+    @property
+    def params(self) -> AttentionParams:
+        score = ex.recall(self.score.text, self.score.tables) if self.score.text else None
+        return AttentionParams(self.mask.mask, self.scale, self.softcap, score, self.dropout, self.seed)
 
 
-def _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed) -> AttentionParams:
-    return AttentionParams(
-        recalled(mask, mask_tables) if mask else None, scale, softcap,
-        ex.recall(score, score_tables) if score else None, dropout, seed if device_seed is None else device_seed,
-    )  # fmt: skip
-
-
-def _inputs(q, k, v, bias, sinks, alibi_slopes) -> AttentionInputs:
+def _dense(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs as kernels read them."""
+    q, k, v, bias, sinks, alibi_slopes = inputs
     return AttentionInputs(
         unit_stride(q), unit_stride(k), unit_stride(v),
         None if bias is None else bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)),
@@ -45,72 +46,66 @@ def _inputs(q, k, v, bias, sinks, alibi_slopes) -> AttentionInputs:
     )  # fmt: skip
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
-    device_seed: Tensor | None, mask_tables: list[Tensor], score_tables: list[Tensor], mask: str, score: str,
-    scale: float, softcap: float, dropout: float, seed: int, kernels: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
-    return resolve(kernels).forward(_inputs(q, k, v, bias, sinks, alibi_slopes), params)
+def _forward(inputs: AttentionInputs, arguments: AttentionArguments, kernels: str) -> tuple[Tensor, Tensor]:
+    """(o, lse) by the kernels of a backend; differentiable in every tensor of `inputs`."""
+    return resolve(kernels).forward(_dense(inputs), arguments.params)
 
 
-def _fake_forward(q, k, v, *_):
+def _fake_forward(inputs, arguments, kernels):
+    return empty_outputs(inputs.q, inputs.v)
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised (o, lse), as a fake function returns them."""
     batch, seqlen_q, heads, _ = q.shape
     return q.new_empty((batch, seqlen_q, heads, v.shape[3])), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
 def _backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-    alibi_slopes: Tensor | None, o: Tensor, lse: Tensor, device_seed: Tensor | None, mask_tables: list[Tensor],
-    score_tables: list[Tensor], mask: str, score: str, scale: float, softcap: float, dropout: float, seed: int,
+    do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor, arguments: AttentionArguments,
     want_bias: bool, kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias, dsinks, dslopes); those without an input, or not wanted, are empty."""
-    params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
+    bias, slopes = inputs.bias, inputs.alibi_slopes
     dq, dk, dv, dbias, dsinks, dslopes = resolve(kernels).backward(
-        unit_stride(do), None if dlse is None else dlse.contiguous(), _inputs(q, k, v, bias, sinks, alibi_slopes),
-        o, lse, params, want_bias and bias is not None,
+        unit_stride(do), None if dlse is None else dlse.contiguous(), _dense(inputs), o, lse, arguments.params,
+        want_bias and bias is not None,
     )  # fmt: skip
-    empty = [q.new_empty(0) for _ in range(3)]
+    empty = [dq.new_empty(0) for _ in range(3)]
     return (
         dq, dk, dv,
         empty[0] if dbias is None or bias is None else dbias.view(bias.shape),
         empty[1] if dsinks is None else dsinks,
-        empty[2] if dslopes is None or alibi_slopes is None else dslopes.to(alibi_slopes.dtype),
+        empty[2] if dslopes is None or slopes is None else dslopes.to(slopes.dtype),
     )  # fmt: skip
 
 
-def _fake_backward(do, dlse, q, k, v, bias, sinks, alibi_slopes, *settings):
-    want = settings[-2]
-    optional = [
-        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias if want else None, sinks, alibi_slopes)
-    ]  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *optional
+def _fake_backward(do, dlse, inputs, o, lse, arguments, want_bias, kernels):
+    return empty_gradients(inputs, (True, True, True, want_bias, True, True))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, bias, sinks, alibi_slopes, device_seed, mask_tables, score_tables, *settings = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, bias, sinks, alibi_slopes, device_seed, *output, *mask_tables, *score_tables)
-    ctx.counts = (len(mask_tables), len(score_tables))
-    ctx.settings = settings
-    ctx.want_bias = bias is not None and bias.requires_grad
+    given, arguments, ctx.kernels = inputs
+    mask, score, *ctx.numbers, seed = arguments
+    on_device = isinstance(seed, Tensor)
+    ctx.save_for_backward(*given, *output, seed if on_device else None, *mask.tables, *score.tables)
+    ctx.seed, ctx.texts, ctx.num_mask_tables = 0 if on_device else seed, (mask.text, score.text), len(mask.tables)
 
 
-def _autograd_backward(ctx, do, dlse):
-    q, k, v, bias, sinks, alibi_slopes, device_seed, o, lse, *tables = ctx.saved_tensors
-    num_mask_tables, num_score_tables = ctx.counts
+def _autograd_backward(ctx, wanted, do, dlse):
+    q, k, v, bias, sinks, alibi_slopes, o, lse, device_seed, *tables = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    *settings, kernels = ctx.settings
-    gradients = _attention_backward(
-        do, dlse, q, k, v, bias, sinks, alibi_slopes, o, lse, device_seed, tables[:num_mask_tables],
-        tables[num_mask_tables:], *settings, ctx.want_bias, kernels,
-    )  # fmt: skip
-    given = (q, k, v, bias if ctx.want_bias else None, sinks, alibi_slopes)
-    picked = [None if x is None else gradient for x, gradient in zip(given, gradients)]
-    return *picked, None, [None] * num_mask_tables, [None] * num_score_tables, *[None] * 7
+    mask = Source(ctx.texts[0], tables[: ctx.num_mask_tables])
+    score = Source(ctx.texts[1], tables[ctx.num_mask_tables :])
+    seed = ctx.seed if device_seed is None else device_seed
+    arguments = AttentionArguments._make((mask, score, *ctx.numbers, seed))
+    inputs = AttentionInputs(q, k, v, bias, sinks, alibi_slopes)
+    return _attention_backward(do, dlse, inputs, o, lse, arguments, wanted[3], ctx.kernels)
 
 
 _attention_backward = KernelOp("attention_backward", _backward, _fake_backward)
-_attention = KernelOp("attention", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward)
+attention = KernelOp(
+    "attention", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward,
+    differentiable=AttentionInputs._fields,
+)  # fmt: skip

@@ -55,8 +55,7 @@ class AttentionOptions:
         return self.score is not None or bool(self.softcap or self.dropout or self.return_lse)
 
 
-@dataclass(frozen=True)
-class AttentionParams:
+class AttentionParams(NamedTuple):
     """One attention call: everything but the tensors that have gradients."""
 
     mask: Mask | None

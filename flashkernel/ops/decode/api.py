@@ -5,12 +5,12 @@ import operator
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import autocast_dtype, check_scale, check_softcap, without_autocast
+from flashkernel.core.arguments import autocast_dtype, check_scores, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import traced
 from flashkernel.core.replay import replayed
 from flashkernel.ops.decode import library, spec
-from flashkernel.ops.decode.params import AttendOptions
+from flashkernel.ops.decode.params import AttendOptions, CachedKV
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
@@ -98,12 +98,8 @@ def decode_attention(
     if chosen.composite:
         with without_autocast(q):
             return chosen.run(q, k, v, lengths, page_table, **options.as_keywords())
-    on_device = prefix_length if isinstance(prefix_length, Tensor) else None
-    out, lse = library.decode_attention(
-        q, k, v, lengths, page_table, sinks, k_scale, v_scale, on_device,
-        0 if on_device is not None else prefix_length, 0 if window is None else window, sink_tokens,
-        float(options.softmax_scale(q.shape[-1])), float(softcap), chosen.target,
-    )  # fmt: skip
+    cache, params = CachedKV(k, v, lengths, page_table, k_scale, v_scale), options.params(q.shape[-1])
+    out, lse = library.decode_attention(q, cache, sinks, params, chosen.target)
     return (out, lse) if return_lse else out
 
 
@@ -182,10 +178,8 @@ def paged_attention(
     if chosen.composite:
         with without_autocast(q):
             return chosen.run(q, k, v, cu_seqlens_q, lengths, page_table, **options.as_keywords())
-    out, lse = library.paged_attention(
-        q, k, v, cu_seqlens_q, lengths, page_table, sinks, k_scale, v_scale, 0 if window is None else window,
-        sink_tokens, float(options.softmax_scale(q.shape[-1])), float(softcap), chosen.target,
-    )  # fmt: skip
+    cache, params = CachedKV(k, v, lengths, page_table, k_scale, v_scale), options.params(q.shape[-1])
+    out, lse = library.paged_attention(q, cu_seqlens_q, cache, sinks, params, chosen.target)
     return (out, lse) if return_lse else out
 
 
@@ -292,8 +286,7 @@ def _checked_window(
             f"{name}: sink_tokens is {sink_tokens} and window {window}; it counts the first keys that stay visible "
             "beside a window"
         )
-    check_softcap(name, softcap)
-    check_scale(name, scale)
+    check_scores(name, scale, softcap)
     return window, sink_tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class AttendOptions:
         """What Q K^T is multiplied by."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
+    def params(self, head_dim: int) -> DecodeParams:
+        """The options as kernels take them."""
+        scale = float(self.softmax_scale(head_dim))
+        return DecodeParams(self.window or 0, self.sink_tokens, scale, float(self.softcap), self.prefix_length)
+
     def visible_keys(self, capacity: int, seqlen_q: int) -> int:
         """Keys that a sequence's queries see at most."""
         return visible_keys(capacity, seqlen_q, self.window or 0, self.sink_tokens)
@@ -47,8 +52,7 @@ def visible_keys(capacity: int, seqlen_q: int, window: int, sink_tokens: int) ->
     return min(capacity, window + seqlen_q - 1 + sink_tokens) if window else capacity
 
 
-@dataclass(frozen=True)
-class CachedKV:
+class CachedKV(NamedTuple):
     """The KV cache: (batch, capacity, kv_heads, dim), or with a page table (pages, page_size, kv_heads, dim)."""
 
     k: Tensor
@@ -85,8 +89,7 @@ class CachedKV:
         return CacheStrides._make(strides)
 
 
-@dataclass(frozen=True)
-class DecodeParams:
+class DecodeParams(NamedTuple):
     """Everything but the tensors; `prefix` counts the keys all sequences share, as a number or in device memory."""
 
     window: int  # 0: none

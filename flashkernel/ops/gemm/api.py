@@ -15,6 +15,7 @@ from flashkernel.core.dispatch import choose, requested_backend
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import dense, library, spec
 from flashkernel.ops.gemm.configs import MOST_ROWS, TILE_ROWS
+from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.norm import rms_norm
 
 
@@ -148,10 +149,9 @@ def linear(
         x = dense.normalised(x, norm_weight, norm_eps, norm_offset)
         norm_weight = None
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
-    y = library.linear(
-        library.TILES if in_tiles else chosen.target, x, weights, biases, residual, norm_weight,
-        chain, packed, float(norm_eps), float(norm_offset), x.dtype if out_dtype is None else out_dtype,
-    )  # fmt: skip
+    dtype = x.dtype if out_dtype is None else out_dtype
+    extras = LinearExtras(residual, norm_weight, chain, packed, float(norm_eps), float(norm_offset), dtype)
+    y = library.linear(library.TILES if in_tiles else chosen.target, x, weights, biases, extras)
     if out is not None:
         return out.copy_(y)
     if splits is not None:

@@ -13,15 +13,14 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Bias, Epilogue, Gate, Operands, Residual
 from flashkernel.blocks.linear_cpp import GEMM_ROWS, LinearCall, dequantized
 from flashkernel.blocks.weight import Weight
+from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.gemm.torch import normalised
 
 _SLICE_BYTES = 1 << 20  # of a dequantized slice, which stays in the cache
 
 
-def forward(
-    x: Tensor, weights: list[Weight], biases: list[Tensor], residual: Tensor | None, norm_weight: Tensor | None,
-    chain: str, eps: float, offset: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: LinearExtras) -> Tensor:
+    residual, norm_weight, chain, _, eps, offset, dtype = extras
     epilogue = Epilogue.parse(chain)
     gated = epilogue.gated
     outputs = weights[0].shape[0] if gated else sum([weight.shape[0] for weight in weights])

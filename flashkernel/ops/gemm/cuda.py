@@ -14,6 +14,7 @@ from flashkernel.core import cuda, tune
 from flashkernel.core.cuda import TYPES, Module
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.configs import CUDA_LINEAR, TileConfig
+from flashkernel.ops.gemm.params import LinearExtras
 
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[1] / "blocks" / "cuda",)
@@ -42,21 +43,12 @@ def _tile_kernel(dtype: torch.dtype, config: TileConfig, gated: bool, transposed
     return f"linear_tile<{', '.join([TYPES[dtype], *map(str, config.tile), *flags])}>"
 
 
-def forward(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    chain: str,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], extras: LinearExtras) -> Tensor:
     """y [rows, outputs] of x [rows, inner]; the weights are [n, inner] each, and a gated chain's are gate and up.
 
     x and the residual have unit stride along their rows; the biases are none, or one for each weight.
     """
+    residual, norm_weight, chain, _, eps, offset, dtype = extras
     rows, inner = x.shape
     gated = Epilogue.parse(chain).gated
     biases = [biases[index] for index, weight in enumerate(weights) if weight.shape[0]] if biases else []

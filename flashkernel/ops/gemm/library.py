@@ -7,7 +7,8 @@ The backward pass is dz, the gradient of what goes into the activation, in one l
 torch's products: dx = dz W and dW = dz^T x. With gradients, the norm in front is an operator of its own (api.py).
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.blocks.weight_formats.tiles import SUFFIX
-from flashkernel.core.arguments import unit_stride, without_autocast
+from flashkernel.core.arguments import as_rows, without_autocast
 from flashkernel.core.backends import installed
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS
+from flashkernel.ops.gemm.params import LinearExtras
 
 MOST_WEIGHTS = 3
 TILES = "flashkernel.ops.gemm.quantized.cuda"  # the kernel module for weights in tiles
@@ -29,40 +31,49 @@ _DEQUANTIZE = "flashkernel.blocks.dequantize_triton:dequantize"
 _AND = " and "  # between the layouts of quantized weights
 
 
-def linear(
-    kernels: str,
-    x: Tensor,
-    weights: list[Any],
-    biases: list[Tensor],
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    chain: str,
-    packed: str,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype,
-) -> Tensor:
+class Biases(NamedTuple):
+    """A bias for each weight, or none."""
+
+    bias: Tensor | None = None
+    bias2: Tensor | None = None
+    bias3: Tensor | None = None
+
+
+class PlainWeights(NamedTuple):
+    """Matrices [out, in]."""
+
+    weight: Tensor
+    weight2: Tensor | None = None
+    weight3: Tensor | None = None
+
+
+class StoredWeights(NamedTuple):
+    """Quantized weights: their tensors, one weight after the other, and the text of their layouts."""
+
+    stored: list[Tensor]
+    layouts: str
+
+    @property
+    def weights(self) -> list[Weight]:
+        found, first = [], 0
+        for text in self.layouts.split(_AND):
+            count = 3 if Layout.parse(text).zeros else 2
+            found.append(Weight.from_tensors(self.stored[first : first + count], text))
+            first += count
+        return found
+
+
+def linear(kernels: str, x: Tensor, weights: list[Any], biases: list[Tensor], extras: LinearExtras) -> Tensor:
     """All outputs side by side, [..., outputs]; differentiable in every tensor but those of quantized weights."""
-    padding = [None] * (MOST_WEIGHTS - len(weights))
-    vectors = [*biases, *padding] if biases else [None] * MOST_WEIGHTS
+    vectors = Biases(*biases)
     if type(weights[0]) is Weight:  # all are: no kernel takes both kinds
         stored = [tensor for weight in weights for tensor in weight.tensors]
         layouts = _AND.join([weight.layout for weight in weights])
-        return _linear_quantized(
-            x, stored, *vectors, residual, norm_weight, layouts, chain, packed, eps, offset, dtype, kernels
-        )  # fmt: skip
-    return _linear(
-        x, *weights, *padding, *vectors, residual, norm_weight, chain, packed, eps, offset, dtype, kernels
-    )  # fmt: skip
+        return _linear_quantized(x, StoredWeights(stored, layouts), vectors, extras, kernels)
+    return _linear(x, PlainWeights(*weights), vectors, extras, kernels)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[rows, columns] with unit stride along the row; a view where the layout allows one."""
-    flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return unit_stride(flat)
-
-
-def _given(*tensors: Tensor | None) -> list[Tensor]:
+def _given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -75,60 +86,40 @@ def _streams(tensors: list[Any], gated: bool, packed: str) -> list[Any]:
     return list(split_gate_up(tensors[0], packed, 0)) if gated and len(tensors) == 1 else tensors
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    weight2: Tensor | None,
-    weight3: Tensor | None,
-    bias: Tensor | None,
-    bias2: Tensor | None,
-    bias3: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    chain: str,
-    packed: str,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype,
-    kernels: str,
-) -> Tensor:
-    gated = Epilogue.parse(chain).gated
+def _forward(x: Tensor, weights: PlainWeights, biases: Biases, extras: LinearExtras, kernels: str) -> Tensor:
+    return _run(x, _given(weights), biases, extras, kernels)
+
+
+def _run(x: Tensor, weights: list[Any], biases: Biases, extras: LinearExtras, kernels: str) -> Tensor:
+    gated, packed = Epilogue.parse(extras.chain).gated, extras.packed
+    if extras.residual is not None:
+        extras = extras._replace(residual=as_rows(extras.residual))
     y = resolve(kernels).forward(
-        _rows(x), _streams(_given(weight, weight2, weight3), gated, packed),
-        _streams(_given(bias, bias2, bias3), gated, packed), None if residual is None else _rows(residual),
-        norm_weight, chain, eps, offset, dtype,
-    )  # fmt: skip
+        as_rows(x), _streams(weights, gated, packed), _streams(_given(biases), gated, packed), extras
+    )
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _fake_forward(
-    x, weight, weight2, weight3, bias, bias2, bias3, residual, norm_weight, chain, packed, eps, offset, dtype, kernels
-):
-    outputs = sum([matrix.shape[0] for matrix in _given(weight, weight2, weight3)])
-    if Epilogue.parse(chain).gated:
-        outputs = outputs // 2
-    return x.new_empty((*x.shape[:-1], outputs), dtype=dtype)
+def _fake_forward(x, weights, biases, extras, kernels):
+    return _empty_output(x, _given(weights), extras)
+
+
+def _empty_output(x, weights, extras):
+    outputs = sum([weight.shape[0] for weight in weights])
+    return x.new_empty(
+        (*x.shape[:-1], outputs // 2 if Epilogue.parse(extras.chain).gated else outputs), dtype=extras.dtype
+    )
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    weight2: Tensor | None,
-    weight3: Tensor | None,
-    bias: Tensor | None,
-    bias2: Tensor | None,
-    bias3: Tensor | None,
-    residual_dtype: torch.dtype,
-    chain: str,
-    packed: str,
+    dy: Tensor, x: Tensor, matrices: PlainWeights, biases: Biases, residual_dtype: torch.dtype, chain: str, packed: str,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, the weights, the biases and the residual; those not wanted are empty."""
-    weights, vectors = _given(weight, weight2, weight3), _given(bias, bias2, bias3)
-    flat, results = _rows(x), [x.new_empty(0) for _ in wanted]
+    weights, vectors = _given(matrices), _given(biases)
+    flat, results = as_rows(x), [x.new_empty(0) for _ in wanted]
     dz, sums = _preactivation_gradient(
-        Epilogue.parse(chain), flat, weights, vectors, packed, _rows(dy), any(wanted[4:7])
+        Epilogue.parse(chain), flat, weights, vectors, packed, as_rows(dy), any(wanted[4:7])
     )  # fmt: skip
     parts = list(dz.split([matrix.shape[0] for matrix in weights], -1)) if len(weights) > 1 else [dz]
     if wanted[0]:
@@ -196,45 +187,33 @@ def _vectors(biases: list[Tensor], gated: bool, packed: str) -> tuple[Tensor, ..
     return (biases[0] if len(biases) == 1 else torch.cat([bias.float() for bias in biases]),)
 
 
-def _fake_backward(dy, x, weight, weight2, weight3, bias, bias2, bias3, residual_dtype, chain, packed, wanted):
-    given = (x, weight, weight2, weight3, bias, bias2, bias3, None)
-    results = [
-        x.new_empty(0) if tensor is None or not want else tensor.new_empty(tensor.shape)
-        for tensor, want in zip(given, wanted)
-    ]
-    if wanted[7]:
-        results[7] = dy.new_empty(dy.shape, dtype=residual_dtype)
-    return tuple(results)
+def _fake_backward(dy, x, matrices, biases, residual_dtype, chain, packed, wanted):
+    residual = dy.new_empty(dy.shape if wanted[7] else 0, dtype=residual_dtype)
+    return *empty_gradients((x, *matrices, *biases), wanted), residual
 
 
 def _setup_context(ctx, inputs, output):
-    x, *weights_and_biases, residual, _, chain, packed, _, _, _, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *weights_and_biases)
-    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed)
+    x, weights, biases, extras, _ = inputs
+    ctx.save_for_backward(x, *weights, *biases)
+    ctx.settings = _settings(x, extras)
 
 
-def _pull_back(ctx, dy):
-    if dy is None:
-        return (None,) * 15
-    wanted = list(ctx.needs_input_grad[:8])
+def _settings(x, extras):
+    """What the backward pass needs beside tensors."""
+    return x.dtype if extras.residual is None else extras.residual.dtype, extras.chain, extras.packed
+
+
+def _pull_back(ctx, wanted, dy):
+    x, *saved = ctx.saved_tensors
     with without_autocast(dy):  # of a backward() that is called inside it: products here have the dtypes they want
-        results = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, wanted)
-    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 7
+        return _linear_backward(dy, x, PlainWeights(*saved[:3]), Biases(*saved[3:]), *ctx.settings, wanted)
 
 
 _linear_backward = KernelOp("linear_backward", _backward, _fake_backward)
-_linear = KernelOp("linear", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
-
-
-def _rebuilt(stored: list[Tensor], layouts: str) -> list[Weight]:
-    """Weights from their tensors, one after the other, and the text of their layouts."""
-    weights, first = [], 0
-    for text in layouts.split(_AND):
-        count = 3 if Layout.parse(text).zeros else 2
-        weights.append(Weight.from_tensors(stored[first : first + count], text))
-        first += count
-    return weights
+_linear = KernelOp(
+    "linear", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
+    differentiable=("x", *PlainWeights._fields, *Biases._fields, "residual"),
+)  # fmt: skip
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -260,62 +239,32 @@ def _fake_dequantized(data, others, layout, dtype):
 _dequantize = KernelOp("linear_dequantize", _dequantized, _fake_dequantized)
 
 
-def _forward_quantized(
-    x: Tensor,
-    stored: list[Tensor],
-    bias: Tensor | None,
-    bias2: Tensor | None,
-    bias3: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    layouts: str,
-    chain: str,
-    packed: str,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype,
-    kernels: str,
-) -> Tensor:
-    gated = Epilogue.parse(chain).gated
-    y = resolve(kernels).forward(
-        _rows(x), _streams(_rebuilt(stored, layouts), gated, packed),
-        _streams(_given(bias, bias2, bias3), gated, packed), None if residual is None else _rows(residual),
-        norm_weight, chain, eps, offset, dtype,
-    )  # fmt: skip
-    return y.view(*x.shape[:-1], y.shape[-1])
+def _forward_quantized(x: Tensor, weights: StoredWeights, biases: Biases, extras: LinearExtras, kernels: str) -> Tensor:
+    return _run(x, weights.weights, biases, extras, kernels)
 
 
-def _fake_forward_quantized(
-    x, stored, bias, bias2, bias3, residual, norm_weight, layouts, chain, packed, eps, offset, dtype, kernels
-):
-    outputs = sum([weight.shape[0] for weight in _rebuilt(stored, layouts)])
-    return x.new_empty((*x.shape[:-1], outputs // 2 if Epilogue.parse(chain).gated else outputs), dtype=dtype)
+def _fake_forward_quantized(x, weights, biases, extras, kernels):
+    return _empty_output(x, weights.weights, extras)
 
 
 def _setup_context_quantized(ctx, inputs, output):
-    x, stored, *biases, residual, _, layouts, chain, packed, _, _, _, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *biases, *stored)
-    ctx.settings = (x.dtype if residual is None else residual.dtype, chain, packed)
-    ctx.layouts = layouts
+    x, weights, biases, extras, _ = inputs
+    ctx.save_for_backward(x, *biases, *weights.stored)
+    ctx.layouts, ctx.settings = weights.layouts, _settings(x, extras)
 
 
-def _pull_back_quantized(ctx, dy):
+def _pull_back_quantized(ctx, wanted, dy):
     x, bias, bias2, bias3, *stored = ctx.saved_tensors
-    none = [None] * len(stored)
-    if dy is None:
-        return None, none, *[None] * 12
-    needs = list(ctx.needs_input_grad)
-    wanted = [needs[0], False, False, False, *needs[2:6]]
+    needed = [wanted[0], False, False, False, *wanted[1:]]
     with without_autocast(dy):
-        weights: list[Any] = [dequantized(weight, x.dtype) for weight in _rebuilt(stored, ctx.layouts)]
-        weights += [None] * (MOST_WEIGHTS - len(weights))
-        results = _linear_backward(dy, x, *weights, bias, bias2, bias3, *ctx.settings, wanted)
-    dx, _, _, _, *others = [result if want else None for result, want in zip(results, wanted)]
-    return dx, none, *others, *[None] * 8
+        weights = [dequantized(weight, x.dtype) for weight in StoredWeights(stored, ctx.layouts).weights]
+        biases = Biases(bias, bias2, bias3)
+        dx, _, _, _, *others = _linear_backward(dy, x, PlainWeights(*weights), biases, *ctx.settings, needed)
+    return dx, *others
 
 
 _linear_quantized = KernelOp(
     "linear_quantized", _forward_quantized, _fake_forward_quantized,
     setup_context=_setup_context_quantized, backward=_pull_back_quantized,
+    differentiable=("x", *Biases._fields, "residual"),
 )  # fmt: skip

@@ -1,9 +1,10 @@
-"""The options of a linear layer, as every backend sees them."""
+"""The options of a linear layer: as the composite backends see them, and as the kernel modules do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,3 +36,25 @@ class LinearParams:
     def gated(self) -> bool:
         """Whether the activation takes gate and up."""
         return activation_width(self.activation) == 2
+
+
+class LinearExtras(NamedTuple):
+    """What a linear layer computes beyond its products, as kernel modules take it.
+
+    Attributes:
+        residual: [rows, outputs] with unit stride along the row, or None.
+        norm_weight: [columns of x] or None: x is normalised by its root mean square.
+        chain: The text of an epilogue (`Epilogue.parse(chain)`).
+        packed: How one weight of a gated chain holds gate and up; kernels get both as views.
+        eps: Of the norm.
+        offset: Added to norm_weight.
+        dtype: The output's.
+    """
+
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    chain: str
+    packed: str
+    eps: float
+    offset: float
+    dtype: torch.dtype

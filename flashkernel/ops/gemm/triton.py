@@ -29,6 +29,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.gemm.configs import DEQUANTIZED, LINEAR, LinearConfig, row_tile, tile_count
 from flashkernel.ops.gemm.counters import counters
+from flashkernel.ops.gemm.params import LinearExtras
 
 
 @triton.jit
@@ -297,22 +298,13 @@ def linear_tensor(
             tl.store(target, value, mask=in_rows[:, None] & in_columns[None, :])
 
 
-def forward(
-    x: Tensor,
-    weights: list[Any],
-    biases: list[Tensor],
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    chain: str,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def forward(x: Tensor, weights: list[Any], biases: list[Tensor], extras: LinearExtras) -> Tensor:
     """y [rows, outputs] of x [rows, inner]; the weights are [n, inner] each, and a gated chain's are gate and up.
 
     x and the residual have unit stride along their rows; the biases are none, or one for each weight. Quantized weights
     are read as they are stored, and finished sums are multiplied by their scales.
     """
+    residual, norm_weight, chain, _, eps, offset, dtype = extras
     rows, inner = x.shape
     gated = Epilogue.parse(chain).gated
     sizes = (weights[0].shape[0],) if gated else tuple([weight.shape[0] for weight in weights])

@@ -7,6 +7,7 @@ from flashkernel.core.arguments import autocast, autocast_dtype, check_non_negat
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.loss import library, spec
+from flashkernel.ops.loss.params import LinearLossInputs, LossParams
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -58,10 +59,8 @@ def cross_entropy(
             logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
-    loss, _, _ = library.cross_entropy(
-        _flat(logits), _row(target), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
-        reduction, chosen.target,
-    )  # fmt: skip
+    params = LossParams(ignore_index, float(label_smoothing), float(z_loss), float(softcap), reduction)
+    loss, _, _ = library.cross_entropy(_flat(logits), _row(target), params, chosen.target)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -125,10 +124,9 @@ def linear_cross_entropy(
             softcap=softcap, reduction=reduction,
         )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
-    loss, _, _, _, _ = library.linear_cross_entropy(
-        _flat(x), weight, bias, _row(target), ignore_index, float(label_smoothing), float(z_loss), float(softcap),
-        reduction, wanted, chosen.target,
-    )  # fmt: skip
+    params = LossParams(ignore_index, float(label_smoothing), float(z_loss), float(softcap), reduction)
+    inputs = LinearLossInputs(_flat(x), weight, bias, _row(target))
+    loss, *_ = library.linear_cross_entropy(inputs, params, wanted, chosen.target)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

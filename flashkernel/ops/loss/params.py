@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class LossParams:
+class LossParams(NamedTuple):
     """`cross_entropy` documents the fields; a softcap of 0 means none."""
 
     ignore_index: int = -100

@@ -13,6 +13,7 @@ from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, n
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.matmul import checks, library, spec
+from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.reference import default_dtype
 
 
@@ -139,12 +140,17 @@ def matmul(
         return (out.copy_(results[0]), results[1]) if return_preactivation else out.copy_(results)
     pieces = standard(len(biases) > 0, activation, scale, residual is not None, dropout)
     chain = ";".join([piece.text for piece in pieces])
-    return library.matmul(
-        chosen.target, a, matrices, biases, residual, a_scale, b_scale, out,
-        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed), out_scale,
-        (chain, packed, scaling, out_dtype, torch.backends.cuda.matmul.allow_tf32),
-        out_quantize or "", gradients and activation is not None, return_preactivation,
+    added = out is not None and out is residual
+    tensors = MatmulTensors(
+        matrices[1] if len(matrices) == 2 else None, biases[0] if biases else None,
+        biases[1] if len(biases) == 2 else None, None if added else residual, a_scale, b_scale, out=out,
+        seed=seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed), out_scale=out_scale,
     )  # fmt: skip
+    params = MatmulParams(out_dtype, chain, scaling, torch.backends.cuda.matmul.allow_tf32, packed)
+    save = gradients and activation is not None
+    return library.matmul(
+        chosen.target, a, matrices[0], tensors, params, out_quantize or "", save, return_preactivation, added
+    )
 
 
 def _alone(tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...] | None:
@@ -205,6 +211,5 @@ def matmul_dact(
         with without_autocast(a):
             return chosen.run(a, b, preactivation, activation=activation, packed=packed, dz_out=dz_out)
     text = activation_piece(activation).text  # type: ignore[union-attr]
-    return library.matmul_dact(
-        chosen.target, a, b, preactivation, dz_out, text, packed, torch.backends.cuda.matmul.allow_tf32
-    )
+    params = MatmulParams(preactivation.dtype, text, "", torch.backends.cuda.matmul.allow_tf32, packed)
+    return library.matmul_dact(chosen.target, a, b, preactivation, dz_out, params)

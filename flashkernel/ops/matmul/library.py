@@ -5,6 +5,8 @@ activation and the transposes are views. A product that ends in an activation st
 The dZ of a gated product is packed as its B is, so that its gradients are products of packed tensors as well.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,53 +28,39 @@ _QUANTIZE = "flashkernel.ops.matmul.triton:quantize_rows"
 def matmul(
     kernels: str,
     a: Tensor,
-    matrices: tuple[Tensor, ...],
-    biases: tuple[Tensor, ...],
-    residual: Tensor | None,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    out: Tensor | None,
-    seed: int | Tensor,
-    out_scale: Tensor | None,
-    settings: tuple[str, str, str, torch.dtype, bool],
+    b: Tensor,
+    tensors: MatmulTensors,
+    params: MatmulParams,
     quantize: str,
     save: bool,
     return_preactivation: bool,
+    added: bool,
 ) -> Tensor | tuple[Tensor, ...]:
-    """C [M, N], or [batch, M, N] if an operand has a batch; differentiable in a, b, the biases and the residual.
+    """C [M, N], or [batch, M, N] if an operand has a batch; differentiable in a, b, up, the biases and the residual.
 
     Args:
         kernels: The kernel module.
         a: [M, K] or [batch, M, K].
-        matrices: B, or gate and up of a gated product.
-        biases: As many as there are matrices, or none.
-        residual: [M, N] or [batch, M, N].
-        a_scale: Scales of 2 or 3 dims.
-        b_scale: The same.
-        out: Where C is written; then without gradients.
-        seed: Of dropout.
-        out_scale: C is divided by it, [M or 1, 1] or [batch or 1, M or 1, 1].
-        settings: Epilogue, packing, scaling, output dtype and tf32, as in `MatmulParams`.
+        b: [K, N] or [batch, K, N]; of a gated product the gate's, or both packed.
+        tensors: As kernel modules take them, but without a batch where there is none. With `out`, C has no gradient.
+        params: What the product computes.
         quantize: "block" or "row": return C in fp8, and its scales; "" for neither.
         save: Store the activation's input for the backward pass.
         return_preactivation: Return it, too.
+        added: The residual is `out`, and left out of `tensors`.
     """
-    alone = a.ndim == 2 and matrices[0].ndim == 2
-    tensors = (
-        _batched(a), _batched(matrices[0]), _batched(matrices[1]) if len(matrices) == 2 else None,
-        biases[0] if biases else None, biases[1] if len(biases) == 2 else None, _batched(residual),
-        _batched(a_scale), _batched(b_scale), seed if isinstance(seed, Tensor) else None,
-        _batched(out_scale),
+    alone = a.ndim == 2 and b.ndim == 2
+    a, b, out = _batched(a), _batched(b), tensors.out
+    up, bias, up_bias, residual, a_scale, b_scale, *_, seed, out_scale, _ = tensors
+    tensors = MatmulTensors(
+        _batched(up), bias, up_bias, _batched(residual), _batched(a_scale), _batched(b_scale), out=_batched(out),
+        seed=seed, out_scale=_batched(out_scale),
     )  # fmt: skip
-    host_seed = 0 if isinstance(seed, Tensor) else seed
     saves = "returned" if return_preactivation else "saved" if save else ""
     if out is not None:
-        chain, packed, scaling, _, tf32 = settings
-        added = out is residual
-        given = (*tensors[:5], None, *tensors[6:]) if added else tensors
-        z = _matmul_into(*given, _batched(out), chain, packed, scaling, tf32, host_seed, saves, added, kernels)
+        z = _matmul_into(a, b, tensors, params, added, saves, kernels)
         return (out, z[0] if alone else z) if return_preactivation else out
-    c, z, scales = _matmul(*tensors, *settings, host_seed, quantize, saves, kernels)
+    c, z, scales = _matmul(a, b, tensors, params, quantize, saves, kernels)
     wanted = [c, *([scales] if quantize else []), *([z] if return_preactivation else [])]
     if alone:
         wanted = [x[0] for x in wanted]
@@ -95,94 +83,48 @@ def _columns(b: Tensor, up: Tensor | None, chain: str) -> tuple[int, int]:
 
 
 def _forward(
-    a: Tensor,
-    b: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    device_seed: Tensor | None,
-    out_scale: Tensor | None,
-    chain: str,
-    packed: str,
-    scaling: str,
-    out_dtype: torch.dtype,
-    tf32: bool,
-    seed: int,
-    quantize: str,
-    saves: str,
-    kernels: str,
+    a: Tensor, b: Tensor, tensors: MatmulTensors, params: MatmulParams, quantize: str, saves: str, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """C, the preactivation and the scales of C; those that are not asked for are empty."""
-    by_rows = quantize == "row"  # in a second kernel
-    params = MatmulParams(default_dtype(a.dtype) if by_rows else out_dtype, chain, scaling, tf32, packed)
-    n = _columns(b, up, chain)[0]
+    if quantize == "row":  # in a second kernel
+        params = params._replace(out_dtype=default_dtype(a.dtype))
+    n = _columns(b, tensors.up, params.chain)[0]
     size = (_batches(a, b), a.shape[1], -(-n // SCALE_BLOCK)) if quantize == "block" else 0
     scales = torch.empty(size, dtype=torch.float32, device=a.device)
-    tensors = MatmulTensors(
-        up, bias, up_bias, residual, a_scale, b_scale, seed=seed if device_seed is None else device_seed,
-        out_scale=out_scale, block_scales=scales if quantize == "block" else None,
-    )  # fmt: skip
+    if quantize == "block":
+        tensors = tensors._replace(block_scales=scales)
     c, z = _multiply(a, b, params, tensors, saves, kernels)
-    if by_rows:
+    if quantize == "row":
         c, scales = resolve(_QUANTIZE)(c)
     return c, z, scales
 
 
-def _fake_forward(
-    a, b, up, bias, up_bias, residual, a_scale, b_scale, device_seed, out_scale, chain, packed, scaling, out_dtype,
-    tf32, seed, quantize, saves, kernels,
-):  # fmt: skip
-    n, z_columns = _columns(b, up, chain)
+def _fake_forward(a, b, tensors, params, quantize, saves, kernels):
+    n, z_columns = _columns(b, tensors.up, params.chain)
     shape = (_batches(a, b), a.shape[1])
     z = a.new_empty((*shape, z_columns) if saves else 0, dtype=default_dtype(a.dtype))
     groups = 1 if quantize == "row" else -(-n // SCALE_BLOCK)
     scales = a.new_empty((*shape, groups) if quantize else 0, dtype=torch.float32)
-    return a.new_empty((*shape, n), dtype=out_dtype), z, scales
+    return a.new_empty((*shape, n), dtype=params.out_dtype), z, scales
 
 
 def _forward_into(
-    a: Tensor,
-    b: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    up_bias: Tensor | None,
-    residual: Tensor | None,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    device_seed: Tensor | None,
-    out_scale: Tensor | None,
-    out: Tensor,
-    chain: str,
-    packed: str,
-    scaling: str,
-    tf32: bool,
-    seed: int,
-    saves: str,
-    added: bool,
-    kernels: str,
+    a: Tensor, b: Tensor, tensors: MatmulTensors, params: MatmulParams, added: bool, saves: str, kernels: str
 ) -> Tensor:
     """Writes C to `out`, which is the residual where `added`. Returns the preactivation, or an empty tensor."""
-    params = MatmulParams(out.dtype, chain, scaling, tf32, packed)
+    out = tensors.out
+    assert out is not None
     target = out if out.stride(2) == 1 or out.shape[2] == 1 else None
-    tensors = MatmulTensors(
-        up, bias, up_bias, out if added else residual, a_scale, b_scale, out=target,
-        seed=seed if device_seed is None else device_seed, out_scale=out_scale,
-    )  # fmt: skip
-    c, z = _multiply(a, b, params, tensors, saves, kernels)
+    given = tensors._replace(out=target, residual=out if added else tensors.residual)
+    c, z = _multiply(a, b, params, given, saves, kernels)
     if target is None:
         out.copy_(c)
     mark_written(out)
     return z
 
 
-def _fake_forward_into(
-    a, b, up, bias, up_bias, residual, a_scale, b_scale, device_seed, out_scale, out, chain, packed, scaling, tf32,
-    seed, saves, added, kernels,
-):  # fmt: skip
-    size = (_batches(a, b), a.shape[1], _columns(b, up, chain)[1])
+def _fake_forward_into(a, b, tensors, params, added, saves, kernels):
+    size = (_batches(a, b), a.shape[1], _columns(b, tensors.up, params.chain)[1])
     return a.new_empty(size if saves else 0, dtype=default_dtype(a.dtype))
 
 
@@ -235,33 +177,37 @@ def _merged_batch(
     return views[0], views[1], views[2]  # type: ignore[return-value]
 
 
+class _Saved(NamedTuple):
+    """What a product saves for its backward pass."""
+
+    a: Tensor
+    b: Tensor
+    up: Tensor | None
+    preactivation: Tensor
+    seed: int | Tensor
+
+
+class _Inputs(NamedTuple):
+    """What the gradients of inputs that are not saved look like."""
+
+    bias_dtype: torch.dtype
+    up_bias_dtype: torch.dtype
+    residual_dtype: torch.dtype
+    residual_batches: int
+
+
 def _backward(
-    dc: Tensor,
-    dz: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    up: Tensor | None,
-    preactivation: Tensor,
-    device_seed: Tensor | None,
-    bias_dtype: torch.dtype,
-    up_bias_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
-    residual_batches: int,
-    chain: str,
-    packed: str,
-    tf32: bool,
-    seed: int,
-    wanted: list[bool],
+    dc: Tensor, dz: Tensor | None, saved: _Saved, inputs: _Inputs, params: MatmulParams, wanted: list[bool],
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of a, b, up, their biases and the residual; those not wanted are empty.
 
     `dz` is the gradient of a returned preactivation.
     """
-    module, epilogue = resolve(kernels), Epilogue.parse(chain)
-    drawn = seed if device_seed is None else device_seed
-    dz = _preactivation_gradient(dc, dz, a.dtype, preactivation, epilogue, packed, drawn)
-    parts = (dz,) if up is None else split_gate_up(dz, packed)
+    a, b, up, preactivation, seed = saved
+    module, tf32 = resolve(kernels), params.tf32
+    dz = _preactivation_gradient(dc, dz, a.dtype, preactivation, params.epilogue, params.packed, seed)
+    parts = (dz,) if up is None else split_gate_up(dz, params.packed)
     results = [a.new_empty(0) for _ in range(6)]  # an output of its own each
     if wanted[0]:
         results[0] = _left_gradient(module, parts, (b,) if up is None else (b, up), a, tf32)
@@ -270,10 +216,10 @@ def _backward(
             results[1 + index] = _right_gradient(module, a, part, b, tf32)
         if wanted[3 + index]:
             total = part.sum((0, 1), dtype=torch.float32)
-            results[3 + index] = total.to(up_bias_dtype if index else bias_dtype)
+            results[3 + index] = total.to(inputs.up_bias_dtype if index else inputs.bias_dtype)
     if wanted[5]:
-        over = dc.sum(0, keepdim=True, dtype=torch.float32) if residual_batches < dc.shape[0] else dc
-        results[5] = over.to(residual_dtype, copy=True)
+        over = dc.sum(0, keepdim=True, dtype=torch.float32) if inputs.residual_batches < dc.shape[0] else dc
+        results[5] = over.to(inputs.residual_dtype, copy=True)
     return results[0], results[1], results[2], results[3], results[4], results[5]
 
 
@@ -313,13 +259,11 @@ def _right_gradient(module, a: Tensor, dz: Tensor, b: Tensor, tf32: bool) -> Ten
     return module.forward(a.transpose(1, 2), dz, MatmulParams(a.dtype, "", "", tf32), MatmulTensors())
 
 
-def _fake_backward(
-    dc, dz, a, b, up, preactivation, device_seed, bias_dtype, up_bias_dtype, residual_dtype, residual_batches, chain,
-    packed, tf32, seed, wanted, kernels,
-):  # fmt: skip
+def _fake_backward(dc, dz, saved, inputs, params, wanted, kernels):
+    a, b = saved.a, saved.b
     shapes = [
-        (a.shape, a.dtype), (b.shape, a.dtype), (b.shape, a.dtype), (b.shape[2:], bias_dtype),
-        (b.shape[2:], up_bias_dtype), ((residual_batches, *dc.shape[1:]), residual_dtype),
+        (a.shape, a.dtype), (b.shape, a.dtype), (b.shape, a.dtype), (b.shape[2:], inputs.bias_dtype),
+        (b.shape[2:], inputs.up_bias_dtype), ((inputs.residual_batches, *dc.shape[1:]), inputs.residual_dtype),
     ]  # fmt: skip
     return tuple(
         a.new_empty(shape, dtype=dtype) if want else a.new_empty(0) for (shape, dtype), want in zip(shapes, wanted)
@@ -327,86 +271,75 @@ def _fake_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    a, b, up, bias, up_bias, residual, _, _, device_seed, _, chain, packed, _, _, tf32, seed, _, saves, kernels = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a, b, up, output[1], device_seed)
+    a, b, tensors, ctx.params, _, saves, ctx.kernels = inputs
+    seed, residual = tensors.seed, tensors.residual
+    on_device = isinstance(seed, Tensor)
+    ctx.save_for_backward(a, b, tensors.up, output[1], seed if on_device else None)
     ctx.mark_non_differentiable(*(output[2:] if saves == "returned" else output[1:]))
     ctx.output = (output[0].shape, output[0].dtype)
-    ctx.settings = (
-        *[a.dtype if x is None else x.dtype for x in (bias, up_bias, residual)],
-        1 if residual is None else residual.shape[0], chain, packed, tf32, seed,
-    )  # fmt: skip
-    ctx.kernels = kernels
+    ctx.seed = 0 if on_device else seed
+    dtypes = [a.dtype if x is None else x.dtype for x in (tensors.bias, tensors.up_bias, residual)]
+    ctx.inputs = _Inputs._make((*dtypes, 1 if residual is None else residual.shape[0]))
 
 
-def _pull_back(ctx, dc, dz, _):
-    if dc is None and dz is None:
-        return (None,) * 19
-    wanted = list(ctx.needs_input_grad[:6])
-    a, b, up, preactivation, device_seed = ctx.saved_tensors
+def _pull_back(ctx, wanted, dc, dz, _):
+    *saved, device_seed = ctx.saved_tensors
     if dc is None:
-        dc = a.new_zeros(ctx.output[0], dtype=ctx.output[1])
-    results = _matmul_backward(dc, dz, a, b, up, preactivation, device_seed, *ctx.settings, wanted, ctx.kernels)
-    return *[result if want else None for result, want in zip(results, wanted)], *[None] * 13
+        dc = saved[0].new_zeros(ctx.output[0], dtype=ctx.output[1])
+    given = _Saved._make((*saved, ctx.seed if device_seed is None else device_seed))
+    return _matmul_backward(dc, dz, given, ctx.inputs, ctx.params, wanted, ctx.kernels)
 
 
 _matmul_backward = KernelOp("matmul_backward", _backward, _fake_backward)
-_matmul = KernelOp("matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+_matmul = KernelOp(
+    "matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
+    differentiable=("a", "b", "up", "bias", "up_bias", "residual"),
+)  # fmt: skip
 _matmul_into = KernelOp("matmul_into", _forward_into, _fake_forward_into, mutates=("out",))
 
 
 def matmul_dact(
-    kernels: str,
-    a: Tensor,
-    b: Tensor,
-    preactivation: Tensor,
-    dz_out: Tensor | None,
-    chain: str,
-    packed: str,
-    tf32: bool,
+    kernels: str, a: Tensor, b: Tensor, preactivation: Tensor, dz_out: Tensor | None, params: MatmulParams
 ) -> tuple[Tensor, Tensor]:
     """(dz, activated); dz is `dz_out` where that is given."""
     alone = a.ndim == 2 and b.ndim == 2
     operands = (_batched(a), _batched(b))
     if dz_out is None:
-        dz, activated = _dact(*operands, _batched(preactivation), chain, packed, tf32, kernels)
+        dz, activated = _dact(*operands, _batched(preactivation), params, kernels)
         return (dz[0], activated[0]) if alone else (dz, activated)
     z = None if dz_out is preactivation else _batched(preactivation)
-    activated = _dact_into(*operands, z, _batched(dz_out), chain, packed, tf32, kernels)
+    activated = _dact_into(*operands, z, _batched(dz_out), params, kernels)
     return dz_out, activated[0] if alone else activated
 
 
 def _dact_forward(
-    a: Tensor, b: Tensor, preactivation: Tensor, chain: str, packed: str, tf32: bool, kernels: str
+    a: Tensor, b: Tensor, preactivation: Tensor, params: MatmulParams, kernels: str
 ) -> tuple[Tensor, Tensor]:
     dz = preactivation.new_empty(preactivation.shape)
-    return dz, _dact_run(a, b, preactivation, dz, chain, packed, tf32, kernels)
+    return dz, _dact_run(a, b, preactivation, dz, params, kernels)
 
 
-def _fake_dact(a, b, preactivation, chain, packed, tf32, kernels):
+def _fake_dact(a, b, preactivation, params, kernels):
     shape = (*preactivation.shape[:2], b.shape[2])
     return preactivation.new_empty(preactivation.shape), preactivation.new_empty(shape)
 
 
 def _dact_forward_into(
-    a: Tensor, b: Tensor, preactivation: Tensor | None, dz: Tensor, chain: str, packed: str, tf32: bool, kernels: str
+    a: Tensor, b: Tensor, preactivation: Tensor | None, dz: Tensor, params: MatmulParams, kernels: str
 ) -> Tensor:
     """Writes dz and returns the activated values. Without a preactivation it is what dz holds."""
-    activated = _dact_run(a, b, dz if preactivation is None else preactivation, dz, chain, packed, tf32, kernels)
+    activated = _dact_run(a, b, dz if preactivation is None else preactivation, dz, params, kernels)
     mark_written(dz)
     return activated
 
 
-def _fake_dact_into(a, b, preactivation, dz, chain, packed, tf32, kernels):
+def _fake_dact_into(a, b, preactivation, dz, params, kernels):
     return dz.new_empty((*dz.shape[:2], b.shape[2]))
 
 
-def _dact_run(
-    a: Tensor, b: Tensor, z: Tensor, dz: Tensor, chain: str, packed: str, tf32: bool, kernels: str
-) -> Tensor:  # fmt: skip
+def _dact_run(a: Tensor, b: Tensor, z: Tensor, dz: Tensor, params: MatmulParams, kernels: str) -> Tensor:
     batches, m, n = z.shape[0], a.shape[1], b.shape[2]
     activated = z.new_empty((batches, m, n))
-    params = MatmulParams(z.dtype, chain, "", tf32, packed)
     plain, target = unit_stride(z), dz if dz.stride(2) == 1 or dz.shape[2] == 1 else dz.new_empty(dz.shape)
     merged = _merged_batch(a, b, "", plain, target)
     if merged is None:

@@ -76,8 +76,7 @@ class MatmulTensors(NamedTuple):
     block_scales: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class MatmulParams:
+class MatmulParams(NamedTuple):
     """What a product computes beyond its operands.
 
     Attributes:

@@ -21,7 +21,7 @@ from flashkernel.core.device import properties
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.mlp import by_linear, library, spec
-from flashkernel.ops.mlp.params import MlpOptions, MlpParams, MlpTensors
+from flashkernel.ops.mlp.params import MainGrads, MlpOptions, MlpParams, MlpTensors
 from flashkernel.ops.norm import rms_norm
 
 
@@ -135,17 +135,21 @@ def mlp(
         if norm_weight is not None:
             norms = "torch" if x.device.type == "cpu" else "triton"
             x = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset, backend=norms)  # type: ignore[assignment]
-        tensors = MlpTensors(x, weights[:-1], weights[-1], biases, down_bias, residual)
-        params = MlpParams(piece, packed, None if old or chosen.name == "cuda" else chosen.name)
+        up_bias = biases[1] if len(biases) == 2 else None
+        tensors = MlpTensors(
+            x, weights[0], weights[1] if separate else None, weights[-1], biases[0] if biases else None, up_bias,
+            down_bias, residual,
+        )  # fmt: skip
+        params = MlpParams(piece.text, packed, None if old or chosen.name == "cuda" else chosen.name)
         dtype = x.dtype if out_dtype is None else out_dtype
-        return library.mlp(spec.PRODUCTS, tensors, _three(main_grads), params, dtype, recompute)
+        return library.mlp(tensors, _main_grads(main_grads), params, dtype, recompute, spec.PRODUCTS)[0]
 
 
-def _three(main_grads: Sequence[Tensor] | None) -> list[Tensor | None]:
+def _main_grads(given: Sequence[Tensor] | None) -> MainGrads:
     """Those of gate (or of both), up and down."""
-    if main_grads is None:
-        return [None, None, None]
-    return [main_grads[0], main_grads[1] if len(main_grads) == 3 else None, main_grads[-1]]
+    if given is None:
+        return MainGrads()
+    return MainGrads(given[0], given[1] if len(given) == 3 else None, given[-1])
 
 
 def _check_options(activation: Any, packed: str, norm_eps: float, norm_offset: float) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.ops.matmul import matmul, matmul_dact
-from flashkernel.ops.mlp.params import MlpParams, MlpTensors
+from flashkernel.ops.mlp.params import MainGrads, MlpParams, MlpTensors
 
 _matmul: Any = matmul  # returns one tensor or two, depending on its arguments
 
@@ -26,10 +26,10 @@ def forward(
     tensors: MlpTensors, params: MlpParams, dtype: torch.dtype, save: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, what went into the activation or None)"""
-    x, gate_up, down, gate_up_bias, down_bias, residual = tensors
+    down, down_bias, residual = tensors.down, tensors.down_bias, tensors.residual
     found = _matmul(
-        x, _transposed(gate_up), bias=_alone(gate_up_bias), activation=params.activation, packed=params.packed,
-        return_preactivation=save, backend=params.backend,
+        tensors.x, _transposed(tensors.wide), bias=_alone(tensors.wide_biases), activation=params.piece,
+        packed=params.packed, return_preactivation=save, backend=params.backend,
     )  # fmt: skip
     hidden, preactivation = found if save else (found, None)
     if residual is None and down_bias is not None and down_bias.dtype == hidden.dtype == dtype:
@@ -39,17 +39,17 @@ def forward(
 
 
 def backward(
-    dy: Tensor, tensors: MlpTensors, preactivation: Tensor | None, main_grads: list[Tensor | None], params: MlpParams,
+    dy: Tensor, tensors: MlpTensors, preactivation: Tensor | None, main_grads: MainGrads, params: MlpParams,
     in_place: bool, wanted: list[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of x, the weights of gate and up, down, and their biases; None for those not wanted or added."""
     results: list[Tensor | None] = [None] * 7
-    x, gate_up, down, gate_up_bias = tensors[:4]
+    x, gate_up = tensors.x, tensors.wide
     recomputed = preactivation is None
-    z = _preactivation(x, gate_up, gate_up_bias) if preactivation is None else preactivation
+    z = _preactivation(x, gate_up, tensors.wide_biases) if preactivation is None else preactivation
     dz, hidden = matmul_dact(
-        dy, down, z, activation=params.activation, packed=params.packed, dz_out=z if in_place or recomputed else None,
-        backend=params.backend,
+        dy, tensors.down, z, activation=params.piece, packed=params.packed,
+        dz_out=z if in_place or recomputed else None, backend=params.backend,
     )  # fmt: skip
     if wanted[3]:
         results[3] = _weight_gradient(dy, hidden, main_grads[2])

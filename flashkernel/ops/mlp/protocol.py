@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashkernel.ops.mlp.params import MlpParams, MlpTensors
+from flashkernel.ops.mlp.params import MainGrads, MlpParams, MlpTensors
 
 
 class MlpProducts(Protocol):
@@ -19,7 +19,7 @@ class MlpProducts(Protocol):
         """Returns y [rows, outputs] in `dtype`, and with `save` what went into the activation, packed."""
 
     def backward(
-        self, dy: Tensor, tensors: MlpTensors, preactivation: Tensor | None, main_grads: list[Tensor | None],
+        self, dy: Tensor, tensors: MlpTensors, preactivation: Tensor | None, main_grads: MainGrads,
         params: MlpParams, in_place: bool, wanted: list[bool],
     ) -> list[Tensor | None]:  # fmt: skip
         """Returns the gradients of x, gate (or both), up, down and their biases, as `wanted` asks for them.

@@ -15,7 +15,7 @@ from flashkernel.blocks.weight import scales_shape
 from flashkernel.core import backends
 from flashkernel.core.declare import declare
 from flashkernel.core.device import Device
-from flashkernel.core.op import FLOATS, Axes, Call, Case, Cost, Input, Tolerance, count, normal
+from flashkernel.core.op import FLOATS, Axes, Call, Case, Cost, Input, Tolerance, costs, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.mlp.configs import FEW_ROWS
@@ -245,9 +245,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     again = 2.0 * rows * wide * axes["columns"] if case.options.get("recompute") else 0.0
     forward = Cost(flops, (moved + rows * (wide if case.gradients else 0)) * dtype.itemsize)
     backward = Cost(2 * flops + again, (2 * moved + 2 * rows * wide) * dtype.itemsize)
-    if case.name.endswith("-step"):
-        return {"fwd+bwd": Cost(forward.flops + backward.flops, forward.bytes + backward.bytes)}
-    return {"fwd": forward, "bwd": backward}
+    return costs(case, forward, backward)
 
 
 MLP = declare(

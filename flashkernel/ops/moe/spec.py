@@ -13,7 +13,7 @@ from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
 from flashkernel.core.declare import declare
-from flashkernel.core.op import FLOATS, Axes, Baseline, Case, Cost, Input, Tolerance, normal
+from flashkernel.core.op import FLOATS, Axes, Baseline, Case, Cost, Input, Tolerance, costs, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.moe.routing.spec import MOE_ROUTE, MOE_SORT
@@ -174,9 +174,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     moved = touched_experts(axes["num_experts"], rows) * matrix + 2 * axes["tokens"] * axes["hidden"]
     forward = Cost(2.0 * rows * matrix, moved * dtype.itemsize)
     backward = Cost(4.0 * rows * matrix, 2 * moved * dtype.itemsize)
-    if case.name.endswith("-step"):
-        return {"fwd+bwd": Cost(forward.flops + backward.flops, forward.bytes + backward.bytes)}
-    return {"fwd": forward, "bwd": backward}
+    return costs(case, forward, backward)
 
 
 MOE_EXPERTS = declare(

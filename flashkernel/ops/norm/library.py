@@ -3,14 +3,9 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import as_rows
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[rows, width] with unit stride along the row; a view where the layout allows one."""
-    flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def _forward(
@@ -24,9 +19,9 @@ def _forward(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, total, mean, rstd); total is empty without a residual."""
-    flat_residual = None if residual is None else _flat(residual)
+    flat_residual = None if residual is None else as_rows(residual)
     vectors = [None if vector is None else vector.contiguous() for vector in (weight, bias)]
-    return resolve(kernels).forward(_flat(x), *vectors, flat_residual, eps, offset, rms, x.shape)
+    return resolve(kernels).forward(as_rows(x), *vectors, flat_residual, eps, offset, rms, x.shape)
 
 
 def _fake_forward(x, weight, bias, residual, eps, offset, rms, kernels):
@@ -50,11 +45,11 @@ def _backward(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias); a gradient without its parameter is empty."""
-    flat_dtotal = None if dtotal is None else _flat(dtotal)
+    flat_dtotal = None if dtotal is None else as_rows(dtotal)
     bias_dtype = None if bias is None else bias.dtype
     weight = None if weight is None else weight.contiguous()
     dx, dweight, dbias = resolve(kernels).backward(
-        _flat(dy), flat_dtotal, _flat(total), weight, mean, rstd, bias_dtype, offset, rms
+        as_rows(dy), flat_dtotal, as_rows(total), weight, mean, rstd, bias_dtype, offset, rms
     )
     return dx.view(dy.shape), dweight, dbias
 
@@ -69,27 +64,23 @@ def _fake_backward(dy, dtotal, total, weight, mean, rstd, bias, offset, rms, ker
 def _setup_context(ctx, inputs, output):
     x, weight, bias, residual, _, offset, rms, kernels = inputs
     _, total, mean, rstd = output
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
     ctx.settings = (offset, rms, kernels)
     ctx.has_residual = residual is not None
 
 
-def _pull_back(ctx, dy, dtotal, _dmean, _drstd):
+def _pull_back(ctx, wanted, dy, dtotal, _dmean, _drstd):
     total, weight, bias, mean, rstd = ctx.saved_tensors
     if not ctx.has_residual:
         dtotal = None  # the empty placeholder's gradient
     if dy is None:
         dy = torch.zeros_like(total)
     dx, dweight, dbias = norm_backward(dy, dtotal, total, weight, mean, rstd, bias, *ctx.settings)
-    return (
-        dx,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
-        dx if ctx.has_residual else None,
-        None, None, None, None,
-    )  # fmt: skip
+    return dx, dweight, dbias, dx
 
 
 norm_backward = KernelOp("norm_backward", _backward, _fake_backward)
-norm = KernelOp("norm", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+norm = KernelOp(
+    "norm", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
+    differentiable=("x", "weight", "bias", "residual"),
+)  # fmt: skip

@@ -3,16 +3,11 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import as_rows
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 
 _STORED = {"e4m3": torch.uint8, "int8": torch.int8}
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[rows, width] with unit stride along the row; a view where the layout allows one."""
-    flat = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def _scales_shape(x: Tensor, width: int, columns: int) -> tuple[int, ...]:
@@ -24,7 +19,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, zeros); scales are empty if one is given, zeros if symmetric."""
     given = None if scale is None else scale.float().contiguous()
-    codes, scales, zeros = resolve(kernels).quantize(_flat(x), given, code, columns, symmetric)
+    codes, scales, zeros = resolve(kernels).quantize(as_rows(x), given, code, columns, symmetric)
     shape = _scales_shape(x, x.shape[-1], columns)
     return (
         codes.view(x.shape),
@@ -46,7 +41,7 @@ def _dequantize(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, code: str, columns: int, dtype: torch.dtype, kernels: str
 ) -> Tensor:
     zeros = None if zeros is None else zeros.contiguous()
-    values = resolve(kernels).dequantize(_flat(codes), scales.float().contiguous(), zeros, code, columns, dtype)
+    values = resolve(kernels).dequantize(as_rows(codes), scales.float().contiguous(), zeros, code, columns, dtype)
     return values.view(codes.shape)
 
 
@@ -66,9 +61,9 @@ def _rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, x + residual); the last is empty without a residual."""
     weight = None if weight is None else weight.contiguous()
-    flat_residual = None if residual is None else _flat(residual)
+    flat_residual = None if residual is None else as_rows(residual)
     codes, scales, total = resolve(kernels).rms_norm_quantize(
-        _flat(x), weight, flat_residual, code, columns, eps, offset
+        as_rows(x), weight, flat_residual, code, columns, eps, offset
     )
     shape = _scales_shape(x, x.shape[-1], columns)
     return codes.view(x.shape), scales.view(shape), total if residual is None else total.view(x.shape)
@@ -86,8 +81,8 @@ def _glu_quantize(
     gate: Tensor, up: Tensor | None, kind: str, layout: str, code: str, columns: int, kernels: str
 ) -> tuple[Tensor, Tensor]:
     """(codes, scales); layout is "separate", "halves" or "interleaved"."""
-    flat_up = None if up is None else _flat(up)
-    codes, scales = resolve(kernels).glu_quantize(_flat(gate), flat_up, kind, layout, code, columns)
+    flat_up = None if up is None else as_rows(up)
+    codes, scales = resolve(kernels).glu_quantize(as_rows(gate), flat_up, kind, layout, code, columns)
     width = _glu_width(gate, layout)
     return codes.view(*gate.shape[:-1], width), scales.view(_scales_shape(gate, width, columns))
 

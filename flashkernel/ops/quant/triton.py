@@ -5,6 +5,8 @@ its codes are computed from registers. One kernel serves plain inputs and gated 
 and has its own.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +51,27 @@ def _encode(values, CODE: tl.constexpr, HARDWARE: tl.constexpr):
         return encode_e4m3(values)
 
 
+class Groups(NamedTuple):
+    """The groups of a program, [GROUPS] each, and their elements, [GROUPS, BLOCK] each."""
+
+    index: Any
+    exists: Any
+    row: Any
+    first: Any  # column of each group
+    column: Any  # of each element
+    inside: Any  # whether there is an element
+
+
+@triton.jit
+def _groups_of_program(groups, groups_per_row, columns, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)  # [GROUPS]
+    row, first = group // groups_per_row, (group % groups_per_row) * columns
+    exists, column = group < groups, tl.arange(0, BLOCK)
+    at = first[:, None] + column[None, :]  # [GROUPS, BLOCK]
+    inside = exists[:, None] & (column < columns)[None, :] & (at < width)
+    return Groups(group, exists, row, first, at, inside)
+
+
 @triton.jit
 def quantize_groups(
     gate, up, scale_given, data, scales, zeros,
@@ -59,11 +82,8 @@ def quantize_groups(
     """LAYOUT "plain": codes of `gate` alone. STATIC: "tensor" or "group" reads scales, "" computes them."""
     if PDL:
         pdl_enter()
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)  # [GROUPS]
-    row, first = group // groups_per_row, (group % groups_per_row) * columns
-    exists, column = group < groups, tl.arange(0, BLOCK)
-    at = first[:, None] + column[None, :]  # [GROUPS, BLOCK]
-    inside = exists[:, None] & (column < columns)[None, :] & (at < width)
+    own = _groups_of_program(groups, groups_per_row, columns, width, GROUPS, BLOCK)
+    group, exists, row, first, at, inside = own.index, own.exists, own.row, own.first, own.column, own.inside
     if LAYOUT == "interleaved":
         both = tl.arange(0, 2 * BLOCK)
         there = 2 * first[:, None] + both[None, :]
@@ -110,11 +130,8 @@ def dequantize_groups(
 ):  # fmt: skip
     if PDL:
         pdl_enter()
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)  # [GROUPS]
-    row, first = group // groups_per_row, (group % groups_per_row) * columns
-    exists, column = group < groups, tl.arange(0, BLOCK)
-    at = first[:, None] + column[None, :]  # [GROUPS, BLOCK]
-    inside = exists[:, None] & (column < columns)[None, :] & (at < width)
+    own = _groups_of_program(groups, groups_per_row, columns, width, GROUPS, BLOCK)
+    group, exists, row, at, inside = own.index, own.exists, own.row, own.column, own.inside
     index = tl.zeros_like(group) if ONE_SCALE else group
     values = tl.load(codes + row[:, None] * codes_stride + at, mask=inside).to(tl.float32)
     if HAS_ZEROS:

@@ -50,9 +50,7 @@ def _early(x: torch.Tensor, moved: int = 0) -> bool:
 
 def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, saved) of x [rows, width]: y in x's dtype; saved is for the backward of max and logsumexp, else empty."""
-    rows, width = x.shape
-    y = torch.empty(rows, dtype=x.dtype, device=x.device)
-    saved = torch.empty(rows if kind in (kinds.MAX, kinds.LOGSUMEXP) else 0, dtype=torch.float32, device=x.device)
+    (rows, width), (y, saved) = x.shape, kinds.new_outputs(x, kind)
     a, b = _reduce_pairs(x, weight, kind, whole=(y, saved))
     if a is not y:
         finish = kernel("finish_rows", TYPES[x.dtype], kind)

@@ -30,7 +30,6 @@ def _fake_forward(x, weight, kind, kernels):
 def _setup_context(ctx, inputs, output):
     x, weight, kind, kernels = inputs
     y, saved = output
-    ctx.set_materialize_grads(False)
     ctx.shape, ctx.kind, ctx.kernels = x.shape, kind, kernels
     if kind == kinds.WEIGHTED:
         ctx.save_for_backward(x, weight)
@@ -38,18 +37,14 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(x, y, saved)
 
 
-def _pull_back(ctx, dy, _dsaved):
-    if dy is None:
-        return None, None, None, None
+def _pull_back(ctx, wanted, dy, _dsaved):
     if ctx.kind == kinds.SUM:
-        return dy.unsqueeze(-1).expand(ctx.shape), None, None, None  # a view: nothing is written, as in torch
+        return dy.unsqueeze(-1).expand(ctx.shape), None  # a view: nothing is written, as in torch
     if ctx.kind == kinds.MEAN:
-        return (dy / ctx.shape[-1]).unsqueeze(-1).expand(ctx.shape), None, None, None
+        return (dy / ctx.shape[-1]).unsqueeze(-1).expand(ctx.shape), None
     if ctx.kind == kinds.WEIGHTED:
-        want_x, want_weight = ctx.needs_input_grad[:2]
-        dx, dweight = weighted_sum_backward(dy, *ctx.saved_tensors, want_x, want_weight, ctx.kernels)
-        return dx if want_x else None, dweight if want_weight else None, None, None
-    return reduce_backward(dy, *ctx.saved_tensors, ctx.kind, ctx.kernels), None, None, None
+        return weighted_sum_backward(dy, *ctx.saved_tensors, *wanted, ctx.kernels)
+    return reduce_backward(dy, *ctx.saved_tensors, ctx.kind, ctx.kernels), None
 
 
 def _backward(dy: Tensor, x: Tensor, y: Tensor, saved: Tensor, kind: int, kernels: str) -> Tensor:
@@ -94,16 +89,12 @@ def _fake_argmax(x, invalid):
 
 def _setup_softmax(ctx, inputs, output):
     x, _, scale, causal, kernels = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output)
     ctx.settings = (scale, x.shape[-2] if causal else 0, kernels)
 
 
-def _pull_back_softmax(ctx, dy):
-    if dy is None:
-        return None, None, None, None, None
-    (y,) = ctx.saved_tensors
-    return softmax_backward(dy, y, *ctx.settings), None, None, None, None
+def _pull_back_softmax(ctx, wanted, dy):
+    return (softmax_backward(dy, *ctx.saved_tensors, *ctx.settings),)
 
 
 def _softmax_pull(dy: Tensor, y: Tensor, scale: float, queries: int, kernels: str) -> Tensor:
@@ -118,8 +109,12 @@ def _fake_softmax_pull(dy, y, scale, queries, kernels):
 argmax = KernelOp("argmax", _argmax_forward, _fake_argmax)
 reduce_backward = KernelOp("reduce_backward", _backward, _fake_backward)
 weighted_sum_backward = KernelOp("weighted_sum_backward", _weighted_pull, _fake_weighted_pull)
-reduce = KernelOp("reduce", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+reduce = KernelOp(
+    "reduce", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
+    differentiable=("x", "weight"),
+)  # fmt: skip
 softmax_backward = KernelOp("softmax_backward", _softmax_pull, _fake_softmax_pull)
 softmax = KernelOp(
-    "softmax", _softmax_forward, _fake_softmax, setup_context=_setup_softmax, backward=_pull_back_softmax
-)
+    "softmax", _softmax_forward, _fake_softmax, setup_context=_setup_softmax, backward=_pull_back_softmax,
+    differentiable=("x",),
+)  # fmt: skip

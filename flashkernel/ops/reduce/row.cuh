@@ -2,9 +2,8 @@
 
 #pragma once
 
+#include "elements.cuh"
 #include "ptx.cuh"
-
-using Index = long long;  // element offsets go beyond 2^31
 
 constexpr int WARP = 32;
 constexpr int MOST_THREADS = 512;  // in a block: leaves up to 128 registers to a thread
@@ -46,14 +45,7 @@ __device__ inline float inverse(float total) {
     return total == 0.f ? 0.f : reciprocal_approx(total);
 }
 
-// Elements are float, half or bfloat16 in memory and float in registers.
-
-__device__ inline float to_float(float value) { return value; }
-__device__ inline float to_float(__half value) { return __half2float(value); }
-__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ inline void assign(float& target, float value) { target = value; }
-__device__ inline void assign(__half& target, float value) { target = __float2half_rn(value); }
-__device__ inline void assign(__nv_bfloat16& target, float value) { target = __float2bfloat16_rn(value); }
+// Elements are float, half or bfloat16 in memory and float in registers (elements.cuh).
 
 // The elements in one 32-bit word, lowest address first.
 __device__ inline void open(float* value, unsigned word, float) { value[0] = __uint_as_float(word); }

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
-from flashkernel.blocks.rope import rotary_width
+from flashkernel.blocks.rope import make_rotation, rotary_width
 from flashkernel.core.arguments import promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -70,15 +70,11 @@ def rope(
             q, k, cos, sin, positions, frequencies=frequencies, rotary_dim=width, interleaved=interleaved
         )
         return _overwrite(q, k, result) if in_place else result
-    rates, scaling = None, 1.0
-    if frequencies is not None:
-        rates, scaling = frequencies.rates(q.device), frequencies.scaling
+    rotation = make_rotation(cos, sin, positions, frequencies, width, interleaved, q.device)
     if in_place:
-        library.rope_in_place(q, k, cos, sin, rates, positions, scaling, width, interleaved, chosen.target)
+        library.rope_in_place(q, k, rotation, chosen.target)
         return q if k is None else (q, k)
-    rotated_q, rotated_k = library.rope(
-        q, k, cos, sin, rates, positions, scaling, width, interleaved, False, chosen.target
-    )
+    rotated_q, rotated_k = library.rope(q, k, rotation, False, chosen.target)
     return rotated_q if k is None else (rotated_q, rotated_k)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.rope import Rotation
 from flashkernel.core import cuda
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.cuda import TYPES, Kernel, Module
@@ -28,35 +29,25 @@ def kernel(heads: torch.dtype, table: torch.dtype, pairs: int, interleaved: bool
     return MODULE.kernel(f"rotate_heads<{types}, {pairs}, {str(interleaved).lower()}>", _ARGUMENTS)
 
 
-def forward(
-    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, rates: Tensor | None,
-    positions: Tensor | None, scaling: float, rotary: int, interleaved: bool, inverse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, k: Tensor | None, rotation: Rotation, inverse: bool) -> tuple[Tensor, Tensor]:
     """(q, k) rotated, both contiguous; without a k, an empty tensor stands for it."""
     q, k = unit_stride(q), None if k is None else unit_stride(k)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(0 if k is None else k.shape, dtype=q.dtype, device=q.device)
-    outputs = (q_out, None if k is None else k_out)
-    _launch((q, k), outputs, (cos, sin, rates, positions), scaling, rotary, interleaved, inverse)
+    _launch((q, k), (q_out, None if k is None else k_out), rotation, inverse)
     return q_out, k_out
 
 
-def forward_in_place(
-    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, rates: Tensor | None,
-    positions: Tensor | None, scaling: float, rotary: int, interleaved: bool,
-) -> None:  # fmt: skip
+def forward_in_place(q: Tensor, k: Tensor | None, rotation: Rotation) -> None:
     """Rotates q and k where they are; each element is read and written by one thread."""
-    _launch((q, k), (q, k), (cos, sin, rates, positions), scaling, rotary, interleaved, inverse=False)
+    _launch((q, k), (q, k), rotation, inverse=False)
 
 
 _Pair = tuple[Tensor, Tensor | None]  # q and k
 
 
-def _launch(
-    heads: _Pair, outputs: _Pair, angles: tuple[Tensor | None, ...], scaling: float, rotary: int, interleaved: bool,
-    inverse: bool,
-) -> None:  # fmt: skip
-    (q, k), (cos, sin, rates, positions) = heads, angles
+def _launch(heads: _Pair, outputs: _Pair, rotation: Rotation, inverse: bool) -> None:
+    (q, k), (cos, sin, rates, positions, scaling, rotary, interleaved) = heads, rotation
     batch, seq, q_heads, head_dim = q.shape
     k_heads = 0 if k is None else k.shape[2]
     if q_heads + k_heads == 0:

@@ -2,86 +2,51 @@
 
 from torch import Tensor
 
-from flashkernel.blocks.rope import half_width
+from flashkernel.blocks.rope import Rotation
 from flashkernel.core.launch import mark_written
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rates: Tensor | None,
-    positions: Tensor | None,
-    scaling: float,
-    rotary: int,
-    interleaved: bool,
-    inverse: bool,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor | None, rotation: Rotation, inverse: bool, kernels: str) -> tuple[Tensor, Tensor]:
     """(q', k'); k' is empty without a k."""
-    cos, sin = _halves(cos, sin, rotary, interleaved)
-    return resolve(kernels).forward(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, inverse)
+    return resolve(kernels).forward(q, k, rotation.by_pairs, inverse)
 
 
-def _fake_forward(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, inverse, kernels):
+def _fake_forward(q, k, rotation, inverse, kernels):
     return q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
 
 
-def _forward_in_place(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rates: Tensor | None,
-    positions: Tensor | None,
-    scaling: float,
-    rotary: int,
-    interleaved: bool,
-    kernels: str,
-) -> None:
-    cos, sin = _halves(cos, sin, rotary, interleaved)
-    resolve(kernels).forward_in_place(q, k, cos, sin, rates, positions, scaling, rotary, interleaved)
+def _forward_in_place(q: Tensor, k: Tensor | None, rotation: Rotation, kernels: str) -> None:
+    resolve(kernels).forward_in_place(q, k, rotation.by_pairs)
     for x in (q, k):
         if x is not None:
             mark_written(x)
 
 
-def _halves(
-    cos: Tensor | None, sin: Tensor | None, rotary: int, interleaved: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Tables with one column for each pair."""
-    if cos is None or sin is None:
-        return cos, sin
-    return half_width(cos, rotary, interleaved), half_width(sin, rotary, interleaved)
-
-
-def _fake_forward_in_place(q, k, cos, sin, rates, positions, scaling, rotary, interleaved, kernels):
+def _fake_forward_in_place(q, k, rotation, kernels):
     return None
 
 
 def _setup_context(ctx, inputs, output):
-    _, _, *tables, scaling, rotary, interleaved, inverse, kernels = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tables)
-    ctx.settings = (scaling, rotary, interleaved, not inverse, kernels)
-    ctx.has_k = inputs[1] is not None
+    _, k, rotation, inverse, ctx.kernels = inputs
+    ctx.save_for_backward(*rotation[:4])
+    ctx.plain = rotation[4:]
+    ctx.inverse, ctx.has_k = not inverse, k is not None
 
 
-def _pull_back(ctx, dq, dk):
+def _pull_back(ctx, wanted, dq, dk):
     gradients = [gradient for gradient in (dq, dk if ctx.has_k else None) if gradient is not None]
-    rotated = [None, None]
-    if gradients:
-        pair = (gradients[0], gradients[1] if len(gradients) == 2 else None)
-        rotated = list(rope(*pair, *ctx.saved_tensors, *ctx.settings))
+    if not gradients:
+        return None, None
+    pair = (gradients[0], gradients[1] if len(gradients) == 2 else None)
+    rotated = rope(*pair, Rotation(*ctx.saved_tensors, *ctx.plain), ctx.inverse, ctx.kernels)
     if dq is None:
-        rotated = [None, rotated[0]]
-    elif len(gradients) < 2:
-        rotated = [rotated[0], None]
-    return (*rotated, *(None,) * 9)
+        return None, rotated[0]
+    return rotated[0], rotated[1] if len(gradients) == 2 else None
 
 
-rope = KernelOp("rope", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+rope = KernelOp(
+    "rope", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back, differentiable=("q", "k")
+)
 rope_in_place = KernelOp("rope_in_place", _forward_in_place, _fake_forward_in_place, mutates=("q", "k"))

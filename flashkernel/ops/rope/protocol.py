@@ -6,20 +6,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from flashkernel.blocks.rope import Rotation
+
 
 class RopeKernels(Protocol):
-    """A module such as `triton`. The angles are tables cos and sin, or rates (frequencies); see `flashkernel.rope`."""
+    """A module such as `triton`. `Rotation` documents the angles."""
 
-    def forward(
-        self, q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, rates: Tensor | None,
-        positions: Tensor | None, scaling: float, rotary: int, interleaved: bool, inverse: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(self, q: Tensor, k: Tensor | None, rotation: Rotation, inverse: bool) -> tuple[Tensor, Tensor]:
         """Returns the rotated (q, k), contiguous; k is empty without one. `inverse` rotates back."""
 
-    def forward_in_place(
-        self, q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, rates: Tensor | None,
-        positions: Tensor | None, scaling: float, rotary: int, interleaved: bool,
-    ) -> None:  # fmt: skip
+    def forward_in_place(self, q: Tensor, k: Tensor | None, rotation: Rotation) -> None:
         """Overwrites q and k."""
 
 

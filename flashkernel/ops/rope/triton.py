@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernel.blocks.rope import Rotation
 from flashkernel.blocks.rope_triton import Angles, AngleStrides, load_pairs, rotate_pairs, store_pairs, token_cos_sin
 from flashkernel.core import device, tune
 from flashkernel.core.arguments import unit_stride
@@ -92,38 +93,27 @@ def rope_rotate(
             _copy_rest(k_source, k_target, k_inside, HEAD_DIM, ROTARY, REST)
 
 
-def forward(
-    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, rates: Tensor | None,
-    positions: Tensor | None, scaling: float, rotary: int, interleaved: bool, inverse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, k: Tensor | None, rotation: Rotation, inverse: bool) -> tuple[Tensor, Tensor]:
     """(q, k) rotated, both contiguous; without a k, an empty tensor stands for it."""
     q = unit_stride(q)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k = None if k is None else unit_stride(k)
     k_out = torch.empty(0 if k is None else k.shape, dtype=q.dtype, device=q.device)
-    heads = Heads(q, k, q_out, None if k is None else k_out)
-    _launch(heads, Angles(cos, sin, rates, positions), scaling, rotary, interleaved, inverse, in_place=False)
+    _launch(Heads(q, k, q_out, None if k is None else k_out), rotation, inverse, in_place=False)
     return q_out, k_out
 
 
-def forward_in_place(
-    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, rates: Tensor | None,
-    positions: Tensor | None, scaling: float, rotary: int, interleaved: bool,
-) -> None:  # fmt: skip
+def forward_in_place(q: Tensor, k: Tensor | None, rotation: Rotation) -> None:
     """Rotates q and k where they are; each element is read and written by one program."""
-    angles = Angles(cos, sin, rates, positions)
-    _launch(Heads(q, k, q, k), angles, scaling, rotary, interleaved, inverse=False, in_place=True)
+    _launch(Heads(q, k, q, k), rotation, inverse=False, in_place=True)
 
 
-def _launch(
-    heads: Heads, angles: Angles, scaling: float, rotary: int, interleaved: bool, inverse: bool, in_place: bool
-) -> None:
-    (q, k, _, _), (cos, sin, rates, positions) = heads, angles
+def _launch(heads: Heads, rotation: Rotation, inverse: bool, in_place: bool) -> None:
+    (q, k, _, _), (cos, sin, rates, positions, scaling, rotary, interleaved) = heads, rotation
     batch, seq, q_heads, head_dim = q.shape
     k_heads = 0 if k is None else k.shape[2]
     if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) > 2):
         cos, sin = cos.contiguous(), sin.contiguous()
-        angles = Angles(cos, sin, rates, positions)
     shape = {"tokens": batch * seq, "q_heads": q_heads, "k_heads": k_heads, "dim": rotary, "bytes": q.element_size()}
     config = tune.pick(ROTATE, device.properties(q.device), shape)
     across = min(batch, 65535)  # what a grid's second axis holds; the third takes the rest
@@ -135,7 +125,8 @@ def _launch(
     )  # fmt: skip
     launch(
         rope_rotate, (seq * config.splits, across, ceil_div(batch, max(1, across))),
-        heads, angles, Strides(*q.stride()[:3]), Strides(*((0, 0, 0) if k is None else k.stride()[:3])), strides,
+        heads, Angles(cos, sin, rates, positions), Strides(*q.stride()[:3]),
+        Strides(*((0, 0, 0) if k is None else k.stride()[:3])), strides,
         batch, seq, q_heads, k_heads, 0 if cos is None else cos.shape[-2], scaling,
         INVERSE=inverse, INTERLEAVED=interleaved, IN_PLACE=in_place, TABLE_STEP=1 if cos is None else cos.stride(-1),
         HEAD_DIM=head_dim, ROTARY=rotary, PAIRS=power_of_2(rotary // 2),

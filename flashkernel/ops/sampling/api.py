@@ -6,6 +6,7 @@ from torch import Tensor
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.sampling import library, spec
+from flashkernel.ops.sampling.params import Settings, States
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -101,14 +102,13 @@ def sample(
     if chosen.composite:
         with torch.no_grad():
             return chosen.run(
-                logits, seeds, positions, temperature, top_k, top_p, min_p, penalties, state_rows=state_rows,
-                token_counts=token_counts, bias_ids=bias_ids, bias_values=bias_values, bias_until=bias_until,
-                allowed=allowed, restricted=restricted,
+                logits, seeds, positions, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                penalties=penalties, state_rows=state_rows, token_counts=token_counts, bias_ids=bias_ids,
+                bias_values=bias_values, bias_until=bias_until, allowed=allowed, restricted=restricted,
             )  # fmt: skip
-    return library.sample(
-        logits, seeds, positions, temperature, top_k, top_p, min_p, penalties, state_rows, token_counts, bias_ids,
-        bias_values, bias_until, allowed, restricted, chosen.target,
-    )  # fmt: skip
+    settings = Settings(seeds, positions, temperature, top_k, top_p, min_p, penalties)
+    state = States(state_rows, token_counts, bias_ids, bias_values, bias_until, allowed, restricted)
+    return library.sample(logits, settings, state, chosen.target)
 
 
 def _check(

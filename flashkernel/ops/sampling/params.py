@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +11,7 @@ LOWEST = -1e30  # logits at or below it have probability 0, as -inf has
 INVALID = -1  # in place of a token where a row's largest logit is NaN or infinite
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """Sampling settings of each row, [rows] each; None leaves that setting out."""
 
     seeds: Tensor  # int64
@@ -24,8 +23,7 @@ class Settings:
     penalties: Tensor | None = None  # float32 [rows, 3]: repetition, presence, frequency
 
 
-@dataclass(frozen=True)
-class States:
+class States(NamedTuple):
     """What changes logits before sampling, by state; `rows` says which state each row has."""
 
     rows: Tensor | None = None  # int64 [rows]; None: row i has state i
@@ -40,3 +38,10 @@ class States:
     def empty(self) -> bool:
         """Whether nothing changes the logits."""
         return self.token_counts is None and self.bias_ids is None and self.allowed is None
+
+
+def from_keywords(seeds: Tensor, positions: Tensor, given: dict[str, Any]) -> tuple[Settings, States]:
+    """The arguments of `sample` behind the logits."""
+    settings = {name: value for name, value in given.items() if name in Settings._fields}
+    states = {name.removeprefix("state_"): value for name, value in given.items() if name not in settings}
+    return Settings(seeds, positions, **settings), States(**states)

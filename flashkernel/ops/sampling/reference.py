@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import IN_PROMPT, INVALID, LOWEST, Settings, States
+from flashkernel.ops.sampling.params import IN_PROMPT, INVALID, LOWEST, Settings, States, from_keywords
 
 _WORD = 0xFFFFFFFF
 _ROUNDS, _MULTIPLIERS, _WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -94,26 +94,15 @@ def _column(values: Tensor | None, like: Tensor, default: float) -> Tensor:
     return values[:, None].to(like.dtype)
 
 
-def sample(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Tensor | None = None,
-    **states: Any,
-) -> Tensor:
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, **given: Any) -> Tensor:
     """The first token whose cumulative probability, in the vocabulary's order, exceeds uniform * total."""
-    settings = Settings(seeds, positions, temperature, top_k, top_p, min_p, penalties)
-    rows = states.pop("state_rows", None)
-    logits = adjusted(logits.to(torch.promote_types(logits.dtype, torch.float32)), settings, States(rows, **states))
+    settings, states = from_keywords(seeds, positions, given)
+    logits = adjusted(logits.to(torch.promote_types(logits.dtype, torch.float32)), settings, states)
     logits = torch.where(logits > LOWEST, logits, torch.where(logits.isnan(), logits, -torch.inf))
     largest, greedy = logits.max(-1)
     valid = torch.isfinite(largest)
     logits = torch.where(valid[:, None], logits, 0.0)
-    scale = _column(temperature, logits, 1.0)
+    scale = _column(settings.temperature, logits, 1.0)
     probs = torch.softmax(logits / torch.where(scale > 0, scale, 1.0), -1) * kept(logits, settings)
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]

@@ -7,25 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import INVALID, LOWEST, Settings, States
+from flashkernel.ops.sampling.params import INVALID, LOWEST, Settings, from_keywords
 from flashkernel.ops.sampling.reference import adjusted, kept, uniform
 
 
-def sample(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Tensor | None = None,
-    **states: Any,
-) -> Tensor:
-    settings = Settings(seeds, positions, temperature, top_k, top_p, min_p, penalties)
-    rows = states.pop("state_rows", None)
-    logits = adjusted(logits.float(), settings, States(rows, **states))
-    largest, greedy = logits.max(-1)
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, **given: Any) -> Tensor:
+    settings, states = from_keywords(seeds, positions, given)
+    logits = adjusted(logits.float(), settings, states)
+    temperature, (largest, greedy) = settings.temperature, logits.max(-1)
     valid = (largest.abs() < torch.inf) & (largest > LOWEST)
     greedy = torch.where(valid, greedy, INVALID)
     if temperature is not None and _none(temperature > 0):

@@ -234,13 +234,7 @@ attention_forward(
 #pragma unroll
         for (int kk = 0; kk < BLOCK_N / 16; ++kk) {
             unsigned p[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* c = s[m][2 * kk + i / 2];
-                    p[m][i] = pack<T>(c[2 * (i % 2)], c[2 * (i % 2) + 1]);
-                }
+            pack_operand<T>(p, s, kk);
 #pragma unroll
             for (int d = 0; d < DT; d += 2) {
                 unsigned vb[4];

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
-from flashkernel.blocks.mask import Mask, checked, narrowed
-from flashkernel.core.arguments import check_scale, check_softcap, without_autocast
+from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
+from flashkernel.core.arguments import check_scores, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_heads
@@ -76,8 +76,8 @@ def attention_fp8(
     mask = checked(mask, "attention_fp8", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
     if causal is not False or window is not None:
         mask = narrowed(mask, causal, window, "attention_fp8")
-    _check_settings(q, sinks, softcap, out_dtype)
-    check_scale("attention_fp8", scale)
+    _check_settings(q, sinks, out_dtype)
+    check_scores("attention_fp8", scale, softcap)
     chosen = choose(
         spec.ATTENTION_FP8, backend, q.device, q.dtype, head_dim=q.shape[-1], value_dim=v.shape[-1],
     )  # fmt: skip
@@ -89,9 +89,8 @@ def attention_fp8(
             )  # fmt: skip
     as_bytes = [x.view(torch.uint8) for x in (q, k, v)]  # torch.compile and autograd support few float8 operations
     out, lse = library.attention_fp8(
-        *as_bytes, q_scale, k_scale, v_scale, sinks, [] if mask is None else list(mask.tables),
-        "" if mask is None else mask.text, q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap),
-        out_dtype, chosen.target,
+        *as_bytes, library.Fp8Scales(q_scale, k_scale, v_scale), sinks, source_of(mask),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), out_dtype, chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -124,7 +123,7 @@ def _check_scales(q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, v_scal
             raise ValueError(f"attention_fp8: {label} is on {scale.device} but q is on {x.device}; move one of them")
 
 
-def _check_settings(q: Tensor, sinks: Tensor | None, softcap: float, out_dtype: torch.dtype) -> None:
+def _check_settings(q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype) -> None:
     if sinks is not None:
         if tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
             raise ValueError(
@@ -133,6 +132,5 @@ def _check_settings(q: Tensor, sinks: Tensor | None, softcap: float, out_dtype: 
             )
         if torch.is_grad_enabled() and sinks.requires_grad:
             raise ValueError("attention_fp8: it has no gradient; call it under torch.no_grad(), or detach the sinks")
-    check_softcap("attention_fp8", softcap)
     if out_dtype not in OUTPUTS:
         raise ValueError(f"attention_fp8: out_dtype is {out_dtype}; it must be bfloat16, float16 or float32")

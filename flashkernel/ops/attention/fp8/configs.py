@@ -9,37 +9,22 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
 from flashkernel.core.versions import triton_version
 from flashkernel.ops.attention.configs import AttentionConfig
-from flashkernel.ops.attention.hopper.forward_configs import MAX_STAGES, packed_heads, register_error
+from flashkernel.ops.attention.hopper.forward_configs import MAX_STAGES, WorkTile, packed_heads, register_error
 from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, SHORT_CONTEXT
 
 
 @dataclass(frozen=True)
-class HopperFp8:
+class HopperFp8(WorkTile):
     """Launch config of the Hopper FP8 kernel.
 
     Attributes:
-        num_consumers: consumer warpgroups, each of 64 rows of a work tile.
-        block_n: keys of a K/V block.
-        num_stages: K/V blocks in flight.
-        pack_gqa: query heads in a work tile; a row is a query of one of them.
-        consumer_registers: per thread of a consumer.
         polynomial_exp2: so many of every 8 exponentials are computed by FMAs instead of the SFU.
         lazy_rescale: only the first K block's row max is computed; later blocks rescale a row only if its sums say that
             P may leave the range of e4m3.
     """
 
-    num_consumers: int
-    block_n: int
-    num_stages: int
-    pack_gqa: int
-    consumer_registers: int
     polynomial_exp2: int = 0
     lazy_rescale: bool = False
-
-    @property
-    def block_m(self) -> int:
-        """Queries of a consumer."""
-        return 64 // self.pack_gqa
 
 
 def _hopper_valid(config: HopperFp8, device: Device, shape: Mapping[str, int]) -> str | None:

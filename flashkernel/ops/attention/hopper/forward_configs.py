@@ -17,8 +17,8 @@ _SM_REGISTERS = 65536
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Launch config of the forward kernel.
+class WorkTile:
+    """What the forward kernels of all dtypes choose.
 
     Attributes:
         num_consumers: consumer warpgroups, each of 64 rows of a work tile.
@@ -26,7 +26,6 @@ class Forward:
         num_stages: K/V blocks in flight.
         pack_gqa: query heads in a work tile; a row is a query of one of them.
         consumer_registers: per thread of a consumer.
-        overlap: the first S = Q K^T of the next work tile is issued before this one ends. Takes a second Q buffer.
     """
 
     num_consumers: int
@@ -34,12 +33,22 @@ class Forward:
     num_stages: int
     pack_gqa: int
     consumer_registers: int
-    overlap: bool = False
 
     @property
     def block_m(self) -> int:
         """Queries of a consumer."""
         return 64 // self.pack_gqa
+
+
+@dataclass(frozen=True)
+class Forward(WorkTile):
+    """Launch config of the forward kernel.
+
+    Attributes:
+        overlap: the first S = Q K^T of the next work tile is issued before this one ends. Takes a second Q buffer.
+    """
+
+    overlap: bool = False
 
     @property
     def pad_front(self) -> bool:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask, checked, narrowed
-from flashkernel.core.arguments import check_scale, needs_gradients, without_autocast
+from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
+from flashkernel.core.arguments import check_scores, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_tensors
@@ -66,7 +66,7 @@ def rotary_attention(
     mask = checked(mask, "rotary_attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
     if causal is not False or window is not None:
         mask = narrowed(mask, causal, window, "rotary_attention")
-    check_scale("rotary_attention", scale)
+    check_scores("rotary_attention", scale)
     chosen = choose(
         spec.ROTARY_ATTENTION, backend, q.device, q.dtype, needs_gradients(q, k, v),
         head_dim=q.shape[-1], value_dim=v.shape[-1], rotary_dim=2 * cos.shape[-1],
@@ -76,10 +76,9 @@ def rotary_attention(
             return chosen.run(
                 q, k, v, cos, sin, interleaved=interleaved, mask=mask, scale=scale, return_lse=return_lse
             )  # fmt: skip
-    out, lse = library.rotary_attention(
-        q, k, v, cos, sin, [] if mask is None else list(mask.tables), "" if mask is None else mask.text,
-        bool(interleaved), q.shape[-1] ** -0.5 if scale is None else float(scale), chosen.target,
-    )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    arguments = library.RotaryArguments(source_of(mask), bool(interleaved), scale)
+    out, lse = library.rotary_attention(q, k, v, cos, sin, arguments, chosen.target)
     return (out, lse) if return_lse else out
 
 

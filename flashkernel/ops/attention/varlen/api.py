@@ -9,8 +9,7 @@ from flashkernel.blocks.mask import Mask, check_causal_window, checked
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
-    check_scale,
-    check_softcap,
+    check_scores,
     needs_gradients,
     without_autocast,
 )
@@ -85,8 +84,7 @@ def attention_varlen(
     _check_lengths(q, cu_seqlens_q, lengths_k)
     _check_options(q, sinks, options)
     window = _checked_window(causal, window)
-    check_scale("attention_varlen", scale)
-    check_softcap("attention_varlen", softcap)
+    check_scores("attention_varlen", scale, softcap)
     if mask is not None:
         mask = checked(mask, "attention_varlen", (1, q.shape[1], q.shape[0], k.shape[0]), q.device)
     given = options.get
@@ -103,7 +101,7 @@ def attention_varlen(
             options["deterministic"] = deterministic
         with without_autocast(q):
             return chosen.run(
-                q, k, v, cu_seqlens_q, lengths_k, sinks, causal=causal, window=window, mask=mask, scale=scale,
+                q, k, v, cu_seqlens_q, lengths_k, sinks=sinks, causal=causal, window=window, mask=mask, scale=scale,
                 softcap=softcap, return_lse=return_lse, **options,
             )  # fmt: skip
     before, behind = sides(causal, window)

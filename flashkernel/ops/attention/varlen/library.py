@@ -63,21 +63,20 @@ def _fake_backward(do, dlse, q, k, v, sinks, *_):
 
 def _setup_context(ctx, inputs, output):
     q, k, v, sinks, schedule, *settings = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, sinks, *output, schedule)
     ctx.settings = settings
 
 
-def _autograd_backward(ctx, do, dlse):
+def _autograd_backward(ctx, wanted, do, dlse):
     q, k, v, sinks, o, lse, schedule = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    dq, dk, dv, dsinks = _varlen_backward(do, dlse, q, k, v, sinks, o, lse, schedule, *ctx.settings)
-    return dq, dk, dv, None if sinks is None else dsinks, None, *[None] * len(ctx.settings)
+    return _varlen_backward(do, dlse, q, k, v, sinks, o, lse, schedule, *ctx.settings)
 
 
 schedule = KernelOp("attention_varlen_schedule", _schedule, _fake_schedule)
 _varlen_backward = KernelOp("attention_varlen_backward", _backward, _fake_backward)
 attention_varlen = KernelOp(
-    "attention_varlen", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward
-)
+    "attention_varlen", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward,
+    differentiable=("q", "k", "v", "sinks"),
+)  # fmt: skip

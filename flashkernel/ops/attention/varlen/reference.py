@@ -9,25 +9,16 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, tensor_mask
 from flashkernel.ops.attention import reference
-from flashkernel.ops.attention.varlen.params import Window, sides
+from flashkernel.ops.attention.varlen.params import sides
 
 
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    mask: Mask | None = None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.attention` of q (tokens, heads, head_dim), with a mask that is built sequence by sequence."""
     visible = torch.zeros(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
-    left, right = sides(causal, window)
+    mask: Mask | None = options.pop("mask", None)
+    left, right = sides(options.pop("causal", False), options.pop("window", None))
     starts_q = cu_seqlens_q.tolist()
     starts_k = starts_q if cu_seqlens_k is None else cu_seqlens_k.tolist()
     for first_q, last_q, first_k, last_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
@@ -41,7 +32,5 @@ def attention_varlen(
             seen &= key >= position - left
         visible[first_q:last_q, first_k:last_k] = seen
     whole = tensor_mask(visible[None, None])
-    found = reference.attention(
-        q[None], k[None], v[None], sinks=sinks, mask=whole if mask is None else whole & mask, **options
-    )
+    found = reference.attention(q[None], k[None], v[None], mask=whole if mask is None else whole & mask, **options)
     return (found[0][0], found[1][0]) if isinstance(found, tuple) else found[0]

@@ -483,13 +483,7 @@ __device__ inline void multiply_pv(SoftmaxState<DIM, MT>& state, float (&s)[MT][
             }
         }
         unsigned p[MT][4];
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* c = s[m][2 * kk + i / 2];
-                p[m][i] = pack<T>(c[2 * (i % 2)], c[2 * (i % 2) + 1]);
-            }
+        pack_operand<T>(p, s, kk);
 #pragma unroll
         for (int pairs = 0; pairs < ROW_BYTES / 32; ++pairs) {  // two chunks of V at a time
             unsigned vb[4];

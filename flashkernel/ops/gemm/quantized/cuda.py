@@ -20,6 +20,7 @@ from flashkernel.core.driver import TensorMap
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.configs import MAX_COUNTERS
 from flashkernel.ops.gemm.counters import counters
+from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.gemm.quantized.configs import QUANTIZED, TILE, QuantizedConfig, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import whole_tiles
 
@@ -68,18 +69,9 @@ class Call:
         }  # fmt: skip
 
 
-def forward(
-    x: Tensor,
-    weights: list[Weight],
-    biases: list[Tensor],
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    chain: str,
-    eps: float,
-    offset: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: LinearExtras) -> Tensor:
     """y [rows, outputs] of x [rows, inner]; the weights are in tiles, and a gated chain's are gate and up."""
+    residual, norm_weight, chain, *_, dtype = extras
     assert norm_weight is None  # a launch of its own, before
     gated = Epilogue.parse(chain).gated
     sizes = [weight.shape[0] for weight in (weights[:1] if gated else weights)]

@@ -100,7 +100,7 @@ def grouped_matmul(
     save = return_preactivation or (gradients and (activation is not None or needs_gradients(row_weights)))
     tensors = GroupedTensors(gather, scatter, row_weights, bias, x_scale, weight_scale)
     offsets = as_offsets(group_offsets, weights.shape[0])
-    y, z = library.grouped_matmul(chosen.target, x, weights, offsets, tensors, params, save)
+    y, z = library.grouped_matmul(x, weights, offsets, tensors, params, save, chosen.target)
     return (y, z) if return_preactivation else y
 
 
@@ -145,7 +145,7 @@ def grouped_weight_gradient(
     if chosen.composite:
         return chosen.run(x, dz, group_offsets, gather=gather)
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    return library.grouped_weight_gradient(chosen.target, x, dz, group_offsets, gather, tf32)
+    return library.grouped_weight_gradient(x, dz, group_offsets, gather, tf32, chosen.target)
 
 
 def _check_indices(function: str, device: torch.device, **indices: Tensor | None) -> None:

@@ -68,8 +68,7 @@ class GroupedTensors(NamedTuple):
         return 0 if self.x_scale.shape[0] == 1 else self.x_scale.stride(0), (self.weight_scale.stride(0), columns)
 
 
-@dataclass(frozen=True)
-class GroupedParams:
+class GroupedParams(NamedTuple):
     """What a grouped product computes beyond its operands.
 
     Attributes:

@@ -39,18 +39,14 @@ def _fake_backward(dweights, logits, noise, chosen, router, kernels):
 def _setup_context(ctx, inputs, output):
     logits, _, noise, _, ctx.router, ctx.kernels = inputs
     _, chosen, *rest = output
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(chosen, *rest)
     ctx.save_for_backward(logits, noise, chosen)
 
 
-def _pull_back(ctx, dweights, *rest):
-    if dweights is None:
-        return (None,) * 6
+def _pull_back(ctx, wanted, dweights, *rest):
     logits, noise, chosen = ctx.saved_tensors
     dlogits = moe_route_backward(dweights, logits, noise, chosen, ctx.router, ctx.kernels)
-    dnoise = dlogits.to(noise.dtype) if noise is not None and ctx.needs_input_grad[2] else None
-    return dlogits if ctx.needs_input_grad[0] else None, None, dnoise, None, None, None
+    return dlogits, dlogits.to(noise.dtype) if wanted[1] else None
 
 
 def _sort(
@@ -66,4 +62,7 @@ def _fake_sort(given, experts, capacity, kernels):
 
 moe_sort = KernelOp("moe_sort", _sort, _fake_sort)
 moe_route_backward = KernelOp("moe_route_backward", _backward, _fake_backward)
-moe_route = KernelOp("moe_route", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back)
+moe_route = KernelOp(
+    "moe_route", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
+    differentiable=("logits", "noise"),
+)  # fmt: skip

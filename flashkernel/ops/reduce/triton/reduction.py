@@ -272,9 +272,7 @@ def shape_of(x: torch.Tensor, reads: int = 1) -> dict[str, int]:
 
 def reduce(x: torch.Tensor, weight: torch.Tensor | None, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, saved) of x [rows, width]: y in x's dtype; saved is for the backward of max and logsumexp, else empty."""
-    rows, width = x.shape
-    y = torch.empty(rows, dtype=x.dtype, device=x.device)
-    saved = torch.empty(rows if kind in (kinds.MAX, kinds.LOGSUMEXP) else 0, dtype=torch.float32, device=x.device)
+    (rows, width), (y, saved) = x.shape, kinds.new_outputs(x, kind)
     a, b = reduce_partials(x, weight, kind, whole=(y, saved))
     if a is not y:
         splits = a.shape[1]

@@ -13,12 +13,11 @@ from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
     mbarrier,
     named_barrier_sync_warpgroup,
     synchronize,
 )
-from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile
+from flashkernel.ops.matmul.grouped.hopper.schedule import load_weights, work_tile
 
 
 @gluon.jit
@@ -61,10 +60,9 @@ def produce_gathered(args, TRAITS: gl.constexpr):
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
     for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
-        row_tile = index // schedule.n_tiles
-        cursor = advance(cursor, row_tile, schedule, BLOCK_M)
-        first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M
-        column = column_tile(index, row_tile, schedule.n_tiles) * (TRAITS.BLOCK_N // HALVES)
+        tile = work_tile(index, cursor, schedule, BLOCK_M)
+        cursor, first_row = tile.cursor, tile.first_row
+        column = tile.column_tile * (TRAITS.BLOCK_N // HALVES)
         k_blocks = gl.where(cursor.group < schedule.groups, args.k_blocks, 0)
         addresses = _row_addresses(args, first_row, cursor.end, LAYOUT, TRAITS)
         others = addresses
@@ -77,11 +75,7 @@ def produce_gathered(args, TRAITS: gl.constexpr):
                 named_barrier_sync_warpgroup(stage, NUM_CONSUMERS)
             full = args.full.index(stage)
             mbarrier.expect(full, HALVES * weights.block_type.nbytes)
-            for half in gl.static_range(HALVES):
-                first = column + half * args.columns
-                place = [cursor.group, first, block * BLOCK_K] if TRAITS.B_K_MAJOR else [
-                    cursor.group, block * BLOCK_K, first]  # fmt: skip
-                load_tile(weights, place, full, args.buffers.b.index(stage * HALVES + half))
+            load_weights(args, cursor.group, column, block, stage, full, TRAITS)
             _copy_rows(addresses, block, args.buffers.a.index(stage * NUM_CONSUMERS), LAYOUT, TRAITS)
             if NUM_CONSUMERS > 1 and both:
                 second = args.buffers.a.index(stage * NUM_CONSUMERS + 1)

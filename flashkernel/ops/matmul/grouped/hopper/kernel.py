@@ -32,7 +32,7 @@ from flashkernel.core.gluon import (
 )
 from flashkernel.ops.matmul.grouped.hopper.gather import produce_gathered
 from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_gate_up, multiply_tail, release_unread
-from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile, start_schedule
+from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile, load_weights, start_schedule, work_tile
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
 
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
@@ -121,10 +121,9 @@ def _produce(args, TRAITS: gl.constexpr):
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
     for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
-        row_tile = index // schedule.n_tiles
-        cursor = advance(cursor, row_tile, schedule, BLOCK_M)
-        first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M
-        column = column_tile(index, row_tile, schedule.n_tiles) * (TRAITS.BLOCK_N // HALVES)
+        tile = work_tile(index, cursor, schedule, BLOCK_M)
+        cursor, first_row = tile.cursor, tile.first_row
+        column = tile.column_tile * (TRAITS.BLOCK_N // HALVES)
         k_blocks = gl.where(cursor.group < schedule.groups, args.k_blocks, 0)
         active = gl.minimum((cursor.end - first_row + ROWS - 1) // ROWS, NUM_CONSUMERS)  # consumers with rows
         for block in range(k_blocks):
@@ -140,11 +139,7 @@ def _produce(args, TRAITS: gl.constexpr):
                     row = first_row + w * ROWS
                     place = [0, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [0, block * BLOCK_K, row]
                     load_tile(x, place, full, args.buffers.a.index(stage * NUM_CONSUMERS + w))
-            for half in gl.static_range(HALVES):
-                first = column + half * args.columns
-                place = [cursor.group, first, block * BLOCK_K] if TRAITS.B_K_MAJOR else [
-                    cursor.group, block * BLOCK_K, first]  # fmt: skip
-                load_tile(weights, place, full, args.buffers.b.index(stage * HALVES + half))
+            load_weights(args, cursor.group, column, block, stage, full, TRAITS)
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
         if num_loaded + later >= NUM_STAGES:

@@ -9,7 +9,7 @@ A program takes work tiles in ascending order. It finds the group of its first o
 
 from typing import Any, NamedTuple
 
-from flashkernel.core.gluon import gl, gluon
+from flashkernel.core.gluon import gl, gluon, load_tile
 
 
 class GroupCursor(NamedTuple):
@@ -91,3 +91,32 @@ def column_tile(index, row_tile, n_tiles):
     n_tiles would have the same column in all its work tiles, for example always the last one, which is cheaper.
     """
     return (index + row_tile) % n_tiles
+
+
+class WorkTile(NamedTuple):
+    """Where a work tile lies."""
+
+    cursor: Any  # GroupCursor
+    first_row: Any
+    column_tile: Any
+
+
+@gluon.jit
+def work_tile(index, cursor, schedule, BLOCK_M: gl.constexpr):
+    """Returns the WorkTile of an index; `cursor` is that of an earlier one."""
+    row_tile = index // schedule.n_tiles
+    cursor = advance(cursor, row_tile, schedule, BLOCK_M)
+    first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M
+    return WorkTile(cursor, first_row, column_tile(index, row_tile, schedule.n_tiles))
+
+
+@gluon.jit
+def load_weights(args, group, column, block, stage, full, TRAITS: gl.constexpr):
+    """Issues the TMA loads of a stage's tile of W, which signal `full`: columns `column` on; with GATE "halves" of up
+    as well."""
+    BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
+    HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
+    for half in gl.static_range(HALVES):
+        first = column + half * args.columns
+        place = [group, first, block * BLOCK_K] if TRAITS.B_K_MAJOR else [group, block * BLOCK_K, first]
+        load_tile(args.weights, place, full, args.buffers.b.index(stage * HALVES + half))
