@@ -1,13 +1,14 @@
 """The compile tier of CUDA C++: every kernel that dispatch selects, for every architecture, by NVRTC and by nvcc.
 
 A spill fails. NVRTC, which users have, compiles every kernel for every architecture; nvcc every file for every
-architecture, with one set of its macros in turn. `--whole-matrix` compiles the kernels of all declared cases, not only
-of the benchmarks and a few cases.
+architecture, with one set of its macros in turn. Kernels that only sm_90a has (backend `hopper`) are compiled for it,
+all of them by both. `--whole-matrix` compiles the kernels of all declared cases, not only of the benchmarks and a few
+cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,30 +27,33 @@ pytestmark = [
 needs_nvcc = pytest.mark.skipif(not cuda_resources.has_nvcc(), reason="nvcc is not on the PATH")
 
 
-QUICK = (75,)  # architecture of the usual compile tier, by NVRTC: a T4 has no tensor-core kernels but these
+# Architectures of the usual compile tier, by NVRTC: a T4 has no tensor-core kernels but those of `cuda`.
+QUICK: dict[str, tuple[int, ...]] = {"cuda": (75,), "hopper": (90,)}
+NONE: dict[str, tuple[int, ...]] = {"cuda": (), "hopper": ()}
 
 
-def _packages(quick: Sequence[int] = ()) -> Iterator[object]:
-    """(operators, architecture) for each launcher module: operators of one module share kernels."""
-    modules: dict[str, list[Op]] = {}
+def _packages(quick: dict[str, tuple[int, ...]]) -> Iterator[object]:
+    """(operators, backend, architecture) for each launcher module: operators of one module share kernels."""
+    modules: dict[tuple[str, str], list[Op]] = {}
     for op in cuda_resources.operators():
-        modules.setdefault(op.backend("cuda").target, []).append(op)
-    for target, ops in modules.items():
-        for arch in GPUS:
+        for backend in cuda_resources.backends(op, 90):
+            modules.setdefault((op.backend(backend).target, backend), []).append(op)
+    for (target, backend), ops in modules.items():
+        for arch in GPUS if backend == "cuda" else (90,):
             name = target.removeprefix("flashkernel.ops.").removesuffix(".cuda")
-            marks = () if arch in quick else (pytest.mark.every_arch,)
-            yield pytest.param(ops, arch, id=f"{name}-sm{arch}", marks=marks)
+            marks = () if arch in quick[backend] else (pytest.mark.every_arch,)
+            yield pytest.param(ops, backend, arch, id=f"{name}-sm{arch}", marks=marks)
 
 
-def _selected(ops: list[Op], arch: int, config: pytest.Config) -> list[Instance]:
-    if config.getoption("--whole-matrix"):
-        return instances(arch, ops, lambda op: (*op.benches, *op.cases))
-    return instances(arch, ops)
+def _selected(ops: list[Op], backend: str, arch: int, config: pytest.Config) -> list[Instance]:
+    every = config.getoption("--whole-matrix")
+    cases = (lambda op: (*op.benches, *op.cases)) if every else cuda_resources.default_cases
+    return instances(arch, ops, cases, lambda op, arch: [backend])
 
 
-@pytest.mark.parametrize("ops, arch", list(_packages(QUICK)))
-def test_nvrtc_compiles_without_spills(ops: list[Op], arch: int, pytestconfig: pytest.Config) -> None:
-    selected = _selected(ops, arch, pytestconfig)
+@pytest.mark.parametrize("ops, backend, arch", list(_packages(QUICK)))
+def test_nvrtc_compiles_without_spills(ops: list[Op], backend: str, arch: int, pytestconfig: pytest.Config) -> None:
+    selected = _selected(ops, backend, arch, pytestconfig)
     assert selected, f"no kernel of {ops[0].name} is selected on sm_{arch}"
     taken = [one for group in by_module(selected) for one in compile_nvrtc(group, arch)]
     limit = GPUS[arch].shared_per_block
@@ -59,10 +63,11 @@ def test_nvrtc_compiles_without_spills(ops: list[Op], arch: int, pytestconfig: p
 
 
 @needs_nvcc
-@pytest.mark.parametrize("ops, arch", list(_packages()))
-def test_nvcc_compiles_without_spills(ops: list[Op], arch: int, pytestconfig: pytest.Config) -> None:
-    groups = by_module(_selected(ops, arch, pytestconfig))
-    for group in groups if pytestconfig.getoption("--whole-matrix") else _in_turn(groups, arch):
+@pytest.mark.parametrize("ops, backend, arch", list(_packages(NONE)))
+def test_nvcc_compiles_without_spills(ops: list[Op], backend: str, arch: int, pytestconfig: pytest.Config) -> None:
+    groups = by_module(_selected(ops, backend, arch, pytestconfig))
+    every = backend == "hopper" or pytestconfig.getoption("--whole-matrix")
+    for group in groups if every else _in_turn(groups, arch):
         report = compile_nvcc(group, arch)
         assert len(report) == len(group)
         assert not {symbol: found for symbol, found in report.items() if found["spilled"]}, "registers are spilled"

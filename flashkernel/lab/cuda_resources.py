@@ -41,7 +41,8 @@ GPUS = {
     for arch, name in {75: "t4", 80: "a100", 86: "a10", 89: "l4", 90: "h200", 120: "rtx5090"}.items()
 }
 _DEFINE = "--define-macro="
-CASES = ("everything", "gpt-oss", "dropout", "score", "odd", "mask-causal")  # beside the benchmarks
+CASES = ("everything", "gpt-oss", "dropout", "score", "odd", "mask-causal", "int4-tiles-gate")  # beside the benchmarks
+HOPPER = ("linear", "quantized_linear")  # operators whose hopper backend launches CUDA C++ (sm_90a) beside Gluon
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,21 @@ def operators() -> list[Op]:
     return [op for op in registry().values() if any(backend.name == "cuda" for backend in op.backends)]
 
 
+def backends(op: Op, arch: int) -> list[str]:
+    """The names of an operator's backends that launch CUDA C++ kernels on `sm_<arch>`."""
+    return ["cuda", "hopper"] if arch == 90 and op.name in HOPPER else ["cuda"]
+
+
 def default_cases(op: Op) -> list[Case]:
     """Its benchmarks, its first case and those of `CASES`."""
     return [*op.benches, op.cases[0], *(case for case in op.cases[1:] if case.name in CASES)]
 
 
 def instances(
-    arch: int, ops: Sequence[Op] | None = None, cases: Callable[[Op], Iterable[Case]] = default_cases
+    arch: int,
+    ops: Sequence[Op] | None = None,
+    cases: Callable[[Op], Iterable[Case]] = default_cases,
+    by: Callable[[Op, int], Iterable[str]] = backends,
 ) -> list[Instance]:
     """The kernels that operators launch on a GPU of `sm_<arch>`, forward and backward: benchmarks in float16 and
     bfloat16, other cases in float16.
@@ -89,12 +98,13 @@ def instances(
         arch: A key of `GPUS`.
         ops: The operators; by default all that have a CUDA C++ backend.
         cases: The calls of an operator that are looked at.
+        by: The names of the backends that serve them, given an operator and the architecture.
     """
     found: dict[tuple[str, tuple[str, ...], str], Instance] = {}
     for op in operators() if ops is None else ops:
         for case in cases(op):
             for dtype in (torch.float16, torch.bfloat16) if case in op.benches else (torch.float16,):
-                for launch in _launches(op, case, dtype, GPUS[arch]):
+                for launch in [one for name in by(op, arch) for one in _launches(op, case, dtype, GPUS[arch], name)]:
                     kernel = launch.kernel
                     key = (str(kernel.module.source_path), kernel.module.options, kernel.name)
                     known = found.get(key, Instance(kernel, (), 0, 0))
@@ -104,15 +114,15 @@ def instances(
     return list(found.values())
 
 
-def _launches(op: Op, case: Case, dtype: torch.dtype, gpu: devices.Device) -> list[cuda.RecordedLaunch]:
+def _launches(op: Op, case: Case, dtype: torch.dtype, gpu: devices.Device, backend: str) -> list[cuda.RecordedLaunch]:
     if dtype not in case.dtypes and not set(case.dtypes) & {torch.float16, torch.bfloat16}:
         return []
     inputs = shapes_only(op, case, dtype)
     # Triton's launches are collected as well, and left: with gradients `linear` computes its norm there.
     with devices.pretend(gpu), collect_launches(), cuda.recorded_launches() as launches:
-        wanted = wanted_gradients(op, case, inputs) if op.backend("cuda").offers(op.backward) else []
+        wanted = wanted_gradients(op, case, inputs) if op.backend(backend).offers(op.backward) else []
         try:
-            execute(op.call, inputs, {**case.options, "backend": "cuda"}, wanted)
+            execute(op.call, inputs, {**case.options, "backend": backend}, wanted)
         except BackendError:  # the backend does not serve this call on this GPU
             return []
     return launches
