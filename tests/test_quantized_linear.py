@@ -133,17 +133,33 @@ def _check(x: Tensor, weight: Weight, y: Tensor) -> None:
     assert error <= 2 * theirs
 
 
+def _few(tokens: int, warps: int, blocks: int, stages: int, slices: int = 1) -> QuantizedConfig:
+    """A config of few_rows.cu."""
+    return QuantizedConfig(tokens, 0, blocks, stages, True, warps, slices)
+
+
 EMULATED = [  # rows, columns, inner, format, groups, symmetric, dtype, config
     (3, 320, 192, "int4", "1x32", False, BF16, QuantizedConfig(8, 4, 1, 4)),
     (13, 192, 256, "int4", "group", True, FP16, QuantizedConfig(16, 2, 2, 2)),
     (33, 128, 384, "int8", "row", True, BF16, QuantizedConfig(64, 2, 1, 3)),
     (20, 256, 128, "int8", "1x64", False, FP16, QuantizedConfig(32, 4, 2, 2)),
     (300, 192, 192, "mxfp4", "1x32", True, BF16, QuantizedConfig(128, 2, 1, 3)),
+    (1, 128, 512, "int4", "group", True, BF16, _few(8, 4, 2, 3)),
+    (5, 192, 320, "int4", "1x32", False, BF16, _few(8, 4, 2, 2)),
+    (8, 64, 64, "int4", "1x64", True, FP16, _few(8, 4, 1, 4)),
+    (12, 128, 768, "int4", "group", False, FP16, _few(16, 6, 2, 2)),
+    (16, 64, 448, "int8", "row", True, BF16, _few(16, 8, 1, 2)),
+    (20, 64, 192, "int8", "1x32", False, FP16, _few(8, 5, 1, 2)),
+    (9, 128, 256, "int8", "1x64", False, BF16, _few(16, 4, 1, 2)),
+    (30, 64, 320, "mxfp4", "1x32", True, BF16, _few(32, 5, 1, 2)),
+    (3, 192, 256, "mxfp4", "1x32", True, FP16, _few(8, 4, 1, 1)),
+    (2, 128, 1024, "int4", "group", True, BF16, _few(8, 4, 2, 2, 2)),
+    (17, 64, 704, "int4", "row", False, FP16, _few(16, 4, 1, 2, 3)),
 ]
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}")
+@pytest.mark.parametrize("case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}-{case[7].warps}")
 def test_the_hopper_kernel_emulated(case: tuple) -> None:
     """Barriers, copies, fragments and the sums of tiles that are cut, whatever the order of warps."""
     rows, columns, inner, format, granularity, symmetric, dtype, config = case

@@ -95,3 +95,46 @@ __device__ inline void dequantize(
         }
     }
 }
+
+// Weights before scale and zero point, as the left matrix of mma (m16n8k16), with as few instructions as there are: an
+// integer stays on top of the number in whose fraction it lies, and is OFFSET too large. Where a product has few columns,
+// sum((OFFSET + q) x) - OFFSET sum(x) is cheaper than a subtraction for each q; scales multiply the sums of a group. In
+// float16 an integer is a subnormal number by itself, 2^24 times too small.
+template <typename T, int FORMAT>
+struct Unscaled {
+    static constexpr bool HALF = Half<T>::FRACTION == 9;  // float16
+    static constexpr bool EIGHT_BITS = FORMAT == INT8 || FORMAT == INT8_ZEROS;
+    static constexpr bool ZEROS = FORMAT == INT4_ZEROS || FORMAT == INT8_ZEROS;
+    // What a value times FACTOR is larger by than the integer, and by than the weight where that has no stored zero point.
+    static constexpr float BASE = FORMAT == MXFP4 ? 0.f : EIGHT_BITS ? (HALF ? 128.f : 0.f) : HALF ? 0.f : 128.f;
+    static constexpr float OFFSET = BASE + (FORMAT == INT4 ? 8.f : 0.f);
+    static constexpr float FACTOR = !HALF ? 1.f : FORMAT == MXFP4 ? 0x1p14f : 0x1p24f;
+
+    // a: the registers of product j of four (64 columns), from the words of this thread.
+    __device__ static inline void registers(unsigned (&a)[4], const unsigned* words, int j) {
+        constexpr unsigned MAGIC = HALF ? 0 : Half<T>::MAGIC;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (FORMAT == INT4 || FORMAT == INT4_ZEROS) {
+                a[i] = masked_or<0x000f000f>(words[j] >> 4 * i, MAGIC);
+            } else if (EIGHT_BITS) {
+                const unsigned bits = words[2 * j + i / 2] >> 8 * (i & 1);
+                if (HALF)  // two's complement plus 128
+                    a[i] = (bits & 0x00ff00ff) ^ 0x00800080;
+                else
+                    a[i] = subtract<T>(masked_or<0x007f007f>(bits, MAGIC), masked_or<0x00800080>(bits, MAGIC));
+            } else {
+                constexpr int AT = Half<T>::FRACTION;
+                const unsigned word = words[j], moved = 4 * i < AT ? word << (AT - 4 * i) : word >> (4 * i - AT);
+                a[i] = masked_or<Half<T>::E2M1>(moved, word << (12 - 4 * i) & 0x80008000);
+                if (!HALF) a[i] = multiply<T>(a[i], Half<T>::REBIAS);
+            }
+        }
+    }
+};
+
+// 2^(exponent - 127) in float32; 255 is NaN.
+__device__ inline float power_of_two(unsigned exponent) {
+    const unsigned bits = exponent << 23;
+    return __uint_as_float(((bits + 0x00800000u) & 0x7f000000u) == 0 ? bits | 0x00400000u : bits);
+}

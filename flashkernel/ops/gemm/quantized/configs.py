@@ -1,25 +1,31 @@
-"""Launch configs of the kernel that multiplies by quantised weights on Hopper."""
+"""Launch configs of the two kernels that multiply by quantised weights on Hopper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 
 TILE = 64
 TOKENS = (8, 16, 32, 64, 128, 256)  # columns of wgmma
+FEW_TOKENS = (8, 16, 32)  # columns of mma, in few_rows.cu
+MOST_UNITS = 64  # registers of a thread that hold x there: tokens times blocks
 MOST_STAGES = 12
 _PITCH = 4 * (TILE + 4)
 
 
 @dataclass(frozen=True)
 class QuantizedConfig:
-    """A thread block computes `tokens` rows of y and 64 outputs for each of `warpgroups` warpgroups.
+    """A launch of kernel.cu, or of few_rows.cu where it has `warps`.
 
-    A step of the sum is `blocks` times 64 columns; `stages` steps are loaded ahead. Where `stream_k` is False, tiles
-    are never cut.
+    kernel.cu: a thread block computes `tokens` rows of y and 64 outputs for each of `warpgroups` warpgroups. A step of
+    the sum is `blocks` times 64 columns; `stages` steps are loaded ahead. Where `stream_k` is False, tiles are never
+    cut.
+
+    few_rows.cu: each of `warps` warps has `blocks` times 64 columns of the sum, which is divided among `slices` thread
+    blocks; `stages` tiles of 16 outputs are loaded ahead.
     """
 
     tokens: int
@@ -27,6 +33,8 @@ class QuantizedConfig:
     blocks: int
     stages: int
     stream_k: bool = True
+    warps: int = 0
+    slices: int = 1
 
     def stage_bytes(self, bits: int, group: int, scale_bytes: int, zeros: bool) -> int:
         """Shared memory of a stage: x, tiles, scales and zeros, rounded up to the swizzle's 1 KB."""
@@ -67,8 +75,51 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig:
     return _with_stages(128 if rows <= 128 else 256, 2, 1, device, shape)  # wide: weights are dequantized fewer times
 
 
+def span(config: QuantizedConfig, group: int, inner: int) -> int:
+    """Products of 16 columns in few_rows.cu whose sum is multiplied by one scale."""
+    even = config.blocks % 2 == 0 and slice_units(config, inner) % 2 == 0
+    return 2 if group == 32 else 8 if group == 2 * TILE and even else 4
+
+
+def slice_units(config: QuantizedConfig, inner: int) -> int:
+    """Units of 64 columns in a slice of the sum."""
+    return ceil_div(inner // TILE, config.slices)
+
+
+def few_rows_bytes(config: QuantizedConfig, shape: Mapping[str, int], experts: int = 0) -> int:
+    """Shared memory of a block of few_rows.cu: the ring of copies, partial sums, flags and counts of experts."""
+    threads, parts = 32 * config.warps, shape["parts"]
+    spans = config.blocks * 4 // span(config, shape["group"], shape["inner"])
+    slot = parts * threads * (config.blocks * 4 * shape["bits"] + spans * 4 * (1 + shape["zeros"]))
+    partial = 2 * config.warps * parts * config.tokens // 8 * 512
+    return config.stages * slot + partial + 4 * (config.warps // 4 + experts)
+
+
+def few_rows_configs(
+    device: Device, shape: Mapping[str, int], tokens: int, most_slices: int = 8, experts: int = 0
+) -> Iterator[QuantizedConfig]:
+    """Configs of few_rows.cu for so many rows at a time: divisions of the sum that leave few warps without a share."""
+    limit, units = device.shared_per_block or 232448, shape["inner"] // TILE
+    for slices in range(1, most_slices + 1):
+        for warps in (16, 15, 14, 12, 8):
+            share = ceil_div(units, slices)
+            blocks = ceil_div(share, warps)
+            busy = units / (slices * warps * blocks)
+            if device.sms % slices or blocks * tokens > MOST_UNITS or slices > units or busy < 0.85:
+                continue
+            one = QuantizedConfig(tokens, 0, blocks, 1, True, warps, slices)
+            rest = limit - few_rows_bytes(one, shape, experts)
+            slot = few_rows_bytes(replace(one, stages=2), shape, experts) - few_rows_bytes(one, shape, experts)
+            most = min(MOST_STAGES, 1 + rest // slot) if rest >= 0 else 0
+            for stages in dict.fromkeys((most, min(most, max(2, ceil_div(65536, slot))))):
+                if stages >= 2:
+                    yield replace(one, stages=stages)
+
+
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig]:
     least = max(8, power_of_2(min(shape["rows"], 256)))
+    if least <= FEW_TOKENS[-1]:
+        yield from few_rows_configs(device, shape, least)
     for tokens in TOKENS:
         for warpgroups in (2, 4):
             for blocks in (1, 2):
@@ -77,6 +128,8 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig
 
 
 def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    if config.warps:
+        return few_rows_problem(config, device, shape)
     if config.tokens not in TOKENS or config.warpgroups not in (2, 4) or config.blocks not in (1, 2):
         return f"{config} is no instance of the kernel"
     if config.tokens > 64 and config.warpgroups != 2:
@@ -86,6 +139,23 @@ def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) ->
     if config.stages < 2:
         return "one stage leaves nothing to load ahead"
     if device.shared_per_block and config.shared_bytes(stage_bytes(config, shape)) > device.shared_per_block:
+        return f"{config} needs more shared memory than a block has ({device.shared_per_block})"
+    return None
+
+
+def few_rows_problem(
+    config: QuantizedConfig, device: Device, shape: Mapping[str, int], experts: int = 0
+) -> str | None:
+    """The reason why few_rows.cu cannot be launched so, or None."""
+    if config.tokens not in FEW_TOKENS or not 4 <= config.warps <= 16 or config.slices < 1 or config.stages < 1:
+        return f"{config} is no instance of few_rows.cu"
+    if config.blocks * config.tokens > MOST_UNITS:
+        return f"{config.blocks} blocks of {config.tokens} rows of x do not fit in a thread's registers"
+    if slice_units(config, shape["inner"]) > config.warps * config.blocks:
+        return f"{config.warps} warps of {config.blocks} blocks do not cover a slice of the sum"
+    if config.slices > max(1, device.sms):
+        return f"{config.slices} slices are more than SMs"
+    if device.shared_per_block and few_rows_bytes(config, shape, experts) > device.shared_per_block:
         return f"{config} needs more shared memory than a block has ({device.shared_per_block})"
     return None
 

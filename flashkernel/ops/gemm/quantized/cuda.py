@@ -1,4 +1,4 @@
-"""Products with weights in tiles, on Hopper in CUDA C++: which instance of kernel.cu to launch, with which grid."""
+"""Products with weights in tiles, on Hopper in CUDA C++: which kernel and instance to launch, with which grid."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from flashkernel.core.driver import TensorMap
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.configs import MAX_COUNTERS
 from flashkernel.ops.gemm.counters import counters
+from flashkernel.ops.gemm.quantized import few_rows
 from flashkernel.ops.gemm.quantized.configs import QUANTIZED, TILE, QuantizedConfig, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import whole_tiles
 
@@ -117,6 +118,8 @@ def launch(call: Call, config: QuantizedConfig | None = None) -> None:
     x, y, weight = call.x, call.y, call.weights[0]
     shape, target = call.shape, cuda.target(x.device)
     config = tune.pick(QUANTIZED, target, shape) if config is None else config
+    if config.warps:
+        return few_rows.launch(few_rows.FewRows(x, call.weights, y, call.biases, call.residual, call.chain), config, shape)
     rows, inner, outputs, parts = shape["rows"], shape["inner"], shape["columns"], shape["parts"]
     row_tiles, column_tiles = ceil_div(rows, config.tokens), ceil_div(outputs, TILE * config.warpgroups // parts)
     tiles, steps = row_tiles * column_tiles, inner // (TILE * config.blocks)

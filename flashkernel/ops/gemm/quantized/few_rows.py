@@ -1,0 +1,115 @@
+"""Products with weights in tiles for few rows: which instance of few_rows.cu to launch, with which grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernel.blocks.epilogue_cuda import cuda_steps
+from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_formats.grouped import scales_of
+from flashkernel.blocks.weight_formats.tiles import SUFFIX
+from flashkernel.core import cuda
+from flashkernel.core.cuda import TYPES, Module
+from flashkernel.core.tune import ceil_div
+from flashkernel.ops.gemm.counters import counters
+from flashkernel.ops.gemm.quantized.configs import TILE, QuantizedConfig, few_rows_bytes, slice_units, span
+
+FOLDER = Path(__file__).parent
+INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
+TILE_ROWS = 16  # of the weight: a work item
+_ARGUMENTS = ", ".join(["pointer"] * 15 + ["int64"] * 4 + ["int32"] * 9)
+
+
+@lru_cache(maxsize=1024)
+def module(chain: str, bias: torch.dtype, residual: torch.dtype, out: torch.dtype) -> Module:
+    """few_rows.cu with an epilogue and the dtypes of its operands."""
+    defines = {"BIAS_TYPE": TYPES[bias], "RESIDUAL_TYPE": TYPES[residual], "OUT_TYPE": TYPES[out]}
+    if chain:
+        defines["EPILOGUE"] = cuda_steps(chain)
+    return Module(FOLDER / "few_rows.cu", defines=defines, include=INCLUDE, specific=True)
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """y [rows, outputs] of x [rows, inner]; or of the rows of x that experts compute, where there are `offsets`.
+
+    Attributes:
+        x: Unit stride along the rows, 16-byte aligned.
+        weights: A matrix in tiles, or a gate's and an up one. With offsets a stack of them, [experts, outputs, inner].
+        y: Unit stride along the rows.
+        biases: As many as weights; one for both of `interleaved`. With offsets [experts, outputs].
+        residual: As y.
+        chain: The text of the epilogue.
+        interleaved: Even rows of the weight are the gate's, odd ones up's.
+        offsets: int32 [experts + 1]: rows of y by expert.
+        gather: int32 [rows]: the row of x for each of y; without it they are the same.
+    """
+
+    x: Tensor
+    weights: tuple[Weight, ...]
+    y: Tensor
+    biases: tuple[Tensor, ...] = ()
+    residual: Tensor | None = None
+    chain: str = ""
+    interleaved: bool = False
+    offsets: Tensor | None = None
+    gather: Tensor | None = None
+
+    @property
+    def gate(self) -> str:
+        return "INTERLEAVED" if self.interleaved else "TWO_MATRICES" if len(self.weights) == 2 else "NO_GATE"
+
+    def bias_arguments(self) -> tuple[list[Any], int, int]:
+        """(pointers of the biases, elements between experts, elements between outputs)."""
+        if not self.biases:
+            return [None, None], 0, 0
+        first = self.biases[0]
+        apart = first.stride(0) if self.offsets is not None else 0
+        if self.interleaved:
+            return [first, first.flatten()[1:]], apart, 2
+        return [first, self.biases[-1]], apart, 1
+
+
+def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> None:
+    """Runs a call. `shape` is what configs are chosen by: inner, bits, group, scale_bytes, zeros, parts."""
+    x, y, weight, target = call.x, call.y, call.weights[0], cuda.target(call.x.device)
+    inner, outputs, rows = x.shape[1], y.shape[1], y.shape[0]
+    experts = 0 if call.offsets is None else call.offsets.shape[0] - 1
+    row_tiles = weight.shape[-2] // TILE_ROWS
+    # Of experts, as many chunks of rows as there may be.
+    items = row_tiles * (ceil_div(rows, config.tokens) if not experts else min(rows, experts + rows // config.tokens))
+    slices = config.slices
+    blocks = slices * max(1, min(target.sms // slices, items))
+    workspace = None
+    if slices > 1:
+        size = items * slices * len(call.weights) * 16 * config.tokens
+        workspace = torch.empty(size, dtype=torch.float32, device=x.device)
+    groups = scales_of(weight).shape[-1]
+    instance = (
+        TYPES[x.dtype], weight.format.removesuffix(SUFFIX).upper() + ("_ZEROS" if shape["zeros"] else ""),
+        shape["group"], config.tokens, config.warps, config.blocks, span(config, shape["group"], inner), config.stages,
+        call.gate, "true" if experts else "false",
+    )  # fmt: skip
+    biases, bias_stride, bias_step = call.bias_arguments()
+    up = call.weights[-1]
+    code = module(
+        call.chain, call.biases[0].dtype if call.biases else x.dtype,
+        x.dtype if call.residual is None else call.residual.dtype, y.dtype,
+    )  # fmt: skip
+    code.kernel(f"linear_quantized_few<{', '.join(map(str, instance))}>", _ARGUMENTS).launch(
+        blocks, 32 * config.warps,
+        (
+            x, call.gather, call.offsets, weight.data, weight.scales, weight.zeros, up.data, up.scales, up.zeros,
+            *biases, call.residual, y, workspace, None if workspace is None else counters(x.device), x.stride(0),
+            bias_stride, 0 if call.residual is None else call.residual.stride(0), y.stride(0), bias_step, rows, outputs,
+            inner // TILE, groups, max(1, inner // groups // TILE), slices, slice_units(config, inner), experts,
+        ),
+        shared=few_rows_bytes(config, shape, experts), programmatic=True,
+    )  # fmt: skip
