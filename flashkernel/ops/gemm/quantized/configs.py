@@ -90,7 +90,8 @@ def few_rows_bytes(config: QuantizedConfig, shape: Mapping[str, int], experts: i
     """Shared memory of a block of few_rows.cu: the ring of copies, partial sums, flags and counts of experts."""
     threads, parts = 32 * config.warps, shape["parts"]
     spans = config.blocks * 4 // span(config, shape["group"], shape["inner"])
-    slot = parts * threads * (config.blocks * 4 * shape["bits"] + spans * 4 * (1 + shape["zeros"]))
+    scales = config.warps * spans * 16 * (shape["scale_bytes"] + shape["zeros"])
+    slot = parts * (threads * config.blocks * 4 * shape["bits"] + scales)
     partial = 2 * config.warps * parts * config.tokens // 8 * 512
     return config.stages * slot + partial + 4 * (config.warps // 4 + experts)
 

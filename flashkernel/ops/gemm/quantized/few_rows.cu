@@ -6,7 +6,9 @@
 // - A thread copies the 16 bytes that it multiplies itself (blocks/weight_formats/tiles.py) by cp.async, DEPTH work items
 //   ahead, and waits for its own copies alone: no barriers between copies and products, and up to 200 KB under way on an SM.
 // - A pair of 4-bit weights takes a shift and a logic operation (Unscaled of dequantize.cuh). Scales multiply the sums
-//   of a group, in float32; sums start at -OFFSET sum(x), which is computed once.
+//   of a group, in float32; sums start at -OFFSET sum(x), which is computed once. Products are in float16. x in bfloat16
+//   is multiplied by a power of two for each token and warp, so that its largest element is near 2^15: elements down to
+//   2^-32 of that are exact, and smaller ones off by less than 2^-40 of it.
 // - The partial sums of the warps are added through shared memory by 128 threads, another 128 for each work item, in the
 //   order of the warps. Where the sum is split among `slices` blocks, the last of them to arrive adds their sums in order.
 // - Work items of a block follow one another in memory, so that a block sees one or two experts; x is loaded again when
@@ -35,13 +37,16 @@ struct FewRowsBuffers {
     static constexpr bool ZEROS = FORMAT == INT4_ZEROS || FORMAT == INT8_ZEROS;
     static constexpr int THREADS = WARPS * WARP, PARTS = GATE == TWO_MATRICES ? 2 : 1, LOADS = EIGHT_BITS ? 2 : 1;
     static constexpr int SPANS = UNITS * 4 / SPAN;  // groups of SPAN products that share scales, of a warp
-    static constexpr unsigned DATA = PARTS * UNITS * LOADS * THREADS * 16, SCALES = PARTS * SPANS * THREADS * 4;
-    static constexpr unsigned SLOT = DATA + SCALES * (ZEROS ? 2 : 1);
+    static constexpr unsigned SCALE = FORMAT == MXFP4 ? 1 : 2;
+    static constexpr unsigned SPAN_SCALES = TILE_ROWS * SCALE, SPAN_BYTES = SPAN_SCALES + (ZEROS ? TILE_ROWS : 0);
+    static constexpr unsigned DATA = PARTS * UNITS * LOADS * THREADS * 16;
+    static constexpr unsigned SLOT = DATA + WARPS * PARTS * SPANS * SPAN_BYTES;
     static constexpr int SUMS = PARTS * (TOKENS / 8) * 128;  // of a warp, floats
     static constexpr unsigned PARTIAL = DEPTH * SLOT, COUNTS = PARTIAL + 2 * WARPS * SUMS * 4;
 };
 
-template <typename T, int FORMAT, int GROUP, int TOKENS, int WARPS, int UNITS, int SPAN, int DEPTH, int GATE, bool GROUPED>
+template <typename T, int FORMAT, int GROUP, int TOKENS, int WARPS, int UNITS, int SPAN, int DEPTH, int GATE,
+          bool GROUPED, bool SPLIT>
 __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     const T* x, const int* gather, const int* offsets, const unsigned char* data, const unsigned char* scales,
     const unsigned char* zeros, const unsigned char* up_data, const unsigned char* up_scales,
@@ -50,11 +55,12 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     long long y_stride, int bias_step, int rows, int outputs, int units, int scale_groups, int group_units, int slices,
     int slice_units, int experts) {
     using B = FewRowsBuffers<FORMAT, TOKENS, WARPS, UNITS, SPAN, DEPTH, GATE>;
-    using W = Unscaled<T, FORMAT>;
+    using W = Unscaled<FORMAT>;
     static_assert(WARPS >= 4 && (UNITS * 4) % SPAN == 0, "four warps reduce; spans are whole");
     static_assert(GROUP == 32 ? SPAN == 2 : SPAN == 4 || SPAN == 8 && GROUP == 128, "a span has one scale");
+    static_assert(B::SPANS * B::SCALE <= WARP, "a lane copies the scales of eight or sixteen rows of a span");
     constexpr int PARTS = B::PARTS, BLOCKS = TOKENS / 8, LOADS = B::LOADS;
-    constexpr unsigned TILE = ROWS_OF_BLOCK * UNIT_COLUMNS / (B::EIGHT_BITS ? 1 : 2), SCALE = FORMAT == MXFP4 ? 1 : 2;
+    constexpr unsigned TILE = ROWS_OF_BLOCK * UNIT_COLUMNS / (B::EIGHT_BITS ? 1 : 2);
     extern __shared__ __align__(16) unsigned char shared[];
     const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, g = lane / 4, t = lane % 4;
     const unsigned ring = shared_address(shared);
@@ -76,6 +82,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     }
     const int all_chunks = total;
     total *= row_tiles;
+    if (!SPLIT) slices = 1;
     const int slice = blockIdx.x % slices, member = blockIdx.x / slices, members = gridDim.x / slices;
     const int first = static_cast<int>(static_cast<long long>(total) * member / members);
     const int last = static_cast<int>(static_cast<long long>(total) * (member + 1) / members);
@@ -92,40 +99,38 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
             while (item.expert < experts && chunks[item.expert] == 0);
     };
 
-    // This warp's units of the sum, and where in a row of scales their spans have theirs.
+    // This warp's units of the sum. A thread copies its own weights; lanes share the copies of the scales.
     const int first_unit = slice * slice_units + warp * UNITS;
     const int end_unit = min(units, (slice + 1) * slice_units), mine = min(UNITS, end_unit - first_unit);  // may be < 0
-    unsigned scale_at[B::SPANS];
-#pragma unroll
-    for (int span = 0; span < B::SPANS; ++span) {
+    const unsigned data_slot = ring + thread * 16, scale_slot = ring + B::DATA + warp * PARTS * B::SPANS * B::SPAN_BYTES;
+    auto group_of = [&](int span) {
         const int unit = first_unit + span * SPAN / 4;
-        scale_at[span] = (GROUP == 32 ? unit * 2 + span % 2 : unit / group_units) * ROWS_OF_BLOCK * SCALE;
-    }
-    const int pair_of_bytes = 2 * (g & ~1);  // four bytes, of which this thread wants two
-    const unsigned data_slot = ring + thread * 16, scale_slot = ring + B::DATA + thread * 4;
+        return GROUP == 32 ? unit * 2 + span % 2 : unit / group_units;
+    };
+    const int scale_span = lane / B::SCALE, zero_span = lane;
+    const bool copies_scale = scale_span < B::SPANS, copies_zero = B::ZEROS && zero_span < B::SPANS;
+    const unsigned scale_at = group_of(scale_span) * ROWS_OF_BLOCK * B::SCALE + lane % B::SCALE * 16;
+    const unsigned zero_at = B::ZEROS ? group_of(zero_span) * ROWS_OF_BLOCK : 0;
 
-    struct Sources {
-        const unsigned char *data, *scales, *zeros;
+    auto data_of = [&](const WorkItem& item, int part) {
+        const unsigned tile = item.expert * row_tiles + item.tile;
+        return (part ? up_data : data) + Index(tile / 4 * units + first_unit) * TILE + (tile % 4 * 512 + lane * 16);
     };
-    auto sources = [&](const WorkItem& item, int part) {
-        const Index tile = Index(item.expert) * row_tiles + item.tile, block = tile / 4;
-        const int within = static_cast<int>(tile % 4);
-        const Index scale = block * scale_groups * ROWS_OF_BLOCK + within * TILE_ROWS;
-        return Sources{(part ? up_data : data) + (block * units + first_unit) * TILE + within * 512 + lane * 16,
-                       (part ? up_scales : scales) + (FORMAT == MXFP4 ? scale + pair_of_bytes : (scale + 2 * g) * 2),
-                       B::ZEROS ? (part ? up_zeros : zeros) + scale + pair_of_bytes : nullptr};
-    };
-    auto copy_unit = [&](const Sources& from, unsigned slot, int part, int unit) {
+    auto copy_unit = [&](const unsigned char* from, unsigned slot, int part, int unit) {
 #pragma unroll
         for (int load = 0; load < LOADS; ++load)
             cp_async_16(data_slot + slot + ((part * UNITS + unit) * LOADS + load) * B::THREADS * 16,
-                        from.data + unit * TILE + load * 2048, unit < mine);
+                        from + unit * TILE + load * 2048, unit < mine);
     };
-    auto copy_scales = [&](const Sources& from, unsigned slot, int part, int span) {
-        const unsigned target = scale_slot + slot + (part * B::SPANS + span) * B::THREADS * 4;
-        const bool inside = span * SPAN / 4 < mine;
-        cp_async_4(target, from.scales + scale_at[span], inside);
-        if (B::ZEROS) cp_async_4(target + B::SCALES, from.zeros + scale_at[span] / SCALE, inside);
+    auto copy_scales = [&](const WorkItem& item, unsigned slot, int part) {
+        const unsigned tile = item.expert * row_tiles + item.tile, target = scale_slot + slot + part * B::SPANS * B::SPAN_BYTES;
+        const Index at = Index(tile / 4 * scale_groups) * ROWS_OF_BLOCK + tile % 4 * TILE_ROWS;
+        if (copies_scale)
+            cp_async_16(target + lane * 16, (part ? up_scales : scales) + at * B::SCALE + scale_at,
+                        scale_span * SPAN / 4 < mine);
+        if (copies_zero)
+            cp_async_16(target + B::SPANS * B::SPAN_SCALES + lane * 16, (part ? up_zeros : zeros) + at + zero_at,
+                        zero_span * SPAN / 4 < mine);
     };
 
     WorkItem item = ahead;
@@ -134,11 +139,10 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
         if (first + slot < last) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
-                const Sources from = sources(ahead, part);
+                const unsigned char* from = data_of(ahead, part);
 #pragma unroll
                 for (int unit = 0; unit < UNITS; ++unit) copy_unit(from, slot * B::SLOT, part, unit);
-#pragma unroll
-                for (int span = 0; span < B::SPANS; ++span) copy_scales(from, slot * B::SLOT, part, span);
+                copy_scales(ahead, slot * B::SLOT, part);
             }
             advance(ahead);
         }
@@ -147,7 +151,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     if (!GROUPED || gather == nullptr) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 
-    unsigned right[UNITS * 4][BLOCKS][2];  // x
+    unsigned right[UNITS * 4][BLOCKS][2];  // x, in float16
+    float undo[BLOCKS][2];                 // what x of tokens 2 t and 2 t + 1 was divided by
     float sums[B::SPANS][BLOCKS][2];       // of x, for tokens 2 t and 2 t + 1; times -OFFSET without stored zero points
     int expert = -1, chunk = -1, begin = 0, end = rows;
     unsigned slot = 0;
@@ -158,7 +163,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
                 const int row = begin + chunk * TOKENS + block * 8 + g;
-                const Index from = row < end ? (gather != nullptr ? gather[row] : row) : 0;
+                const Index from = row < end ? (GROUPED && gather != nullptr ? gather[row] : row) : 0;
                 const T* source = x + from * x_stride + Index(first_unit) * UNIT_COLUMNS + 2 * t;
 #pragma unroll
                 for (int step = 0; step < UNITS * 4; ++step)
@@ -167,28 +172,48 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
                         right[step][block][half] = row < end && step / 4 < mine
                             ? *reinterpret_cast<const unsigned*>(source + step * 16 + half * 8) : 0u;
             }
-            if (W::ZEROS || W::OFFSET != 0.f) {
-                const unsigned one = pack<T>(1.f, 1.f), ones[4] = {one, one, one, one};
 #pragma unroll
-                for (int span = 0; span < B::SPANS; ++span)
+            for (int block = 0; block < BLOCKS; ++block) {
+                undo[block][0] = undo[block][1] = 1.f;
+                if (sizeof(T) == 2 && Half<T>::FRACTION == 6) {  // bfloat16
+                    unsigned largest = 0;                        // of the absolute values, as bits of float32
 #pragma unroll
-                    for (int block = 0; block < BLOCKS; ++block) {
+                    for (int i = 0; i < UNITS * 8; ++i) {
+                        const unsigned pair = right[i / 2][block][i % 2];
+                        largest = max(largest, max(pair << 16 & 0x7fffffffu, pair & 0x7fff0000u));
+                    }
+                    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+                    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
+                    const int exponent = min(254, 268 - static_cast<int>(largest >> 23));  // biased by 127, as 14 - e
+                    const float factor = __uint_as_float(exponent << 23);
+#pragma unroll
+                    for (int i = 0; i < UNITS * 8; ++i)
+                        right[i / 2][block][i % 2] = to_half(right[i / 2][block][i % 2], factor, T());
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        undo[block][i] = __uint_as_float((254 - __shfl_sync(ALL_LANES, exponent, t * 8 + i * 4)) << 23);
+                }
+                const unsigned one = 0x3c003c00u, ones[4] = {one, one, one, one};
+                if (W::ZEROS || W::OFFSET != 0.f)
+#pragma unroll
+                    for (int span = 0; span < B::SPANS; ++span) {
                         float sum[4] = {};
 #pragma unroll
                         for (int step = span * SPAN; step < (span + 1) * SPAN; ++step)
-                            mma<T>(sum, ones, right[step][block][0], right[step][block][1]);
+                            mma<__half>(sum, ones, right[step][block][0], right[step][block][1]);
 #pragma unroll
                         for (int i = 0; i < 2; ++i)
-                            sums[span][block][i] = W::ZEROS ? sum[i] : sum[i] * (-W::OFFSET / W::FACTOR);
+                            sums[span][block][i] = sum[i] * (W::ZEROS ? -W::UNIT : -W::UNIT * W::OFFSET);
                     }
             }
         }
         cp_async_wait<DEPTH - 1>();
+        __syncwarp();  // other lanes copied this one's scales
         const bool more = index + DEPTH < last;
         float* const mine_partial = partial + ((index - first) % 2 * WARPS + warp) * B::SUMS;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const Sources from = sources(ahead, part);
+            const unsigned char* from = data_of(ahead, part);
             float result[BLOCKS][4] = {}, acc[BLOCKS][4];
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) {
@@ -204,16 +229,17 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int step = unit * 4 + j, span = step / SPAN;
-                    const unsigned stored = scale_slot + slot + (part * B::SPANS + span) * B::THREADS * 4;
+                    const unsigned stored = scale_slot + slot + part * B::SPANS * B::SPAN_BYTES;
                     if (step % SPAN == 0) {
                         float zero[2] = {};
                         if (W::ZEROS) {
-                            const unsigned both = load_shared_4(stored + B::SCALES) >> 16 * (g & 1);
+                            const unsigned both =
+                                load_shared_2(stored + B::SPANS * B::SPAN_SCALES + span * TILE_ROWS + 2 * g);
 #pragma unroll
                             for (int row = 0; row < 2; ++row) {
                                 const unsigned byte = both >> 8 * row & 0xff;
                                 const int value = W::EIGHT_BITS ? static_cast<signed char>(byte) : static_cast<int>(byte);
-                                zero[row] = (static_cast<float>(value) + W::BASE) * (-1.f / W::FACTOR);
+                                zero[row] = static_cast<float>(value) + W::BASE;
                             }
                         }
 #pragma unroll
@@ -227,18 +253,17 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
                     W::registers(a, words, j);
 #pragma unroll
                     for (int block = 0; block < BLOCKS; ++block)
-                        mma<T>(acc[block], a, right[step][block][0], right[step][block][1]);
+                        mma<__half>(acc[block], a, right[step][block][0], right[step][block][1]);
                     if (step % SPAN == SPAN - 1) {
-                        const unsigned word = load_shared_4(stored);
                         float scale[2];
                         if (FORMAT == MXFP4) {
-                            const unsigned both = word >> 16 * (g & 1);
-                            scale[0] = power_of_two(both & 0xff), scale[1] = power_of_two(both >> 8 & 0xff);
+                            const unsigned both = load_shared_2(stored + span * B::SPAN_SCALES + 2 * g);
+                            scale[0] = e8m0_and_a_half(both << 23), scale[1] = e8m0_and_a_half(both << 15);
                         } else {
+                            const unsigned word = load_shared_4(stored + span * B::SPAN_SCALES + 4 * g);
                             const float2 both = __half22float2(reinterpret_cast<const __half2&>(word));
                             scale[0] = both.x, scale[1] = both.y;
                         }
-                        if (more) copy_scales(from, slot, part, span);
 #pragma unroll
                         for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
@@ -246,11 +271,16 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
                     }
                 }
             }
+            __syncwarp();  // all lanes have read their scales
+            if (more) copy_scales(ahead, slot, part);
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block)
+            for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) result[block][i] *= W::FACTOR;
                 reinterpret_cast<float4*>(mine_partial)[(part * BLOCKS + block) * WARP + lane] =
-                    make_float4(result[block][0] * W::FACTOR, result[block][1] * W::FACTOR, result[block][2] * W::FACTOR,
-                                result[block][3] * W::FACTOR);
+                    make_float4(result[block][0] * undo[block][0], result[block][1] * undo[block][1],
+                                result[block][2] * undo[block][0], result[block][3] * undo[block][1]);
+            }
         }
         cp_async_commit();
         if (more) advance(ahead);
@@ -263,16 +293,17 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
         // Element e of a block of 16 x 8 sums: row e / 16 + 8 (e / 2 % 2), token 2 (e / 4 % 4) + e % 2.
         const int e = thread % REDUCERS;
         const float* found = partial + (index - first) % 2 * WARPS * B::SUMS + e;
-        int count = WARPS, stride = B::SUMS;
-        if (slices > 1) {
-            float* place = workspace + Index(index) * slices * B::SUMS + e;
-#pragma unroll
-            for (int i = 0; i < PARTS * BLOCKS; ++i) {
-                float sum = 0.f;
-#pragma unroll
-                for (int other = 0; other < WARPS; ++other) sum += found[other * B::SUMS + i * REDUCERS];
-                __stcg(place + slice * B::SUMS + i * REDUCERS, sum);
-            }
+        auto sum_of_warps = [&](int at) {
+            float sum = 0.f;
+#pragma unroll 4
+            for (int other = 0; other < WARPS; ++other) sum += found[other * B::SUMS + at];
+            return sum;
+        };
+        float* place = workspace + Index(index) * slices * B::SUMS + e;
+        if (SPLIT) {
+#pragma unroll 1
+            for (int i = 0; i < PARTS * BLOCKS; ++i)
+                __stcg(place + slice * B::SUMS + i * REDUCERS, sum_of_warps(i * REDUCERS));
             __threadfence();
             named_barrier_sync(1 + team, REDUCERS);
             if (e == 0) {
@@ -283,23 +314,20 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
             }
             named_barrier_sync(1 + team, REDUCERS);
             if (!flag[team]) continue;
-            found = place, count = slices;
         }
         auto summed = [&](int at) {
+            if (!SPLIT) return sum_of_warps(at);
             float sum = 0.f;
-            if (slices > 1)
-                for (int other = 0; other < count; ++other) sum += __ldcg(found + other * stride + at);
-            else
-#pragma unroll
-                for (int other = 0; other < WARPS; ++other) sum += found[other * B::SUMS + at];
+#pragma unroll 1
+            for (int other = 0; other < slices; ++other) sum += __ldcg(place + other * B::SUMS + at);
             return sum;
         };
         const int row = e / 16 + (e >> 1 & 1) * 8;
         if (GATE == INTERLEAVED && row % 2) continue;
-        const int place = item.tile * TILE_ROWS + row, output_at = GATE == INTERLEAVED ? place / 2 : place;
+        const int weight_row = item.tile * TILE_ROWS + row, output_at = GATE == INTERLEAVED ? weight_row / 2 : weight_row;
         const BIAS_TYPE* bias_at = bias + Index(expert) * bias_stride + output_at * bias_step;
         const BIAS_TYPE* up_bias_at = up_bias + Index(expert) * bias_stride + output_at * bias_step;
-#pragma unroll
+#pragma unroll 1
         for (int block = 0; block < BLOCKS; ++block) {
             const int token = begin + chunk * TOKENS + block * 8 + (e >> 2 & 3) * 2 + (e & 1);
             if (token >= end) continue;

@@ -95,7 +95,7 @@ def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> 
     instance = (
         TYPES[x.dtype], weight.format.removesuffix(SUFFIX).upper() + ("_ZEROS" if shape["zeros"] else ""),
         shape["group"], config.tokens, config.warps, config.blocks, span(config, shape["group"], inner), config.stages,
-        call.gate, "true" if experts else "false",
+        call.gate, "true" if experts else "false", "true" if slices > 1 else "false",
     )  # fmt: skip
     biases, bias_stride, bias_step = call.bias_arguments()
     up = call.weights[-1]
