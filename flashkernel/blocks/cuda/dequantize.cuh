@@ -115,7 +115,7 @@ struct Unscaled {
             if (FORMAT == INT4 || FORMAT == INT4_ZEROS) {
                 a[i] = words[j] >> 4 * i & 0x000f000f;
             } else if (EIGHT_BITS) {  // two's complement plus 128
-                a[i] = (words[2 * j + i / 2] >> 8 * (i & 1) & 0x00ff00ff) ^ 0x00800080;
+                a[i] = (words[2 * j + i / 2] ^ 0x80808080u) >> 8 * (i & 1) & 0x00ff00ff;
             } else {
                 constexpr int AT = Half<__half>::FRACTION;
                 const unsigned word = words[j], moved = 4 * i < AT ? word << (AT - 4 * i) : word >> (4 * i - AT);

@@ -93,7 +93,8 @@ def few_rows_bytes(config: QuantizedConfig, shape: Mapping[str, int], experts: i
     scales = config.warps * spans * 16 * (shape["scale_bytes"] + shape["zeros"])
     slot = parts * (threads * config.blocks * 4 * shape["bits"] + scales)
     partial = 2 * config.warps * parts * config.tokens // 8 * 512
-    return config.stages * slot + partial + 4 * (config.warps // 4 + experts)
+    factors = config.warps * (spans + 1) * config.tokens // 8 * 32
+    return config.stages * slot + partial + factors + 4 * (config.warps // 4 + experts)
 
 
 def few_rows_configs(

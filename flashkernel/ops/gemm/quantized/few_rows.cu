@@ -42,7 +42,9 @@ struct FewRowsBuffers {
     static constexpr unsigned DATA = PARTS * UNITS * LOADS * THREADS * 16;
     static constexpr unsigned SLOT = DATA + WARPS * PARTS * SPANS * SPAN_BYTES;
     static constexpr int SUMS = PARTS * (TOKENS / 8) * 128;  // of a warp, floats
-    static constexpr unsigned PARTIAL = DEPTH * SLOT, COUNTS = PARTIAL + 2 * WARPS * SUMS * 4;
+    static constexpr int FACTORS = (SPANS + 1) * (TOKENS / 8) * 4;  // of a warp, pairs of floats
+    static constexpr unsigned PARTIAL = DEPTH * SLOT, FACTOR = PARTIAL + 2 * WARPS * SUMS * 4;
+    static constexpr unsigned COUNTS = FACTOR + WARPS * FACTORS * 8;
 };
 
 template <typename T, int FORMAT, int GROUP, int TOKENS, int WARPS, int UNITS, int SPAN, int DEPTH, int GATE,
@@ -152,8 +154,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     griddepcontrol_launch_dependents();
 
     unsigned right[UNITS * 4][BLOCKS][2];  // x, in float16
-    float undo[BLOCKS][2];                 // what x of tokens 2 t and 2 t + 1 was divided by
-    float sums[B::SPANS][BLOCKS][2];       // of x, for tokens 2 t and 2 t + 1; times -OFFSET without stored zero points
+    // For tokens 2 t and 2 t + 1, by span: sums of x, times -OFFSET without stored zero points. Behind the last span: what
+    // x was divided by.
+    float2* const factors = reinterpret_cast<float2*>(shared + B::FACTOR) + warp * B::FACTORS + t;
     int expert = -1, chunk = -1, begin = 0, end = rows;
     unsigned slot = 0;
     for (int index = first; index < last; ++index, advance(item)) {
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
             }
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
-                undo[block][0] = undo[block][1] = 1.f;
+                float undo[2] = {1.f, 1.f};
                 if (sizeof(T) == 2 && Half<T>::FRACTION == 6) {  // bfloat16
                     unsigned largest = 0;                        // of the absolute values, as bits of float32
 #pragma unroll
@@ -191,8 +194,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
                         right[i / 2][block][i % 2] = to_half(right[i / 2][block][i % 2], factor, T());
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        undo[block][i] = __uint_as_float((254 - __shfl_sync(ALL_LANES, exponent, t * 8 + i * 4)) << 23);
+                        undo[i] = __uint_as_float((254 - __shfl_sync(ALL_LANES, exponent, t * 8 + i * 4)) << 23);
                 }
+                if (g == 0) factors[(B::SPANS * BLOCKS + block) * 4] = make_float2(undo[0], undo[1]);
                 const unsigned one = 0x3c003c00u, ones[4] = {one, one, one, one};
                 if (W::ZEROS || W::OFFSET != 0.f)
 #pragma unroll
@@ -201,14 +205,13 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
 #pragma unroll
                         for (int step = span * SPAN; step < (span + 1) * SPAN; ++step)
                             mma<__half>(sum, ones, right[step][block][0], right[step][block][1]);
-#pragma unroll
-                        for (int i = 0; i < 2; ++i)
-                            sums[span][block][i] = sum[i] * (W::ZEROS ? -W::UNIT : -W::UNIT * W::OFFSET);
+                        constexpr float BY = W::ZEROS ? -W::UNIT : -W::UNIT * W::OFFSET;
+                        if (g == 0) factors[(span * BLOCKS + block) * 4] = make_float2(sum[0] * BY, sum[1] * BY);
                     }
             }
         }
         cp_async_wait<DEPTH - 1>();
-        __syncwarp();  // other lanes copied this one's scales
+        __syncwarp();  // other lanes copied this one's scales, and wrote its factors
         const bool more = index + DEPTH < last;
         float* const mine_partial = partial + ((index - first) % 2 * WARPS + warp) * B::SUMS;
 #pragma unroll
@@ -243,11 +246,13 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
                             }
                         }
 #pragma unroll
-                        for (int block = 0; block < BLOCKS; ++block)
+                        for (int block = 0; block < BLOCKS; ++block) {
+                            float2 sum = {0.f, 0.f};
+                            if (W::ZEROS || W::OFFSET != 0.f) sum = factors[(span * BLOCKS + block) * 4];
 #pragma unroll
                             for (int i = 0; i < 4; ++i)
-                                acc[block][i] = W::ZEROS ? zero[i / 2] * sums[span][block][i % 2]
-                                    : W::OFFSET != 0.f ? sums[span][block][i % 2] : 0.f;
+                                acc[block][i] = (i % 2 ? sum.y : sum.x) * (W::ZEROS ? zero[i / 2] : 1.f);
+                        }
                     }
                     unsigned a[4];
                     W::registers(a, words, j);
@@ -277,9 +282,10 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
             for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) result[block][i] *= W::FACTOR;
+                const float2 undo = factors[(B::SPANS * BLOCKS + block) * 4];
                 reinterpret_cast<float4*>(mine_partial)[(part * BLOCKS + block) * WARP + lane] =
-                    make_float4(result[block][0] * undo[block][0], result[block][1] * undo[block][1],
-                                result[block][2] * undo[block][0], result[block][3] * undo[block][1]);
+                    make_float4(result[block][0] * undo.x, result[block][1] * undo.y, result[block][2] * undo.x,
+                                result[block][3] * undo.y);
             }
         }
         cp_async_commit();
