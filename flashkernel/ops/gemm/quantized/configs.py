@@ -11,8 +11,9 @@ from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 TILE = 64
 TOKENS = (8, 16, 32, 64, 128, 256)  # columns of wgmma
 FEW_TOKENS = (8, 16, 32)  # columns of mma, in few_rows.cu
-MOST_UNITS = 64  # registers of a thread that hold x there: tokens times blocks
+OTHER_REGISTERS = 64  # of a thread there, beside the tokens times blocks that hold x
 MOST_STAGES = 12
+MOST_FEW_ROWS = 5  # configs of few_rows.cu that a search times
 _PITCH = 4 * (TILE + 4)
 
 
@@ -97,35 +98,46 @@ def few_rows_bytes(config: QuantizedConfig, shape: Mapping[str, int], experts: i
     return config.stages * slot + partial + factors + 4 * (config.warps // 4 + experts)
 
 
+def _registers_problem(config: QuantizedConfig, shape: Mapping[str, int]) -> str | None:
+    """Why x, or the scales that a warp copies at once, are too many for few_rows.cu; or None."""
+    if config.blocks * config.tokens > min(255, 2048 // config.warps // 8 * 8) - OTHER_REGISTERS:
+        return f"{config.blocks} blocks of {config.tokens} rows of x do not fit in a thread's registers"
+    if config.blocks * 4 // span(config, shape["group"], shape["inner"]) * shape["scale_bytes"] > 32:
+        return f"a warp's lanes copy 32 pieces of scales; {config.blocks} blocks have more"
+    return None
+
+
 def few_rows_configs(
-    device: Device, shape: Mapping[str, int], tokens: int, most_slices: int = 8, experts: int = 0
-) -> Iterator[QuantizedConfig]:
-    """Configs of few_rows.cu for so many rows at a time: divisions of the sum that leave few warps without a share."""
+    device: Device, shape: Mapping[str, int], tokens: int, most_slices: int = 6, experts: int = 0
+) -> list[QuantizedConfig]:
+    """Configs of few_rows.cu for so many rows at a time, those that leave the fewest warps without a share first."""
     limit, units = device.shared_per_block or 232448, shape["inner"] // TILE
-    for slices in range(1, most_slices + 1):
+    found = []
+    for slices in range(1, min(most_slices, units) + 1):
         for warps in (16, 15, 14, 12, 8):
-            share = ceil_div(units, slices)
-            blocks = ceil_div(share, warps)
-            busy = units / (slices * warps * blocks)
-            if device.sms % slices or blocks * tokens > MOST_UNITS or slices > units or busy < 0.85:
-                continue
+            blocks = ceil_div(ceil_div(units, slices), warps)
             one = QuantizedConfig(tokens, 0, blocks, 1, True, warps, slices)
-            rest = limit - few_rows_bytes(one, shape, experts)
-            slot = few_rows_bytes(replace(one, stages=2), shape, experts) - few_rows_bytes(one, shape, experts)
-            most = min(MOST_STAGES, 1 + rest // slot) if rest >= 0 else 0
-            for stages in dict.fromkeys((most, min(most, max(2, ceil_div(65536, slot))))):
-                if stages >= 2:
-                    yield replace(one, stages=stages)
+            if device.sms % slices or _registers_problem(one, shape) is not None:
+                continue
+            first, second = (few_rows_bytes(replace(one, stages=stages), shape, experts) for stages in (1, 2))
+            stages = min(MOST_STAGES, 1 + (limit - first) // (second - first))
+            if stages >= 2:
+                found.append(replace(one, stages=stages))
+    return sorted(found, key=lambda one: (one.slices * one.warps * one.blocks, one.slices, -one.warps))
 
 
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig]:
+    """Few, because each is compiled: 1 to 4 seconds."""
     least = max(8, power_of_2(min(shape["rows"], 256)))
     if least <= FEW_TOKENS[-1]:
-        yield from few_rows_configs(device, shape, least)
+        found = few_rows_configs(device, shape, least)
+        yield from found[:MOST_FEW_ROWS]
+        yield from (replace(one, stages=one.stages // 2) for one in found[:1] if one.stages > 3)
     for tokens in TOKENS:
         for warpgroups in (2, 4):
             for blocks in (1, 2):
-                if tokens <= least and (tokens <= 64 or warpgroups == 2) and shape["inner"] % (blocks * TILE) == 0:
+                near = least // 2 <= tokens <= least and (tokens <= 64 or warpgroups == 2)
+                if near and shape["inner"] % (blocks * TILE) == 0:
                     yield _with_stages(tokens, warpgroups, blocks, device, shape)
 
 
@@ -151,8 +163,9 @@ def few_rows_problem(
     """The reason why few_rows.cu cannot be launched so, or None."""
     if config.tokens not in FEW_TOKENS or not 4 <= config.warps <= 16 or config.slices < 1 or config.stages < 1:
         return f"{config} is no instance of few_rows.cu"
-    if config.blocks * config.tokens > MOST_UNITS:
-        return f"{config.blocks} blocks of {config.tokens} rows of x do not fit in a thread's registers"
+    reason = _registers_problem(config, shape)
+    if reason is not None:
+        return reason
     if slice_units(config, shape["inner"]) > config.warps * config.blocks:
         return f"{config.warps} warps of {config.blocks} blocks do not cover a slice of the sum"
     if config.slices > max(1, device.sms):
