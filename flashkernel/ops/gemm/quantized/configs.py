@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
+from flashkernel.ops.gemm.configs import MAX_COUNTERS
 
 TILE = 64
 TOKENS = (8, 16, 32, 64, 128, 256)  # columns of wgmma
 FEW_TOKENS = (8, 16, 32)  # columns of mma, in few_rows.cu
-OTHER_REGISTERS = 64  # of a thread there, beside the tokens times blocks that hold x
+MOST_BLOCKS = {8: 7, 16: 4, 32: 1}  # by tokens: of a warp there, without spills at 128 registers; twice that at 255
 MOST_STAGES = 12
 MOST_FEW_ROWS = 5  # configs of few_rows.cu that a search times
 _PITCH = 4 * (TILE + 4)
@@ -100,7 +101,10 @@ def few_rows_bytes(config: QuantizedConfig, shape: Mapping[str, int], experts: i
 
 def _registers_problem(config: QuantizedConfig, shape: Mapping[str, int]) -> str | None:
     """Why x, or the scales that a warp copies at once, are too many for few_rows.cu; or None."""
-    if config.blocks * config.tokens > min(255, 2048 // config.warps // 8 * 8) - OTHER_REGISTERS:
+    most = MOST_BLOCKS[config.tokens] * (2 if config.warps <= 8 else 1)
+    if shape["zeros"] and shape["group"] == 32:
+        most = max(1, most // 2)
+    if config.blocks > most:
         return f"{config.blocks} blocks of {config.tokens} rows of x do not fit in a thread's registers"
     if config.blocks * 4 // span(config, shape["group"], shape["inner"]) * shape["scale_bytes"] > 32:
         return f"a warp's lanes copy 32 pieces of scales; {config.blocks} blocks have more"
@@ -157,9 +161,7 @@ def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) ->
     return None
 
 
-def few_rows_problem(
-    config: QuantizedConfig, device: Device, shape: Mapping[str, int], experts: int = 0
-) -> str | None:
+def few_rows_problem(config: QuantizedConfig, device: Device, shape: Mapping[str, int], experts: int = 0) -> str | None:
     """The reason why few_rows.cu cannot be launched so, or None."""
     if config.tokens not in FEW_TOKENS or not 4 <= config.warps <= 16 or config.slices < 1 or config.stages < 1:
         return f"{config} is no instance of few_rows.cu"
@@ -170,6 +172,8 @@ def few_rows_problem(
         return f"{config.warps} warps of {config.blocks} blocks do not cover a slice of the sum"
     if config.slices > max(1, device.sms):
         return f"{config.slices} slices are more than SMs"
+    if config.slices > 1 and ceil_div(shape["columns"], 16) * ceil_div(shape["rows"], config.tokens) > MAX_COUNTERS:
+        return f"no more than {MAX_COUNTERS} tiles can be shared between blocks"
     if device.shared_per_block and few_rows_bytes(config, shape, experts) > device.shared_per_block:
         return f"{config} needs more shared memory than a block has ({device.shared_per_block})"
     return None

@@ -119,7 +119,9 @@ def launch(call: Call, config: QuantizedConfig | None = None) -> None:
     shape, target = call.shape, cuda.target(x.device)
     config = tune.pick(QUANTIZED, target, shape) if config is None else config
     if config.warps:
-        return few_rows.launch(few_rows.FewRows(x, call.weights, y, call.biases, call.residual, call.chain), config, shape)
+        return few_rows.launch(
+            few_rows.FewRows(x, call.weights, y, call.biases, call.residual, call.chain), config, shape
+        )
     rows, inner, outputs, parts = shape["rows"], shape["inner"], shape["columns"], shape["parts"]
     row_tiles, column_tiles = ceil_div(rows, config.tokens), ceil_div(outputs, TILE * config.warpgroups // parts)
     tiles, steps = row_tiles * column_tiles, inner // (TILE * config.blocks)

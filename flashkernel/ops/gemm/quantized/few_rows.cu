@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     const unsigned char* up_zeros, const BIAS_TYPE* bias, const BIAS_TYPE* up_bias, const RESIDUAL_TYPE* residual,
     OUT_TYPE* y, float* workspace, int* counters, long long x_stride, long long bias_stride, long long residual_stride,
     long long y_stride, int bias_step, int rows, int outputs, int units, int scale_groups, int group_units, int slices,
-    int slice_units, int experts) {
+    int slice_units, int experts, int expert_tiles) {
     using B = FewRowsBuffers<FORMAT, TOKENS, WARPS, UNITS, SPAN, DEPTH, GATE>;
     using W = Unscaled<FORMAT>;
     static_assert(WARPS >= 4 && (UNITS * 4) % SPAN == 0, "four warps reduce; spans are whole");
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     const unsigned zero_at = B::ZEROS ? group_of(zero_span) * ROWS_OF_BLOCK : 0;
 
     auto data_of = [&](const WorkItem& item, int part) {
-        const unsigned tile = item.expert * row_tiles + item.tile;
+        const unsigned tile = item.expert * expert_tiles + item.tile;
         return (part ? up_data : data) + Index(tile / 4 * units + first_unit) * TILE + (tile % 4 * 512 + lane * 16);
     };
     auto copy_unit = [&](const unsigned char* from, unsigned slot, int part, int unit) {
@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
                         from + unit * TILE + load * 2048, unit < mine);
     };
     auto copy_scales = [&](const WorkItem& item, unsigned slot, int part) {
-        const unsigned tile = item.expert * row_tiles + item.tile, target = scale_slot + slot + part * B::SPANS * B::SPAN_BYTES;
+        const unsigned tile = item.expert * expert_tiles + item.tile;  // expert_tiles: from one expert to the next
+        const unsigned target = scale_slot + slot + part * B::SPANS * B::SPAN_BYTES;
         const Index at = Index(tile / 4 * scale_groups) * ROWS_OF_BLOCK + tile % 4 * TILE_ROWS;
         if (copies_scale)
             cp_async_16(target + lane * 16, (part ? up_scales : scales) + at * B::SCALE + scale_at,

@@ -24,7 +24,7 @@ from flashkernel.ops.gemm.quantized.configs import TILE, QuantizedConfig, few_ro
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 TILE_ROWS = 16  # of the weight: a work item
-_ARGUMENTS = ", ".join(["pointer"] * 15 + ["int64"] * 4 + ["int32"] * 9)
+_ARGUMENTS = ", ".join(["pointer"] * 15 + ["int64"] * 4 + ["int32"] * 10)
 
 
 @lru_cache(maxsize=1024)
@@ -50,6 +50,7 @@ class FewRows:
         interleaved: Even rows of the weight are the gate's, odd ones up's.
         offsets: int32 [experts + 1]: rows of y by expert.
         gather: int32 [rows]: the row of x for each of y; without it they are the same.
+        expert_rows: Rows of the weight from one expert to the next in memory, where not all of them are used.
     """
 
     x: Tensor
@@ -61,6 +62,7 @@ class FewRows:
     interleaved: bool = False
     offsets: Tensor | None = None
     gather: Tensor | None = None
+    expert_rows: int | None = None
 
     @property
     def gate(self) -> str:
@@ -71,10 +73,15 @@ class FewRows:
         if not self.biases:
             return [None, None], 0, 0
         first = self.biases[0]
-        apart = first.stride(0) if self.offsets is not None else 0
+        apart = first.stride(0) if self.offsets is not None else 0  # of [experts, outputs]
         if self.interleaved:
-            return [first, first.flatten()[1:]], apart, 2
+            return [first, first[:, 1:]], apart, 2
         return [first, self.biases[-1]], apart, 1
+
+
+def most_chunks(rows: int, tokens: int, experts: int) -> int:
+    """Chunks of `tokens` rows that so many rows of y make at most; 0 experts: one weight for all rows."""
+    return min(rows, experts + rows // tokens) if experts else ceil_div(rows, tokens)
 
 
 def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> None:
@@ -83,8 +90,7 @@ def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> 
     inner, outputs, rows = x.shape[1], y.shape[1], y.shape[0]
     experts = 0 if call.offsets is None else call.offsets.shape[0] - 1
     row_tiles = weight.shape[-2] // TILE_ROWS
-    # Of experts, as many chunks of rows as there may be.
-    items = row_tiles * (ceil_div(rows, config.tokens) if not experts else min(rows, experts + rows // config.tokens))
+    items = row_tiles * most_chunks(rows, config.tokens, experts)
     slices = config.slices
     blocks = slices * max(1, min(target.sms // slices, items))
     workspace = None
@@ -110,6 +116,7 @@ def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> 
             *biases, call.residual, y, workspace, None if workspace is None else counters(x.device), x.stride(0),
             bias_stride, 0 if call.residual is None else call.residual.stride(0), y.stride(0), bias_step, rows, outputs,
             inner // TILE, groups, max(1, inner // groups // TILE), slices, slice_units(config, inner), experts,
+            (weight.shape[-2] if call.expert_rows is None else call.expert_rows) // TILE_ROWS,
         ),
         shared=few_rows_bytes(config, shape, experts), programmatic=True,
     )  # fmt: skip
