@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from flashkernel.blocks.integers import unpack_nibbles
 from flashkernel.core import cuda
 from flashkernel.core import device as devices
 from flashkernel.ops.gemm.quantized import cuda as kernels
-from flashkernel.ops.gemm.quantized.configs import QUANTIZED, QuantizedConfig, stage_bytes
+from flashkernel.ops.gemm.quantized.configs import QUANTIZED, QuantizedConfig, few_rows_bytes, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import Schedule, whole_tiles
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -207,6 +208,91 @@ def test_compiled_for_hopper(rows: int, format: str, symmetric: bool) -> None:
     assert "LDL" not in sass
 
 
+FEW_COMPILED = [  # rows, columns, inner, format, groups, symmetric
+    (1, 28672, 4096, "int4", "group", True), (16, 28672, 4096, "int4", "group", True),
+    (32, 28672, 4096, "int4", "group", False), (1, 4096, 14336, "int4", "group", True),
+    (16, 4096, 14336, "int4", "group", False), (16, 28672, 4096, "int8", "row", True),
+    (16, 28672, 4096, "mxfp4", "1x32", True), (16, 28672, 4096, "int4", "1x32", False),
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.compile
+@pytest.mark.parametrize("case", FEW_COMPILED, ids=lambda case: f"{case[3]}-{case[0]}-{case[2]}")
+def test_few_rows_compiled_for_hopper(case: tuple) -> None:
+    """The first configs of the search space: without spills, weights copied past the registers, products by mma."""
+    rows, columns, inner, format, granularity, symmetric = case
+    weight = Weight.quantize(
+        torch.empty(columns, inner, device="meta"), format, granularity, symmetric=symmetric
+    ).tiled()  # fmt: skip
+    x, y = torch.empty(rows, inner, dtype=BF16, device="meta"), torch.empty(rows, columns, dtype=BF16, device="meta")
+    call, gpu = kernels.Call(x, (weight,), y), devices.KNOWN["h200"]
+    configs = [config for config in QUANTIZED.space(gpu, call.shape) if config.warps][:2]
+    assert len(configs) == 2
+    for config in configs:
+        with devices.pretend(gpu), cuda.recorded_launches() as launches:
+            kernels.launch(call, config)
+        (launch,) = launches
+        code = launch.kernel.module.compile(launch.kernel.name, 90)
+        assert "0 bytes spill stores" in code.log, config
+        assert launch.shared <= gpu.shared_per_block
+        sass = disassemble(code.code)
+        assert "LDGSTS.E.BYPASS.128" in sass
+        assert "HMMA.16816.F32 " in sass
+        assert "LDL" not in sass
+
+
+@needs_emulator
+def test_few_rows_gated_emulated() -> None:
+    """Gate and up, biases and a residual, through the kernel for few rows."""
+    gate, up = (_weight((128, 192), seed=seed).tiled() for seed in range(2))
+    x, residual = torch.randn(5, 192).to(BF16), torch.randn(5, 128).to(BF16)
+    biases = [torch.randn(128).to(BF16) for _ in range(2)]
+    y = torch.full((5, 128), torch.nan, dtype=torch.float32)
+    chain = "bias;gate silu 1.0 inf;scale 0.5;residual"
+    with emulated(90):
+        kernels.launch(kernels.Call(x, (gate, up), y, tuple(biases), residual, chain), _few(8, 4, 1, 2))
+    exact = fk.linear(
+        x.double(), [gate, up], [bias.double() for bias in biases], residual.double(), activation="swiglu", scale=0.5,
+        backend="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@needs_emulator
+@pytest.mark.parametrize("factor", [1e-20, 1e30])
+def test_few_rows_keep_the_range_of_bfloat16(factor: float) -> None:
+    """x is multiplied in float16, by a power of two for each row: large and small rows beside each other, and zeros."""
+    weight = _weight((64, 256)).tiled()
+    x = torch.randn(4, 256)
+    x[1] *= factor
+    x[2] = 0
+    x = x.to(BF16)
+    y = torch.full((4, 64), torch.nan, dtype=torch.float32)
+    with emulated(90):
+        kernels.launch(kernels.Call(x, (weight,), y), _few(8, 4, 1, 2))
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    assert torch.equal(y[2], torch.zeros(64))
+    for row in (0, 1, 3):
+        assert (y[row].double() - exact[row]).norm() <= 1e-5 * exact[row].norm()
+
+
+@needs_emulator
+def test_few_rows_show_what_is_not_finite() -> None:
+    weight = _weight((64, 256), "mxfp4").tiled()
+    scales = weight.scales.clone()
+    scales.view(-1)[0] = 255  # NaN, of the first row
+    x = torch.randn(3, 256).to(BF16)
+    x[1, 7] = torch.inf
+    x[2, 9] = torch.nan
+    y = torch.zeros((3, 64), dtype=BF16)
+    with emulated(90):
+        kernels.launch(kernels.Call(x, (replace(weight, scales=scales),), y), _few(8, 4, 1, 2))
+    assert y[0, 0].isnan()
+    assert y[0, 1:].isfinite().all()
+    assert not y[1:].isfinite().any()
+
+
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 5000])
 @pytest.mark.parametrize("bits, group, zeros", [(4, 128, 0), (4, 32, 1), (8, 128, 1)])
 def test_configs_are_valid(rows: int, bits: int, group: int, zeros: int) -> None:
@@ -216,7 +302,8 @@ def test_configs_are_valid(rows: int, bits: int, group: int, zeros: int) -> None
                  "zeros": zeros, "parts": 1}  # fmt: skip
         for config in (QUANTIZED.heuristic(device, shape), *QUANTIZED.space(device, shape)):
             assert QUANTIZED.valid(config, device, shape) is None
-            assert config.shared_bytes(stage_bytes(config, shape)) <= device.shared_per_block
+            taken = few_rows_bytes(config, shape) if config.warps else config.shared_bytes(stage_bytes(config, shape))
+            assert taken <= device.shared_per_block
 
 
 @EVERY
