@@ -145,6 +145,9 @@ EMULATED = [  # rows, columns, inner, format, groups, symmetric, dtype, config
     (33, 128, 384, "int8", "row", True, BF16, QuantizedConfig(64, 2, 1, 3)),
     (20, 256, 128, "int8", "1x64", False, FP16, QuantizedConfig(32, 4, 2, 2)),
     (300, 192, 192, "mxfp4", "1x32", True, BF16, QuantizedConfig(128, 2, 1, 3)),
+    (150, 320, 256, "int4", "group", True, BF16, QuantizedConfig(128, 2, 1, 3, height=2)),
+    (300, 192, 192, "mxfp4", "1x32", True, FP16, QuantizedConfig(128, 2, 1, 2, height=2)),
+    (130, 256, 128, "int8", "1x64", False, BF16, QuantizedConfig(128, 2, 1, 2, height=2)),
     (1, 128, 512, "int4", "group", True, BF16, _few(8, 4, 2, 3)),
     (5, 192, 320, "int4", "1x32", False, BF16, _few(8, 4, 2, 2)),
     (8, 64, 64, "int4", "1x64", True, FP16, _few(8, 4, 1, 4)),
@@ -160,7 +163,7 @@ EMULATED = [  # rows, columns, inner, format, groups, symmetric, dtype, config
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}-{case[7].warps}")
+@pytest.mark.parametrize("case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}-{case[7].warps or case[7].warpgroups * case[7].height}")
 def test_the_hopper_kernel_emulated(case: tuple) -> None:
     """Barriers, copies, fragments and the sums of tiles that are cut, whatever the order of warps."""
     rows, columns, inner, format, granularity, symmetric, dtype, config = case

@@ -24,7 +24,7 @@ class QuantizedConfig:
 
     kernel.cu: a thread block computes `tokens` rows of y and 64 outputs for each of `warpgroups` warpgroups. A step of
     the sum is `blocks` times 64 columns; `stages` steps are loaded ahead. Where `stream_k` is False, tiles are never
-    cut.
+    cut. `height` tiles of 64 outputs belong to a warpgroup.
 
     few_rows.cu: each of `warps` warps has `blocks` times 64 columns of the sum, which is divided among `slices` thread
     blocks; `stages` tiles of 16 outputs are loaded ahead.
@@ -37,12 +37,14 @@ class QuantizedConfig:
     stream_k: bool = True
     warps: int = 0
     slices: int = 1
+    height: int = 1
 
     def stage_bytes(self, bits: int, group: int, scale_bytes: int, zeros: bool) -> int:
         """Shared memory of a stage: x, tiles, scales and zeros, rounded up to the swizzle's 1 KB."""
         scales = max(1, self.blocks * TILE // group)
         weights = self.blocks * TILE * TILE * bits // 8 + scales * TILE * (scale_bytes + zeros)
-        return ceil_div(self.blocks * self.tokens * TILE * 2 + self.warpgroups * weights, 1024) * 1024
+        tall = self.warpgroups * self.height
+        return ceil_div(self.blocks * self.tokens * TILE * 2 + tall * weights, 1024) * 1024
 
     def shared_bytes(self, stage: int) -> int:
         """Shared memory of a block: stages, barriers, flags, and the buffers that transpose the output."""
@@ -56,13 +58,13 @@ def stage_bytes(config: QuantizedConfig, shape: Mapping[str, int]) -> int:
 
 
 def _with_stages(
-    tokens: int, warpgroups: int, blocks: int, device: Device, shape: Mapping[str, int]
+    tokens: int, warpgroups: int, blocks: int, device: Device, shape: Mapping[str, int], height: int = 1
 ) -> QuantizedConfig:
     limit = device.shared_per_block or 232448
-    one = QuantizedConfig(tokens, warpgroups, blocks, 1)
+    one = QuantizedConfig(tokens, warpgroups, blocks, 1, height=height)
     stage = stage_bytes(one, shape)
     stages = 1 + (limit - one.shared_bytes(stage)) // (stage + 16)
-    return QuantizedConfig(tokens, warpgroups, blocks, min(MOST_STAGES, stages))
+    return replace(one, stages=min(MOST_STAGES, stages))
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig:
@@ -143,6 +145,8 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig
                 near = least // 2 <= tokens <= least and (tokens <= 64 or warpgroups == 2)
                 if near and shape["inner"] % (blocks * TILE) == 0:
                     yield _with_stages(tokens, warpgroups, blocks, device, shape)
+    if least >= 128 and shape["parts"] == 1:  # a third less of x and weights from L2 than 256 tokens by 128 outputs
+        yield _with_stages(128, 2, 1, device, shape, height=2)
 
 
 def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -152,6 +156,8 @@ def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) ->
         return f"{config} is no instance of the kernel"
     if config.tokens > 64 and config.warpgroups != 2:
         return "four warpgroups have no registers for more than 64 tokens"
+    if config.height != 1 and (config.height != 2 or config.tokens != 128 or shape["parts"] != 1 or config.blocks != 1):
+        return "two tiles of a warpgroup are for 128 tokens, steps of 64 columns and one matrix"
     if shape["inner"] % (config.blocks * TILE):
         return f"steps of {config.blocks * TILE} columns do not divide {shape['inner']}"
     if config.stages < 2:
