@@ -21,6 +21,9 @@ from flashkernel.blocks.dequantize_triton import dequantize
 from flashkernel.blocks.integers import unpack_nibbles
 from flashkernel.core import cuda
 from flashkernel.core import device as devices
+from flashkernel.core.op import Case
+from flashkernel.lab import tuning
+from flashkernel.ops import registry
 from flashkernel.ops.gemm.quantized import cuda as kernels
 from flashkernel.ops.gemm.quantized.configs import QUANTIZED, QuantizedConfig, few_rows_bytes, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import Schedule, whole_tiles
@@ -163,7 +166,9 @@ EMULATED = [  # rows, columns, inner, format, groups, symmetric, dtype, config
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}-{case[7].warps or case[7].warpgroups * case[7].height}")
+@pytest.mark.parametrize(
+    "case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}-{case[7].warps or case[7].warpgroups * case[7].height}"
+)
 def test_the_hopper_kernel_emulated(case: tuple) -> None:
     """Barriers, copies, fragments and the sums of tiles that are cut, whatever the order of warps."""
     rows, columns, inner, format, granularity, symmetric, dtype, config = case
@@ -294,6 +299,39 @@ def test_few_rows_show_what_is_not_finite() -> None:
     assert y[0, 0].isnan()
     assert y[0, 1:].isfinite().all()
     assert not y[1:].isfinite().any()
+
+
+def _bench(name: str) -> Case:
+    return next(case for case in registry()["quantized_linear"].benches if case.name == name)
+
+
+@needs_nvrtc
+def test_a_search_knows_its_kernels_before_it_runs() -> None:
+    """`flashkernel tune` compiles the kernels of all configs side by side, then times them."""
+    op, gpu = registry()["quantized_linear"], devices.KNOWN["h200"]
+    few = tuning.kernels_of_space(op, _bench("w4a16-4096x6144-1"), BF16, gpu, None)
+    assert {one.module.source_path.name for one in few} == {"kernel.cu", "few_rows.cu"}
+    assert len(few) == len({one.name for one in few}) > 5
+    many = _bench("w4a16-4096x6144-4096")  # dispatch gives it to torch
+    assert tuning.kernels_of_space(op, many, BF16, gpu, None) == []
+    found = tuning.kernels_of_space(op, many, BF16, gpu, "hopper")
+    assert any(one.name.endswith("false, 2>") for one in found), "two tiles of a warpgroup are not searched"
+    assert tuning.kernels_of_space(op, many, BF16, devices.KNOWN["a100"], "hopper") == []
+
+
+@needs_nvrtc
+@pytest.mark.compile
+def test_a_search_compiles_ahead() -> None:
+    op, gpu = registry()["quantized_linear"], devices.KNOWN["h200"]
+    work, said = (op, _bench("w4a16-4096x6144-256"), BF16), list[str]()
+    kernels_there = tuning.kernels_of_space(*work, gpu, None)
+    assert tuning.compile_ahead([work], gpu, None, said.append) == len(kernels_there) > 0
+    assert said == [f"compiling {len(kernels_there)} kernels"]
+    for one in kernels_there:
+        code = one.module.compile(one.name, 90)
+        assert "0 bytes spill stores" in code.log
+        assert "C75" not in code.log, "wgmma is serialised, or setmaxnreg ignored"
+        assert "0 bytes stack frame" in code.log
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 5000])
