@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel import Weight
-from flashkernel.core import cuda
+from flashkernel.core import cuda, tune
 from flashkernel.core import device as devices
 from flashkernel.core.launch import collect_launches
 from flashkernel.ops.gemm.quantized.configs import QuantizedConfig
@@ -110,6 +110,39 @@ def test_what_it_does_not_serve() -> None:
         assert not tiles.serves(torch.randn(65, 128).half(), many, experts, "hopper")
         rows = Experts(*(Weight.quantize(torch.randn(4, 128, size), "mxfp4") for size in (128, 64)))
         assert not tiles.serves(x, routing, rows, "hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[5]}-{case[0]}-{case[9]}-{case[10]}")
+def test_few_tokens_on_a_gpu(case: tuple) -> None:
+    """All configs that a search times; a captured layer follows the router when it is replayed."""
+    if devices.properties(torch.device("cuda")).arch != 90:
+        pytest.skip("experts in tiles are multiplied on Hopper")
+    tokens, slots, count, hidden, inner, format, granularity, symmetric, bias, activation, packed, dtype = case
+    made = _experts(count, hidden, inner, format, granularity, symmetric, bias, activation, packed)
+    weights = [one.to("cuda") for one in (made.gate_up, made.down)]
+    biases = [None if one is None else one.cuda() for one in (made.gate_up_bias, made.down_bias)]
+    experts = Experts(*weights, *biases, activation, packed)
+    x, logits = torch.randn(tokens, hidden, device="cuda").to(dtype), torch.randn(tokens, count, device="cuda")
+    routing = fk.moe_route(logits, fk.Router("softmax", slots))
+    exact = _reference(x, routing, experts)
+    with tune.collect_picks() as seen:
+        first = tiles.forward(x, routing, experts)
+    assert len(seen) == 2
+    gpu = cuda.target(x.device)
+    for (tunable, _), shape in seen.items():
+        for config in tunable.space(gpu, shape):
+            with tune.override(tunable, config):
+                if all(tunable.valid(config, gpu, one) is None for one in seen.values()):
+                    y = tiles.forward(x, routing, experts)
+                    assert (y.double() - exact).norm() <= 3 * torch.finfo(dtype).eps * exact.norm(), config
+    assert torch.equal(first, tiles.forward(x, routing, experts))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tiles.forward(x, fk.moe_route(logits, fk.Router("softmax", slots)), experts)
+    logits.copy_(torch.randn(tokens, count))
+    graph.replay()
+    assert torch.equal(y, tiles.forward(x, fk.moe_route(logits, fk.Router("softmax", slots)), experts))
 
 
 @needs_nvrtc

@@ -362,6 +362,32 @@ def test_gradients_go_through_a_frozen_weight(format: str, granularity: str, sym
             torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("rows", [1, 13, 30, 200])
+def test_every_candidate_on_a_gpu(format: str, granularity: str, symmetric: bool, rows: int) -> None:
+    """All configs that a search times: right, and bit-equal on repeat."""
+    if devices.properties(torch.device("cuda")).arch != 90:
+        pytest.skip("weights in tiles are multiplied on Hopper")
+    weight = _weight((1088, 1408), format, granularity, symmetric).to("cuda").tiled()
+    x = torch.randn(rows, 1408, dtype=BF16, device="cuda")
+    y = torch.empty(rows, 1088, dtype=BF16, device="cuda")
+    call = kernels.Call(x, (weight,), y)
+    gpu = cuda.target(x.device)
+    configs = [
+        config for config in QUANTIZED.space(gpu, call.shape) if QUANTIZED.valid(config, gpu, call.shape) is None
+    ]
+    assert any(config.warps for config in configs) == (rows <= 32)
+    for config in configs:
+        results = []
+        for _ in range(3):
+            y.fill_(torch.nan)
+            kernels.launch(call, config)
+            results.append(y.clone())
+        _check(x, weight, results[0])
+        assert all(torch.equal(results[0], one) for one in results[1:]), config
+
+
 def test_explain_says_who_reads_tiles() -> None:
     weight = _weight((64, 128)).tiled()
     with devices.pretend(devices.KNOWN["h200"]):
