@@ -127,7 +127,9 @@ struct Unscaled {
 
 // 1.5 * 2^(exponent - 127) in float32, of the exponent in bits 23 to 30 of a number. One instruction: the bit of the
 // fraction makes NaN of 255. (Exponent 0 is 2^-127 here, a subnormal number: off by a third of next to nothing.)
-__device__ inline float e8m0_and_a_half(unsigned bits) { return __uint_as_float(masked_or<0x7f800000>(bits, 0x00400000)); }
+__device__ inline float e8m0_and_a_half(unsigned bits) {
+    return __uint_as_float(masked_or<0x7f800000>(bits, 0x00400000));
+}
 
 // Two elements as float16, times a power of two for bfloat16.
 __device__ inline unsigned to_half(unsigned pair, float, __half) { return pair; }

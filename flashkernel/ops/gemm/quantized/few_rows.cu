@@ -1,16 +1,16 @@
-// A linear layer whose weight is quantised, for few rows of x, plain or for the experts of a mixture: y^T = W x^T, and an
-// epilogue. Bound by the bytes of the weight; no weight goes through shared memory that another thread reads.
+// A linear layer whose weight is quantised, for few rows of x, plain or for the experts of a mixture: y^T = W x^T, and
+// an epilogue. Bound by the bytes of the weight.
 //
-// - x stays in registers: the warps of a block divide the columns of the sum among them, UNITS units of 64 each, and hold
-//   x there as the right matrix of mma (m16n8k16) for the whole launch. Work items are tiles of 16 weight rows.
-// - A thread copies the 16 bytes that it multiplies itself (blocks/weight_formats/tiles.py) by cp.async, DEPTH work items
-//   ahead, and waits for its own copies alone: no barriers between copies and products, and up to 200 KB under way on an SM.
+// - x stays in registers: the warps of a block divide the columns of the sum among them, UNITS units of 64 each, and
+//   hold x there as the right matrix of mma (m16n8k16). Work items are tiles of 16 weight rows.
+// - A thread copies the 16 bytes that it multiplies itself (blocks/weight_formats/tiles.py) by cp.async, DEPTH work
+//   items ahead, and waits for its own copies alone: no barrier stands between a copy and its product.
 // - A pair of 4-bit weights takes a shift and a logic operation (Unscaled of dequantize.cuh). Scales multiply the sums
-//   of a group, in float32; sums start at -OFFSET sum(x), which is computed once. Products are in float16. x in bfloat16
-//   is multiplied by a power of two for each token and warp, so that its largest element is near 2^15: elements down to
-//   2^-32 of that are exact, and smaller ones off by less than 2^-40 of it.
-// - The partial sums of the warps are added through shared memory by 128 threads, another 128 for each work item, in the
-//   order of the warps. Where the sum is split among `slices` blocks, the last of them to arrive adds their sums in order.
+//   of a group, in float32; sums start at -OFFSET sum(x), which is computed once.
+// - Products are in float16. x in bfloat16 is multiplied by a power of two for each token and warp, so that its largest
+//   element is near 2^15: elements down to 2^-32 of that are exact, and smaller ones off by less than 2^-40 of it.
+// - The partial sums of the warps are added through shared memory by 128 threads, another 128 for each work item, in
+//   the order of the warps. Where `slices` blocks share a sum, the last of them to arrive adds their parts in order.
 // - Work items of a block follow one another in memory, so that a block sees one or two experts; x is loaded again when
 //   expert or rows change. Experts without rows are no work. Offsets are read on the device.
 
@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     // This warp's units of the sum. A thread copies its own weights; lanes share the copies of the scales.
     const int first_unit = slice * slice_units + warp * UNITS;
     const int end_unit = min(units, (slice + 1) * slice_units), mine = min(UNITS, end_unit - first_unit);  // may be < 0
-    const unsigned data_slot = ring + thread * 16, scale_slot = ring + B::DATA + warp * PARTS * B::SPANS * B::SPAN_BYTES;
+    const unsigned data_slot = ring + thread * 16;
+    const unsigned scale_slot = ring + B::DATA + warp * PARTS * B::SPANS * B::SPAN_BYTES;
     auto group_of = [&](int span) {
         const int unit = first_unit + span * SPAN / 4;
         return GROUP == 32 ? unit * 2 + span % 2 : unit / group_units;
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
     griddepcontrol_launch_dependents();
 
     unsigned right[UNITS * 4][BLOCKS][2];  // x, in float16
-    // For tokens 2 t and 2 t + 1, by span: sums of x, times -OFFSET without stored zero points. Behind the last span: what
-    // x was divided by.
+    // For tokens 2 t and 2 t + 1, by span: sums of x, times -OFFSET without stored zero points. Behind the last span:
+    // what x was divided by.
     float2* const factors = reinterpret_cast<float2*>(shared + B::FACTOR) + warp * B::FACTORS + t;
     int expert = -1, chunk = -1, begin = 0, end = rows;
     unsigned slot = 0;
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
 #pragma unroll
                             for (int row = 0; row < 2; ++row) {
                                 const unsigned byte = both >> 8 * row & 0xff;
-                                const int value = W::EIGHT_BITS ? static_cast<signed char>(byte) : static_cast<int>(byte);
+                                const int value = W::EIGHT_BITS ? static_cast<signed char>(byte) : int(byte);
                                 zero[row] = static_cast<float>(value) + W::BASE;
                             }
                         }
@@ -331,7 +332,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) linear_quantized_few(
         };
         const int row = e / 16 + (e >> 1 & 1) * 8;
         if (GATE == INTERLEAVED && row % 2) continue;
-        const int weight_row = item.tile * TILE_ROWS + row, output_at = GATE == INTERLEAVED ? weight_row / 2 : weight_row;
+        const int weight_row = item.tile * TILE_ROWS + row;
+        const int output_at = GATE == INTERLEAVED ? weight_row / 2 : weight_row;
         const BIAS_TYPE* bias_at = bias + Index(expert) * bias_stride + output_at * bias_step;
         const BIAS_TYPE* up_bias_at = up_bias + Index(expert) * bias_stride + output_at * bias_step;
 #pragma unroll 1

@@ -8,9 +8,9 @@
 // - Two producer warps fill a ring of STAGES buffers: x by TMA, tiles and scales by bulk copies, contiguous in memory.
 //   The weight is constant, so with programmatic dependent launch its first tiles are loaded while the kernel before still
 //   runs; x waits for that one.
-// - WARPGROUPS consumer warpgroups have HEIGHT times 64 outputs each and share x. A step of BLOCKS x 64 columns is four products of 16
-//   each; while two of them run, the registers of the next two are dequantised. Of a gated layer, two warpgroups have the
-//   gate's and up's rows of the same outputs.
+// - WARPGROUPS consumer warpgroups have HEIGHT times 64 outputs each and share x. A step of BLOCKS x 64 columns is four
+//   products of 16 each; while two of them run, the registers of the next two are dequantised. Of a gated layer, two
+//   warpgroups have the gate's and up's rows of the same outputs.
 // - Stream-K: blocks take whole tiles while there is one for each, and equal shares of the remaining tiles' steps. A
 //   block whose share ends within a tile stores partial sums; the last to arrive adds them in the order of the blocks.
 
