@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ from flashkernel.blocks.dequantize_triton import dequantize
 from flashkernel.blocks.integers import unpack_nibbles
 from flashkernel.core import cuda
 from flashkernel.core import device as devices
+from flashkernel.core.op import Case
+from flashkernel.lab import tuning
+from flashkernel.ops import registry
 from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.gemm.quantized import cuda as kernels
-from flashkernel.ops.gemm.quantized.configs import QUANTIZED, QuantizedConfig, stage_bytes
+from flashkernel.ops.gemm.quantized.configs import QUANTIZED, QuantizedConfig, few_rows_bytes, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import Schedule, whole_tiles
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -134,17 +138,38 @@ def _check(x: Tensor, weight: Weight, y: Tensor) -> None:
     assert error <= 2 * theirs
 
 
+def _few(tokens: int, warps: int, blocks: int, stages: int, slices: int = 1) -> QuantizedConfig:
+    """A config of few_rows.cu."""
+    return QuantizedConfig(tokens, 0, blocks, stages, True, warps, slices)
+
+
 EMULATED = [  # rows, columns, inner, format, groups, symmetric, dtype, config
     (3, 320, 192, "int4", "1x32", False, BF16, QuantizedConfig(8, 4, 1, 4)),
     (13, 192, 256, "int4", "group", True, FP16, QuantizedConfig(16, 2, 2, 2)),
     (33, 128, 384, "int8", "row", True, BF16, QuantizedConfig(64, 2, 1, 3)),
     (20, 256, 128, "int8", "1x64", False, FP16, QuantizedConfig(32, 4, 2, 2)),
     (300, 192, 192, "mxfp4", "1x32", True, BF16, QuantizedConfig(128, 2, 1, 3)),
+    (150, 320, 256, "int4", "group", True, BF16, QuantizedConfig(128, 2, 1, 3, height=2)),
+    (300, 192, 192, "mxfp4", "1x32", True, FP16, QuantizedConfig(128, 2, 1, 2, height=2)),
+    (130, 256, 128, "int8", "1x64", False, BF16, QuantizedConfig(128, 2, 1, 2, height=2)),
+    (1, 128, 512, "int4", "group", True, BF16, _few(8, 4, 2, 3)),
+    (5, 192, 320, "int4", "1x32", False, BF16, _few(8, 4, 2, 2)),
+    (8, 64, 64, "int4", "1x64", True, FP16, _few(8, 4, 1, 4)),
+    (12, 128, 768, "int4", "group", False, FP16, _few(16, 6, 2, 2)),
+    (16, 64, 448, "int8", "row", True, BF16, _few(16, 8, 1, 2)),
+    (20, 64, 192, "int8", "1x32", False, FP16, _few(8, 5, 1, 2)),
+    (9, 128, 256, "int8", "1x64", False, BF16, _few(16, 4, 1, 2)),
+    (30, 64, 320, "mxfp4", "1x32", True, BF16, _few(32, 5, 1, 2)),
+    (3, 192, 256, "mxfp4", "1x32", True, FP16, _few(8, 4, 1, 1)),
+    (2, 128, 1024, "int4", "group", True, BF16, _few(8, 4, 2, 2, 2)),
+    (17, 64, 704, "int4", "row", False, FP16, _few(16, 4, 1, 2, 3)),
 ]
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}")
+@pytest.mark.parametrize(
+    "case", EMULATED, ids=lambda case: f"{case[3]}-{case[0]}-{case[7].warps or case[7].warpgroups * case[7].height}"
+)
 def test_the_hopper_kernel_emulated(case: tuple) -> None:
     """Barriers, copies, fragments and the sums of tiles that are cut, whatever the order of warps."""
     rows, columns, inner, format, granularity, symmetric, dtype, config = case
@@ -192,6 +217,124 @@ def test_compiled_for_hopper(rows: int, format: str, symmetric: bool) -> None:
     assert "LDL" not in sass
 
 
+FEW_COMPILED = [  # rows, columns, inner, format, groups, symmetric
+    (1, 28672, 4096, "int4", "group", True), (16, 28672, 4096, "int4", "group", True),
+    (32, 28672, 4096, "int4", "group", False), (1, 4096, 14336, "int4", "group", True),
+    (16, 4096, 14336, "int4", "group", False), (16, 28672, 4096, "int8", "row", True),
+    (16, 28672, 4096, "mxfp4", "1x32", True), (16, 28672, 4096, "int4", "1x32", False),
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.compile
+@pytest.mark.parametrize("case", FEW_COMPILED, ids=lambda case: f"{case[3]}-{case[0]}-{case[2]}")
+def test_few_rows_compiled_for_hopper(case: tuple) -> None:
+    """The first configs of the search space: without spills, weights copied past the registers, products by mma."""
+    rows, columns, inner, format, granularity, symmetric = case
+    weight = Weight.quantize(
+        torch.empty(columns, inner, device="meta"), format, granularity, symmetric=symmetric
+    ).tiled()  # fmt: skip
+    x, y = torch.empty(rows, inner, dtype=BF16, device="meta"), torch.empty(rows, columns, dtype=BF16, device="meta")
+    call, gpu = kernels.Call(x, (weight,), y), devices.KNOWN["h200"]
+    configs = [config for config in QUANTIZED.space(gpu, call.shape) if config.warps][:2]
+    assert len(configs) == 2
+    for config in configs:
+        with devices.pretend(gpu), cuda.recorded_launches() as launches:
+            kernels.launch(call, config)
+        (launch,) = launches
+        code = launch.kernel.module.compile(launch.kernel.name, 90)
+        assert "0 bytes spill stores" in code.log, config
+        assert launch.shared <= gpu.shared_per_block
+        sass = disassemble(code.code)
+        assert "LDGSTS.E.BYPASS.128" in sass
+        assert "HMMA.16816.F32 " in sass
+        assert "LDL" not in sass
+
+
+@needs_emulator
+def test_few_rows_gated_emulated() -> None:
+    """Gate and up, biases and a residual, through the kernel for few rows."""
+    gate, up = (_weight((128, 192), seed=seed).tiled() for seed in range(2))
+    x, residual = torch.randn(5, 192).to(BF16), torch.randn(5, 128).to(BF16)
+    biases = [torch.randn(128).to(BF16) for _ in range(2)]
+    y = torch.full((5, 128), torch.nan, dtype=torch.float32)
+    chain = "bias;gate silu 1.0 inf;scale 0.5;residual"
+    with emulated(90):
+        kernels.launch(kernels.Call(x, (gate, up), y, tuple(biases), residual, chain), _few(8, 4, 1, 2))
+    exact = fk.linear(
+        x.double(), [gate, up], [bias.double() for bias in biases], residual.double(), activation="swiglu", scale=0.5,
+        backend="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@needs_emulator
+@pytest.mark.parametrize("factor", [1e-20, 1e30])
+def test_few_rows_keep_the_range_of_bfloat16(factor: float) -> None:
+    """x is multiplied in float16, by a power of two for each row: large and small rows beside each other, and zeros."""
+    weight = _weight((64, 256)).tiled()
+    x = torch.randn(4, 256)
+    x[1] *= factor
+    x[2] = 0
+    x = x.to(BF16)
+    y = torch.full((4, 64), torch.nan, dtype=torch.float32)
+    with emulated(90):
+        kernels.launch(kernels.Call(x, (weight,), y), _few(8, 4, 1, 2))
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    assert torch.equal(y[2], torch.zeros(64))
+    for row in (0, 1, 3):
+        assert (y[row].double() - exact[row]).norm() <= 1e-5 * exact[row].norm()
+
+
+@needs_emulator
+def test_few_rows_show_what_is_not_finite() -> None:
+    weight = _weight((64, 256), "mxfp4").tiled()
+    scales = weight.scales.clone()
+    scales.view(-1)[0] = 255  # NaN, of the first row
+    x = torch.randn(3, 256).to(BF16)
+    x[1, 7] = torch.inf
+    x[2, 9] = torch.nan
+    y = torch.zeros((3, 64), dtype=BF16)
+    with emulated(90):
+        kernels.launch(kernels.Call(x, (replace(weight, scales=scales),), y), _few(8, 4, 1, 2))
+    assert y[0, 0].isnan()
+    assert y[0, 1:].isfinite().all()
+    assert not y[1:].isfinite().any()
+
+
+def _bench(name: str) -> Case:
+    return next(case for case in registry()["quantized_linear"].benches if case.name == name)
+
+
+@needs_nvrtc
+def test_a_search_knows_its_kernels_before_it_runs() -> None:
+    """`flashkernel tune` compiles the kernels of all configs side by side, then times them."""
+    op, gpu = registry()["quantized_linear"], devices.KNOWN["h200"]
+    few = tuning.kernels_of_space(op, _bench("w4a16-4096x6144-1"), BF16, gpu, None)
+    assert {one.module.source_path.name for one in few} == {"kernel.cu", "few_rows.cu"}
+    assert len(few) == len({one.name for one in few}) > 5
+    many = _bench("w4a16-4096x6144-4096")  # dispatch gives it to torch
+    assert tuning.kernels_of_space(op, many, BF16, gpu, None) == []
+    found = tuning.kernels_of_space(op, many, BF16, gpu, "hopper")
+    assert any(one.name.endswith("false, 2>") for one in found), "two tiles of a warpgroup are not searched"
+    assert tuning.kernels_of_space(op, many, BF16, devices.KNOWN["a100"], "hopper") == []
+
+
+@needs_nvrtc
+@pytest.mark.compile
+def test_a_search_compiles_ahead() -> None:
+    op, gpu = registry()["quantized_linear"], devices.KNOWN["h200"]
+    work, said = (op, _bench("w4a16-4096x6144-256"), BF16), list[str]()
+    kernels_there = tuning.kernels_of_space(*work, gpu, None)
+    assert tuning.compile_ahead([work], gpu, None, said.append) == len(kernels_there) > 0
+    assert said == [f"compiling {len(kernels_there)} kernels"]
+    for one in kernels_there:
+        code = one.module.compile(one.name, 90)
+        assert "0 bytes spill stores" in code.log
+        assert "C75" not in code.log, "wgmma is serialised, or setmaxnreg ignored"
+        assert "0 bytes stack frame" in code.log
+
+
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 5000])
 @pytest.mark.parametrize("bits, group, zeros", [(4, 128, 0), (4, 32, 1), (8, 128, 1)])
 def test_configs_are_valid(rows: int, bits: int, group: int, zeros: int) -> None:
@@ -201,7 +344,8 @@ def test_configs_are_valid(rows: int, bits: int, group: int, zeros: int) -> None
                  "zeros": zeros, "parts": 1}  # fmt: skip
         for config in (QUANTIZED.heuristic(device, shape), *QUANTIZED.space(device, shape)):
             assert QUANTIZED.valid(config, device, shape) is None
-            assert config.shared_bytes(stage_bytes(config, shape)) <= device.shared_per_block
+            taken = few_rows_bytes(config, shape) if config.warps else config.shared_bytes(stage_bytes(config, shape))
+            assert taken <= device.shared_per_block
 
 
 @EVERY
@@ -217,6 +361,32 @@ def test_gradients_go_through_a_frozen_weight(format: str, granularity: str, sym
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
         for found, one in zip(torch.autograd.grad(y, [x, bias], upstream), wanted):
             torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("rows", [1, 13, 30, 200])
+def test_every_candidate_on_a_gpu(format: str, granularity: str, symmetric: bool, rows: int) -> None:
+    """All configs that a search times: right, and bit-equal on repeat."""
+    if devices.properties(torch.device("cuda")).arch != 90:
+        pytest.skip("weights in tiles are multiplied on Hopper")
+    weight = _weight((1088, 1408), format, granularity, symmetric).to("cuda").tiled()
+    x = torch.randn(rows, 1408, dtype=BF16, device="cuda")
+    y = torch.empty(rows, 1088, dtype=BF16, device="cuda")
+    call = kernels.Call(x, (weight,), y)
+    gpu = cuda.target(x.device)
+    configs = [
+        config for config in QUANTIZED.space(gpu, call.shape) if QUANTIZED.valid(config, gpu, call.shape) is None
+    ]
+    assert any(config.warps for config in configs) == (rows <= 32)
+    for config in configs:
+        results = []
+        for _ in range(3):
+            y.fill_(torch.nan)
+            kernels.launch(call, config)
+            results.append(y.clone())
+        _check(x, weight, results[0])
+        assert all(torch.equal(results[0], one) for one in results[1:]), config
 
 
 def test_explain_says_who_reads_tiles() -> None:

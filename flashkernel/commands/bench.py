@@ -308,6 +308,9 @@ def tune(
     case: Cases = None,
     dtype: Dtypes = None,
     device: OnDevice = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="Search this backend's kernels, not those that dispatch picks.")
+    ] = None,
     format: Formatted = Format.table,
 ) -> None:
     """Search launch configs of benchmark cases on this GPU; the best are saved to disk and used from then on."""
@@ -322,8 +325,9 @@ def tune(
         work = selection.bench_work(chosen, case, selection.dtypes(dtype), hardware, 0)
     results: list[tuning.TuningResult] = []
     with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
+        tuning.compile_ahead(work, hardware, backend, bar.describe)
         for op, one, kind in work:
-            for result in tuning.tune_case(op, one, kind, target, bar.describe):
+            for result in tuning.tune_case(op, one, kind, target, bar.describe, backend):
                 results.append(result)
                 bar.log_line(f"{result.op} {result.case} {result.kernel}: {result.ms:.4f} ms, {result.config}")
             bar.advance()

@@ -41,8 +41,11 @@ GPUS = {
     for arch, name in {75: "t4", 80: "a100", 86: "a10", 89: "l4", 90: "h200", 120: "rtx5090"}.items()
 }
 _DEFINE = "--define-macro="
-CASES = ("everything", "gpt-oss", "dropout", "score", "odd", "mask-causal", "int4-tiles-gate")  # beside the benchmarks
-HOPPER = ("linear", "quantized_linear")  # operators whose hopper backend launches CUDA C++ (sm_90a) beside Gluon
+CASES = (  # beside the benchmarks
+    "everything", "gpt-oss", "dropout", "score", "odd", "mask-causal", "int4-tiles-gate", "inference-mxfp4-tiles",
+    "inference-int4-tiles",
+)  # fmt: skip
+HOPPER = ("linear", "quantized_linear", "moe_experts")  # their hopper backend launches CUDA C++ (sm_90a) beside Gluon
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,16 @@ class Resources:
 
 def operators() -> list[Op]:
     """The operators with a CUDA C++ backend."""
-    return [op for op in registry().values() if any(backend.name == "cuda" for backend in op.backends)]
+    return [op for op in registry().values() if op.name in HOPPER or _has_cuda(op)]
+
+
+def _has_cuda(op: Op) -> bool:
+    return any(backend.name == "cuda" for backend in op.backends)
 
 
 def backends(op: Op, arch: int) -> list[str]:
     """The names of an operator's backends that launch CUDA C++ kernels on `sm_<arch>`."""
-    return ["cuda", "hopper"] if arch == 90 and op.name in HOPPER else ["cuda"]
+    return [*(["cuda"] if _has_cuda(op) else []), *(["hopper"] if arch == 90 and op.name in HOPPER else [])]
 
 
 def default_cases(op: Op) -> list[Case]:

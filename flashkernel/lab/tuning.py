@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from flashkernel.core import check, tune
-from flashkernel.core.device import properties
+from flashkernel.core import check, cuda, device, tune
+from flashkernel.core.device import Device, properties
+from flashkernel.core.dispatch import BackendError
+from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case, Op
 from flashkernel.core.timing import Timing
 from flashkernel.lab.bench import Inputs, input_sets
+from flashkernel.lab.selection import shapes_only
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,44 @@ class TuningResult:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def kernels_of_space(op: Op, case: Case, dtype: torch.dtype, gpu: Device, backend: str | None) -> list[cuda.Kernel]:
+    """The CUDA C++ kernels that a search for a case launches on such a GPU: of all valid configs, forward. No GPU is
+    needed: inputs are shapes, and launches are recorded."""
+    options = {**case.options, "backend": backend}
+    call = partial(_call, op, options, [], shapes_only(op, case, dtype))
+    with device.pretend(gpu), collect_launches(), cuda.recorded_launches() as launches:
+        try:
+            with tune.collect_picks() as seen:
+                call()
+        except BackendError:  # it does not serve this call
+            return []
+        if not launches:
+            return []  # Triton's kernels are compiled by the search itself
+        for (tunable, _), shape in seen.items():
+            for config in tunable.space(gpu, shape):
+                if tunable.valid(config, gpu, shape) is None:
+                    with tune.override(tunable, config):
+                        call()
+    return list({(one.kernel.module.options, one.kernel.name): one.kernel for one in launches}.values())
+
+
+def compile_ahead(
+    work: Iterable[tuple[Op, Case, torch.dtype]], gpu: Device, backend: str | None, log: Callable[[str], None]
+) -> int:
+    """Compiles the CUDA C++ kernels of searches side by side, into the disk cache; returns how many there are."""
+    found = {
+        (one.module.options, one.name): one
+        for op, case, dtype in work
+        for one in kernels_of_space(op, case, dtype, gpu, backend)
+    }
+    if found:
+        log(f"compiling {len(found)} kernels")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for made in [pool.submit(one.module.compile, one.name, gpu.arch) for one in found.values()]:
+                made.exception()  # the search reports configs that do not compile
+    return len(found)
 
 
 def tune_case(

@@ -95,3 +95,44 @@ __device__ inline void dequantize(
         }
     }
 }
+
+// Weights before scale and zero point, in float16, as the left matrix of mma (m16n8k16), with as few instructions as
+// there are. An integer is a subnormal number by itself, 2^24 times too small; e2m1 is a number 2^14 times too small.
+// What is not subtracted from each integer (OFFSET) is subtracted from sums: sum((OFFSET + q) x) - OFFSET sum(x).
+template <int FORMAT>
+struct Unscaled {
+    static constexpr bool EIGHT_BITS = FORMAT == INT8 || FORMAT == INT8_ZEROS;
+    static constexpr bool ZEROS = FORMAT == INT4_ZEROS || FORMAT == INT8_ZEROS;
+    // How much larger than the integer a value is, and than the weight where that has no stored zero point.
+    static constexpr float BASE = EIGHT_BITS ? 128.f : 0.f, OFFSET = BASE + (FORMAT == INT4 ? 8.f : 0.f);
+    // What sums of values times `scales` are multiplied by: see e8m0_and_a_half.
+    static constexpr float FACTOR = FORMAT == MXFP4 ? 0x1p14f / 1.5f : 0x1p24f, UNIT = 0x1p-24f;
+
+    // a: the registers of product j of four (64 columns), from the words of this thread.
+    __device__ static inline void registers(unsigned (&a)[4], const unsigned* words, int j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (FORMAT == INT4 || FORMAT == INT4_ZEROS) {
+                a[i] = words[j] >> 4 * i & 0x000f000f;
+            } else if (EIGHT_BITS) {  // two's complement plus 128
+                a[i] = (words[2 * j + i / 2] ^ 0x80808080u) >> 8 * (i & 1) & 0x00ff00ff;
+            } else {
+                constexpr int AT = Half<__half>::FRACTION;
+                const unsigned word = words[j], moved = 4 * i < AT ? word << (AT - 4 * i) : word >> (4 * i - AT);
+                a[i] = masked_or<Half<__half>::E2M1>(moved, word << (12 - 4 * i) & 0x80008000);
+            }
+        }
+    }
+};
+
+// 1.5 * 2^(exponent - 127) in float32, of the exponent in bits 23 to 30 of a number. One instruction: the bit of the
+// fraction makes NaN of 255. (Exponent 0 is 2^-127 here, a subnormal number: off by a third of next to nothing.)
+__device__ inline float e8m0_and_a_half(unsigned bits) {
+    return __uint_as_float(masked_or<0x7f800000>(bits, 0x00400000));
+}
+
+// Two elements as float16, times a power of two for bfloat16.
+__device__ inline unsigned to_half(unsigned pair, float, __half) { return pair; }
+__device__ inline unsigned to_half(unsigned pair, float factor, __nv_bfloat16) {
+    return pack<__half>(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
+}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from flashkernel.ops.matmul import grouped_matmul, grouped_weight_gradient
+from flashkernel.ops.moe import tiles
 from flashkernel.ops.moe.params import Experts
 from flashkernel.ops.moe.routing.router import Routing
 from flashkernel.ops.moe.triton import few_tokens, gradients
@@ -28,6 +29,8 @@ def forward(
     x: Tensor, routing: Routing, experts: Experts, save: bool, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """(out [tokens, hidden], z or None); `ExpertProducts.forward` documents the arguments."""
+    if not save and tiles.serves(x, routing, experts, backend):
+        return tiles.forward(x, routing, experts), None
     if not save and few_tokens.serves(x, routing, experts):
         return few_tokens.forward(x, routing, experts), None
     gate_up, down = dense(experts.gate_up, x.dtype), dense(experts.down, x.dtype)

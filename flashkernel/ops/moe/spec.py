@@ -107,6 +107,12 @@ _CASES = (
                 {"activation": "gpt_oss_glu", "packed": "interleaved", "format": "mxfp4"},
             ),
             ("mxfp4-halves", (3, 4, 96, 64, 2), {"format": "mxfp4"}),
+            (
+                "mxfp4-tiles",
+                (7, 4, 128, 64, 2, *_BIASES),
+                {"activation": "gpt_oss_glu", "packed": "interleaved", "format": "mxfp4_tiles"},
+            ),
+            ("int4-tiles", (21, 4, 64, 128, 2), {"format": "int4_tiles"}),
             ("fp8", (7, 4, 64, 32, 2), {"format": "fp8"}),
         )
     ),

@@ -1,4 +1,4 @@
-"""Products with weights in tiles, on Hopper in CUDA C++: which instance of kernel.cu to launch, with which grid."""
+"""Products with weights in tiles, on Hopper in CUDA C++: which kernel and instance to launch, with which grid."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.configs import MAX_COUNTERS
 from flashkernel.ops.gemm.counters import counters
 from flashkernel.ops.gemm.params import LinearExtras
+from flashkernel.ops.gemm.quantized import few_rows
 from flashkernel.ops.gemm.quantized.configs import QUANTIZED, TILE, QuantizedConfig, stage_bytes
 from flashkernel.ops.gemm.quantized.schedule import whole_tiles
 
@@ -109,16 +110,21 @@ def launch(call: Call, config: QuantizedConfig | None = None) -> None:
     x, y, weight = call.x, call.y, call.weights[0]
     shape, target = call.shape, cuda.target(x.device)
     config = tune.pick(QUANTIZED, target, shape) if config is None else config
+    if config.warps:
+        return few_rows.launch(
+            few_rows.FewRows(x, call.weights, y, call.biases, call.residual, call.chain), config, shape
+        )
     rows, inner, outputs, parts = shape["rows"], shape["inner"], shape["columns"], shape["parts"]
-    row_tiles, column_tiles = ceil_div(rows, config.tokens), ceil_div(outputs, TILE * config.warpgroups // parts)
+    tall = config.warpgroups * config.height // parts  # tiles of outputs
+    row_tiles, column_tiles = ceil_div(rows, config.tokens), ceil_div(outputs, TILE * tall)
     tiles, steps = row_tiles * column_tiles, inner // (TILE * config.blocks)
     blocks = min(target.sms, tiles * steps)
     whole = whole_tiles(blocks, tiles) if config.stream_k else tiles
-    if (tiles - whole) * config.warpgroups > MAX_COUNTERS:
+    if (tiles - whole) * tall > MAX_COUNTERS:
         whole = tiles
     workspace = None
     if whole < tiles:
-        size = 2 * blocks * config.warpgroups * TILE * config.tokens
+        size = 2 * blocks * tall * parts * TILE * config.tokens
         workspace = torch.empty(size, dtype=torch.float32, device=x.device)
     groups = scales_of(weight).shape[1]
     group_blocks = inner // groups // TILE if shape["group"] >= config.blocks * TILE else 0
@@ -129,7 +135,7 @@ def launch(call: Call, config: QuantizedConfig | None = None) -> None:
     name = weight.format.removesuffix(SUFFIX).upper() + ("_ZEROS" if shape["zeros"] else "")
     instance = (
         TYPES[x.dtype], name, shape["group"], config.tokens, config.warpgroups, config.blocks, config.stages,
-        "true" if parts == 2 else "false",
+        "true" if parts == 2 else "false", config.height,
     )  # fmt: skip
     map_x = TensorMap(
         x, _TMA_TYPES[x.dtype], (inner, rows), ((x.stride(0) if rows > 1 else inner) * x.element_size(),),

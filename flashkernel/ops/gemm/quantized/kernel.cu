@@ -8,9 +8,9 @@
 // - Two producer warps fill a ring of STAGES buffers: x by TMA, tiles and scales by bulk copies, contiguous in memory.
 //   The weight is constant, so with programmatic dependent launch its first tiles are loaded while the kernel before still
 //   runs; x waits for that one.
-// - WARPGROUPS consumer warpgroups have 64 outputs each and share x. A step of BLOCKS x 64 columns is four products of 16
-//   each; while two of them run, the registers of the next two are dequantised. Of a gated layer, two warpgroups have the
-//   gate's and up's rows of the same outputs.
+// - WARPGROUPS consumer warpgroups have HEIGHT times 64 outputs each and share x. A step of BLOCKS x 64 columns is four
+//   products of 16 each; while two of them run, the registers of the next two are dequantised. Of a gated layer, two
+//   warpgroups have the gate's and up's rows of the same outputs.
 // - Stream-K: blocks take whole tiles while there is one for each, and equal shares of the remaining tiles' steps. A
 //   block whose share ends within a tile stores partial sums; the last to arrive adds them in the order of the blocks.
 
@@ -74,8 +74,9 @@ __device__ inline TilePosition tile_position(int tile, int row_tiles, int column
     return {first + tile % per_group % rows, tile % per_group / rows};
 }
 
-template <int FORMAT, int GROUP, int TOKENS, int WARPGROUPS, int BLOCKS, int STAGES>
+template <int FORMAT, int GROUP, int TOKENS, int WARPGROUPS, int BLOCKS, int STAGES, int HEIGHT>
 struct Buffers {
+    static constexpr int TALL = WARPGROUPS * HEIGHT;  // tiles of 64 outputs
     static constexpr bool EIGHT_BITS = FORMAT == INT8 || FORMAT == INT8_ZEROS;
     static constexpr bool ZEROS = FORMAT == INT4_ZEROS || FORMAT == INT8_ZEROS;
     static constexpr unsigned TILE = OUTPUTS * COLUMNS / (EIGHT_BITS ? 1 : 2);
@@ -84,8 +85,8 @@ struct Buffers {
     static constexpr unsigned X_BLOCK = TOKENS * COLUMNS * 2, X = BLOCKS * X_BLOCK;
     static constexpr unsigned W_GROUP = BLOCKS * TILE, S_GROUP = SCALES * OUTPUTS * SCALE;
     static constexpr unsigned Z_GROUP = ZEROS ? SCALES * OUTPUTS : 0;
-    static constexpr unsigned W = X, S = W + WARPGROUPS * W_GROUP, Z = S + WARPGROUPS * S_GROUP;  // offsets in a stage
-    static constexpr unsigned BYTES = Z + WARPGROUPS * Z_GROUP, STAGE = (BYTES + 1023) / 1024 * 1024;
+    static constexpr unsigned W = X, S = W + TALL * W_GROUP, Z = S + TALL * S_GROUP;  // offsets in a stage
+    static constexpr unsigned BYTES = Z + TALL * Z_GROUP, STAGE = (BYTES + 1023) / 1024 * 1024;
     static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32;  // tokens that are transposed at a time
     static constexpr unsigned TRANSPOSE = CHUNK * PITCH * 4;  // as many bytes as 64 tokens of 16-bit outputs, and more
     static constexpr unsigned FULL = STAGES * STAGE, EMPTY = FULL + STAGES * 8, FLAGS = EMPTY + STAGES * 8;
@@ -159,14 +160,16 @@ __device__ inline void store_elementwise(float (&acc)[TOKENS / 2], unsigned char
 
 // scale_groups: how many share scales along a row of the weight, each of group_blocks tiles (0: less than one step).
 // outputs: of y; a gated layer has as many rows in both matrices.
-template <typename T, int FORMAT, int GROUP, int TOKENS, int WARPGROUPS, int BLOCKS, int STAGES, bool GATED>
+template <typename T, int FORMAT, int GROUP, int TOKENS, int WARPGROUPS, int BLOCKS, int STAGES, bool GATED,
+          int HEIGHT = 1>
 __global__ void __launch_bounds__(GROUP_THREADS * (WARPGROUPS + 1), 1) linear_quantized(
     const __grid_constant__ TensorMap map_x, const unsigned char* data, const unsigned char* scales,
     const unsigned char* zeros, const unsigned char* up_data, const unsigned char* up_scales,
     const unsigned char* up_zeros, const BIAS_TYPE* bias, const BIAS_TYPE* up_bias, const RESIDUAL_TYPE* residual,
     OUT_TYPE* y, float* workspace, int* counters, long long residual_stride, long long y_stride, int rows, int outputs,
     int blocks_k, int scale_groups, int group_blocks, int whole, int row_tiles, int column_tiles) {
-    using B = Buffers<FORMAT, GROUP, TOKENS, WARPGROUPS, BLOCKS, STAGES>;
+    using B = Buffers<FORMAT, GROUP, TOKENS, WARPGROUPS, BLOCKS, STAGES, HEIGHT>;
+    static_assert(HEIGHT == 1 || HEIGHT == 2 && !GATED, "gate and up are two warpgroups of 64 outputs");
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned buffers = shared_address(shared), full = buffers + B::FULL, empty = buffers + B::EMPTY;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(GROUP_THREADS * (WARPGROUPS + 1), 1) linear_qu
     constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 64, CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 104;
     static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * START_REGISTERS,
                   "the registers of a block");
-    constexpr int PARTS = GATED ? 2 : 1, TEAMS = WARPGROUPS / PARTS;  // warpgroups of a team have the same outputs
+    constexpr int PARTS = GATED ? 2 : 1, TEAMS = B::TALL / PARTS;  // warpgroups of a team have the same outputs
     const int steps = blocks_k / BLOCKS, row_blocks = outputs / OUTPUTS;
     Segment segment;
     int stage = 0;
@@ -194,10 +197,10 @@ __global__ void __launch_bounds__(GROUP_THREADS * (WARPGROUPS + 1), 1) linear_qu
         if (++stage == STAGES) stage = 0, parity ^= 1;
     };
 
-    if (warp >= 4 * WARPGROUPS) {  // producers: one warp for x, one for the weight, a lane for each consumer warpgroup
+    if (warp >= 4 * WARPGROUPS) {  // producers: one warp for x, one for the weight, a lane for each 64 rows of it
         set_max_registers_down<PRODUCER_REGISTERS>();
         const bool of_x = warp == 4 * WARPGROUPS;
-        if (warp > 4 * WARPGROUPS + 1 || lane >= (of_x ? 1 : WARPGROUPS)) return;
+        if (warp > 4 * WARPGROUPS + 1 || lane >= (of_x ? 1 : B::TALL)) return;
         if (of_x) {
             prefetch_tensor_map(map_x);
             griddepcontrol_wait();
@@ -241,17 +244,20 @@ __global__ void __launch_bounds__(GROUP_THREADS * (WARPGROUPS + 1), 1) linear_qu
     Schedule schedule(whole, row_tiles * column_tiles, steps);
     while (schedule.next(segment)) {
         const TilePosition at = tile_position(segment.tile, row_tiles, column_tiles);
-        float acc[TOKENS / 2];
+        float sums[HEIGHT][TOKENS / 2];
         unsigned previous = empty;
         for (int step = segment.begin; step < segment.end; ++step, advance()) {
             const unsigned buffer = buffers + stage * B::STAGE;
             mbarrier_wait(full + stage * 8, parity);
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
+            for (int part_of_step = 0; part_of_step < BLOCKS * HEIGHT; ++part_of_step) {
+                const int block = part_of_step / HEIGHT, height = part_of_step % HEIGHT;
+                const int of = group * HEIGHT + height;
+                float(&acc)[TOKENS / 2] = sums[height];
                 unsigned words[B::TILE / GROUP_THREADS / 4], a[2][8], scale[2], zero[2];
 #pragma unroll
                 for (int part = 0; part < B::TILE / GROUP_THREADS / 16; ++part) {
-                    const uint4 loaded = load_shared_16(buffer + B::W + group * B::W_GROUP + block * B::TILE +
+                    const uint4 loaded = load_shared_16(buffer + B::W + of * B::W_GROUP + block * B::TILE +
                                                         part * 16 * GROUP_THREADS + thread * 16);
                     words[4 * part] = loaded.x, words[4 * part + 1] = loaded.y;
                     words[4 * part + 2] = loaded.z, words[4 * part + 3] = loaded.w;
@@ -260,11 +266,11 @@ __global__ void __launch_bounds__(GROUP_THREADS * (WARPGROUPS + 1), 1) linear_qu
                 for (int half = 0; half < 2; ++half) {
                     const int scale_group = (block * COLUMNS + half * 32) / GROUP;  // within the step
                     if (half == 0 || GROUP == 32) {
-                        const unsigned from = (group * B::SCALES + scale_group) * OUTPUTS + pair;
+                        const unsigned from = (of * B::SCALES + scale_group) * OUTPUTS + pair;
                         load_scales<T, FORMAT>(buffer + B::S + from * B::SCALE, buffer + B::Z + from, scale, zero);
                     }
                     wgmma_wait<1>();  // the products that read a[half] before are complete
-                    if (block == 0 && half == 1 && step > segment.begin && lane == 0) mbarrier_arrive(previous);
+                    if (part_of_step == 0 && half == 1 && step > segment.begin && lane == 0) mbarrier_arrive(previous);
                     dequantize<T, FORMAT>(a[half], words + half * (B::TILE / GROUP_THREADS / 8), scale, zero);
                     wgmma_fence();
 #pragma unroll
@@ -279,86 +285,92 @@ __global__ void __launch_bounds__(GROUP_THREADS * (WARPGROUPS + 1), 1) linear_qu
             previous = empty + stage * 8;
         }
         wgmma_wait<0>();
-        keep_in_registers(acc);
+        keep_in_registers(sums[0]);
+        if constexpr (HEIGHT == 2) keep_in_registers(sums[1]);
         if (lane == 0) mbarrier_arrive(previous);
 
-        const int team = group / PARTS, row_block = at.column * TEAMS + team;
-        if (row_block >= row_blocks) continue;  // nothing was loaded for this warpgroup
-        if (segment.begin != 0 || segment.end != steps) {
-            constexpr int PART = OUTPUTS * TOKENS / 4;  // in units of 16 bytes
-            float4* parts = reinterpret_cast<float4*>(workspace) + thread;
-            float4* mine = parts + Index((2 * blockIdx.x + (segment.begin == 0)) * WARPGROUPS + group) * PART;
+        auto finish = [&](float(&acc)[TOKENS / 2], int height) {
+            const int of = group * HEIGHT + height;  // 64 outputs
+            const int team = group / PARTS, row_block = at.column * TEAMS + of / PARTS;
+            if (row_block >= row_blocks) return;  // nothing was loaded for this warpgroup
+            if (segment.begin != 0 || segment.end != steps) {
+                constexpr int PART = OUTPUTS * TOKENS / 4;  // in units of 16 bytes
+                float4* parts = reinterpret_cast<float4*>(workspace) + thread;
+                float4* mine = parts + Index((2 * blockIdx.x + (segment.begin == 0)) * B::TALL + of) * PART;
 #pragma unroll
-            for (int i = 0; i < TOKENS / 8; ++i)
-                __stcg(mine + i * GROUP_THREADS,
-                       make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
-            __threadfence();
-            named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
-            const int unit = (segment.tile - whole) * steps;
-            const int first = schedule.block_of(unit), last = schedule.block_of(unit + steps - 1);
-            int* flag = reinterpret_cast<int*>(shared + B::FLAGS) + team;
-            if (thread == 0 && group % PARTS == 0) {
-                int* counter = counters + (segment.tile - whole) * TEAMS + team;
-                const bool complete = atomicAdd(counter, 1) == last - first;
-                if (complete) *counter = 0;  // as the next launch wants to find it
+                for (int i = 0; i < TOKENS / 8; ++i)
+                    __stcg(mine + i * GROUP_THREADS,
+                           make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
                 __threadfence();
-                *flag = complete;
-            }
-            named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
-            if (!*flag) continue;
-#pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) acc[i] = 0.f;
-            for (int block = first; block <= last; ++block) {
-                const float4* part = parts + Index((2 * block + (block == first)) * WARPGROUPS + group) * PART;
-#pragma unroll
-                for (int i = 0; i < TOKENS / 8; ++i) {
-                    const float4 found = __ldcg(part + i * GROUP_THREADS);
-                    acc[4 * i] += found.x, acc[4 * i + 1] += found.y;
-                    acc[4 * i + 2] += found.z, acc[4 * i + 3] += found.w;
+                named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
+                const int unit = (segment.tile - whole) * steps;
+                const int first = schedule.block_of(unit), last = schedule.block_of(unit + steps - 1);
+                int* flag = reinterpret_cast<int*>(shared + B::FLAGS) + team;
+                if (thread == 0 && group % PARTS == 0) {
+                    int* counter = counters + (segment.tile - whole) * TEAMS + of / PARTS;
+                    const bool complete = atomicAdd(counter, 1) == last - first;
+                    if (complete) *counter = 0;  // as the next launch wants to find it
+                    __threadfence();
+                    *flag = complete;
                 }
-            }
-        }
-
-        // The outputs of a token are contiguous in y: they are transposed through shared memory.
-        const Index first_output = Index(row_block) * OUTPUTS;
-#if ELEMENTWISE_EPILOGUE
-        if constexpr (TOKENS >= 16) {
-            store_elementwise<TOKENS>(acc, shared + B::OUT + group * B::TRANSPOSE, 1 + group, y + first_output, y_stride,
-                                      bias + first_output, at.row * TOKENS, rows);
-            continue;
-        }
-#endif
-        constexpr int VECTOR = 16 / sizeof(OUT_TYPE);
-        float* mine = reinterpret_cast<float*>(shared + B::OUT + group * B::TRANSPOSE);
-        const float* gate = reinterpret_cast<float*>(shared + B::OUT + team * PARTS * B::TRANSPOSE);
+                named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
+                if (!*flag) return;
 #pragma unroll
-        for (int chunk = 0; chunk < TOKENS; chunk += B::CHUNK) {  // CHUNK tokens at a time
-            const int token = at.row * TOKENS + chunk;
-            if (token >= rows) break;
-            named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
+                for (int i = 0; i < TOKENS / 2; ++i) acc[i] = 0.f;
+                for (int block = first; block <= last; ++block) {
+                    const float4* part = parts + Index((2 * block + (block == first)) * B::TALL + of) * PART;
 #pragma unroll
-            for (int i = 0; i < B::CHUNK / 2; ++i)  // acc[4 j + 2 half + e]
-                mine[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp % 4 * 16 + lane / 4 + i % 4 / 2 * 8] =
-                    acc[chunk / 2 + i];
-            named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
-            const int worker = group % PARTS * GROUP_THREADS + thread, column = worker % 8 * 8;
-            const Index output_at = first_output + column;
-            for (int of = worker / 8; of < B::CHUNK && token + of < rows; of += PARTS * GROUP_THREADS / 8) {
-                const float* values = gate + of * PITCH + column;
-                const RESIDUAL_TYPE* added = residual + Index(token + of) * residual_stride + output_at;
-#pragma unroll
-                for (int first = 0; first < 8; first += VECTOR) {
-                    Elements<OUT_TYPE, VECTOR> stored;
-#pragma unroll
-                    for (int i = first; i < first + VECTOR; ++i) {
-                        const float up = GATED ? values[B::TRANSPOSE / 4 + i] : 0.f;
-                        Output output = {values[i], up, bias + output_at + i, up_bias + output_at + i, added + i, GATED};
-                        EPILOGUE
-                        stored.set(i - first, output.value);
+                    for (int i = 0; i < TOKENS / 8; ++i) {
+                        const float4 found = __ldcg(part + i * GROUP_THREADS);
+                        acc[4 * i] += found.x, acc[4 * i + 1] += found.y;
+                        acc[4 * i + 2] += found.z, acc[4 * i + 3] += found.w;
                     }
-                    stored.store(y + Index(token + of) * y_stride + output_at + first);
                 }
             }
-        }
+
+            // The outputs of a token are contiguous in y: they are transposed through shared memory.
+            const Index first_output = Index(row_block) * OUTPUTS;
+#if ELEMENTWISE_EPILOGUE
+            if constexpr (TOKENS >= 16) {
+                store_elementwise<TOKENS>(acc, shared + B::OUT + group * B::TRANSPOSE, 1 + group, y + first_output, y_stride,
+                                          bias + first_output, at.row * TOKENS, rows);
+                return;
+            }
+#endif
+            constexpr int VECTOR = 16 / sizeof(OUT_TYPE);
+            float* mine = reinterpret_cast<float*>(shared + B::OUT + group * B::TRANSPOSE);
+            const float* gate = reinterpret_cast<float*>(shared + B::OUT + team * PARTS * B::TRANSPOSE);
+#pragma unroll
+            for (int chunk = 0; chunk < TOKENS; chunk += B::CHUNK) {  // CHUNK tokens at a time
+                const int token = at.row * TOKENS + chunk;
+                if (token >= rows) break;
+                named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
+#pragma unroll
+                for (int i = 0; i < B::CHUNK / 2; ++i)  // acc[4 j + 2 half + e]
+                    mine[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp % 4 * 16 + lane / 4 + i % 4 / 2 * 8] =
+                        acc[chunk / 2 + i];
+                named_barrier_sync(1 + team, PARTS * GROUP_THREADS);
+                const int worker = group % PARTS * GROUP_THREADS + thread, column = worker % 8 * 8;
+                const Index output_at = first_output + column;
+                for (int of = worker / 8; of < B::CHUNK && token + of < rows; of += PARTS * GROUP_THREADS / 8) {
+                    const float* values = gate + of * PITCH + column;
+                    const RESIDUAL_TYPE* added = residual + Index(token + of) * residual_stride + output_at;
+#pragma unroll
+                    for (int first = 0; first < 8; first += VECTOR) {
+                        Elements<OUT_TYPE, VECTOR> stored;
+#pragma unroll
+                        for (int i = first; i < first + VECTOR; ++i) {
+                            const float up = GATED ? values[B::TRANSPOSE / 4 + i] : 0.f;
+                            Output output = {values[i], up, bias + output_at + i, up_bias + output_at + i, added + i, GATED};
+                            EPILOGUE
+                            stored.set(i - first, output.value);
+                        }
+                        stored.store(y + Index(token + of) * y_stride + output_at + first);
+                    }
+                }
+            }
+        };
+        finish(sums[0], 0);
+        if constexpr (HEIGHT == 2) finish(sums[1], 1);
     }
 }
