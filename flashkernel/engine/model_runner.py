@@ -33,7 +33,6 @@ from flashkernel.engine.step_shapes import StepShape, StepShapes
 from flashkernel.engine.transformer import ModelInput, Transformer
 from flashkernel.kvcache import BatchTensors, KVCache, PageStorage, Step
 
-WARM_UP_RUNS = 2  # before a capture: they compile kernels, allocate workspaces and record launches
 Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 
@@ -79,7 +78,7 @@ class ModelRunner:
         enforce_eager: bool,
     ) -> None:
         self.model, self.storage, self.cache, self.device = model, storage, cache, model.device
-        self.padded = self.device.type == "cuda"
+        self.padded = self.device.type != "cpu"
         # Experts on GPUs before sm_80 run on torch's backend, which reads the router's choice on the host.
         capturable = model.config.num_experts == 0 or properties(self.device).arch >= 80
         self.use_graphs = self.padded and not enforce_eager and capturable
@@ -121,7 +120,8 @@ class ModelRunner:
             # What runs beside the graphs: log probabilities, and the state of rows.
             indices = torch.zeros(1, dtype=torch.int64, device=self.device)
             token_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            logprobs_of(SamplerOutput(token_ids, torch.zeros(1, 32, device=self.device)), indices, 1)
+            logits = torch.zeros(1, self.model.config.vocab_size, device=self.device)
+            logprobs_of(SamplerOutput(token_ids, logits), indices, 1)
         progress("ready", len(shapes), len(shapes))
 
     def run_padding(self, shape: StepShape) -> None:
@@ -190,8 +190,7 @@ class ModelRunner:
         assert stream is not None
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                compute()
+            compute()  # compiles kernels, and makes tables and workspaces, which a capture must not
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):

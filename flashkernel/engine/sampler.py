@@ -89,7 +89,7 @@ class SamplingStates:
         self.rows, self.vocab_size, self.device = rows, vocab_size, device
         self.tensors: dict[str, Tensor] = {}
         self._used: set[int] = set()  # rows that are not in their first state
-        if device.type == "cuda":
+        if device.type != "cpu":
             for name in ("token_counts", "bias_ids", "allowed"):
                 self._need(name)
 
