@@ -94,8 +94,10 @@ def test_compiled_and_tuned_kernels_are_counted() -> None:
     build_counter.watch_triton()
     build_counter.watch_triton()
     before = build_counter.counts()
-    knobs.runtime.jit_post_compile_hook(key="", repr="", fn=None, compile={}, is_manual_warmup=False)
+    for cache_hit in (False, True, True):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=cache_hit)
     assert build_counter.counts().compiled == before.compiled + 1
+    assert build_counter.counts().loaded == before.loaded + 2
     from flashkernel.core import device
     from flashkernel.ops.sampling.configs import SAMPLE
 
@@ -155,25 +157,30 @@ def test_decodes_are_padded_before_the_prompts() -> None:
     )
 
 
-def test_workers_run_a_copy_of_the_model_without_values() -> None:
-    """One layer of each kind, the same shapes; what runs there is what the engine runs."""
+def test_workers_have_a_copy_of_the_model_without_values() -> None:
+    """One layer of each kind, the same shapes, and no memory."""
     model = tiny_transformer()
-    sizes = precompile.EngineSizes(4, 64, 128, 16, torch.float32)
     payload = precompile._describe(model)
     assert len(payload) < model.nbytes
-    runner = precompile._build(payload, sizes)
+    runner = precompile._build(payload, precompile.EngineSizes(4, 64, 128, 16, torch.float32))
     assert len(runner.model.layers) == 1
     assert runner.model.layers[0].qkv_proj.shape == model.layers[0].qkv_proj.shape
-    shapes = StepShapes(4, 64).all()
-    assert [precompile._compile(payload, sizes, shape) for shape in (shapes[0], shapes[-1])] == ["", ""]
-    precompile._runners.clear()
-    assert precompile._compile(payload, replace(sizes, kv_cache_dtype=torch.complex64), shapes[0])
+    assert runner.device.type == "meta"
+    assert runner.padded
 
 
-def test_batches_of_shapes_have_each_once() -> None:
-    shapes = StepShapes(256, 8192).all()
-    found = [shape for batch in precompile._batches(shapes, 8) for shape in batch]
-    assert sorted(map(str, found)) == sorted(map(str, shapes))
+def test_what_was_compiled_is_remembered_by_all_it_depends_on() -> None:
+    """Sizes, formats of weights; in each of the caches."""
+    pytest.importorskip("triton")
+    model, sizes = tiny_transformer(), precompile.EngineSizes(4, 64, 128, 16, torch.float32)
+    first = precompile._markers(model, sizes)
+    assert len({path.parent for path in first}) == 2
+    assert precompile._markers(model, sizes) == first
+    others = [
+        precompile._markers(model, replace(sizes, max_num_seqs=5)),
+        *(precompile._markers(model.quantized(format), sizes) for format in ("int8", "fp8")),
+    ]
+    assert len({path for paths in (first, *others) for path in paths}) == 8
 
 
 @pytest.mark.gpu

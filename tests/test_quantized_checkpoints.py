@@ -107,6 +107,58 @@ def test_mxfp4_of_a_dense_model(tmp_path: Path) -> None:
         assert torch.equal(mine.scales, theirs.scales)
 
 
+def _saves_as_released(folder: Path) -> None:
+    """A checkpoint in gpt-oss's released layout is loaded and saved without a change of one byte, by the command too."""
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+
+    source = load_file(folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    model = load_model(checkpoint, torch.device("cpu"), torch.float32)
+    save_model(model, checkpoint, folder / "saved", "mxfp4")
+    done = CliRunner().invoke(app, ["quantize", str(folder), "--out", str(folder / "again"), "--method", "mxfp4"])
+    assert done.exit_code == 0, done.output
+    for name in ("saved", "again"):
+        found = load_file(folder / name / "model.safetensors")
+        assert found.keys() == source.keys()
+        for key, value in source.items():
+            assert found[key].dtype == value.dtype, key
+            assert torch.equal(found[key], value), key
+        config = json.loads((folder / name / "config.json").read_text())
+        assert config["quantization_config"]["quant_method"] == "mxfp4"
+        assert isinstance(load_model(open_checkpoint(folder / name), torch.device("cpu"), torch.float32)
+                          .layers[0].down_proj, Weight)  # fmt: skip
+    with pytest.raises(ModelError, match="experts in MXFP4 alone"):
+        save_model(model.quantized("int8"), checkpoint, folder / "other", "mxfp4")
+
+
+def test_plain_experts_of_gpt_oss_become_mxfp4(tmp_path: Path) -> None:
+    """`flashkernel quantize --method mxfp4` of a model in 16 bits: names and shapes of the released files."""
+    import transformers
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+
+    sizes = {**tiny_models._SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**sizes, head_dim=16, sliding_window=8, rope_parameters=tiny_models._YARN)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(tmp_path / "plain")
+    arguments = ["quantize", str(tmp_path / "plain"), "--out", str(tmp_path / "packed"), "--method", "mxfp4"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = load_file(tmp_path / "packed" / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales = found[name + "_blocks"], found[name + "_scales"]
+    assert (blocks.dtype, blocks.shape) == (torch.uint8, (4, 128, 1, 16))
+    assert (scales.dtype, scales.shape) == (torch.uint8, (4, 128, 1))
+    assert name not in found
+    unpacked = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+    expected = model.get_submodule("model.layers.1.mlp.experts").gate_up_proj.detach()
+    assert (unpacked - expected).abs().max() < 0.26 * expected.abs().max()
+
+
 def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """`*_blocks` and `*_scales` are kept, or dequantized with quantization="plain": the tokens are the same."""
     import transformers
@@ -134,6 +186,7 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
         assert experts.shape == (4, 128, 32)
         found.append([one.outputs[0].token_ids for one in llm.generate(tiny_models.prompts((5, 20)), PARAMS)])
     assert found[0] == found[1]
+    _saves_as_released(tmp_path)
     _change(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj_scales"))
     with pytest.raises(ModelError, match="down_proj_scales is missing"):
         LLM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512)

@@ -71,6 +71,11 @@ def test_biases_and_least_tokens(client: Any, base: LLM) -> None:
         assert (found.usage.completion_tokens == 1) == (least == 0)
 
 
+def test_best_of_as_many_as_are_returned(client: Any) -> None:
+    found = client.completions.create(model=NAME, prompt="the sea", max_tokens=3, n=2, best_of=2)
+    assert len(found.choices) == 2
+
+
 def test_unknown_fields_are_ignored_with_a_warning(client: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flashkernel.server"):
         client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body={"temprature": 1})
@@ -135,6 +140,9 @@ def test_requests_with_tools() -> None:
     assert named.parser(None).whole('{"city": "Kiel"}').tool_calls[0].arguments == '{"city": "Kiel"}'
     required = request(tool_choice="required")
     assert '"weather"' in required.structured_outputs().json_schema  # type: ignore[union-attr, operator]
+    single = request(tool_choice="required", parallel_tool_calls=False).structured_outputs()
+    assert json.loads(single.json_schema)["maxItems"] == 1  # type: ignore[union-attr, arg-type]
+    assert "maxItems" not in json.loads(required.structured_outputs().json_schema)  # type: ignore[union-attr, arg-type]
     calls = required.parser(None).whole('[{"name": "weather", "parameters": {"city": "Kiel"}}]').tool_calls
     assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city": "Kiel"}')]
     kwargs = request(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")._variables()

@@ -25,6 +25,7 @@ class MethodName(str, Enum):
     gptq = "gptq"
     awq = "awq"
     smoothquant = "smoothquant"
+    mxfp4 = "mxfp4"
 
 
 class Layout(str, Enum):
@@ -32,6 +33,7 @@ class Layout(str, Enum):
     gptq = "gptq"
     gptq_v2 = "gptq_v2"
     awq = "awq"
+    mxfp4 = "mxfp4"
 
 
 TextFile = Annotated[Path | None, typer.Option("--text", help="A text file; by default a text that comes along.")]
@@ -60,7 +62,9 @@ def quantize(
 ) -> None:
     """Quantize a model and save it; a run that was interrupted goes on where it was, with the same command.
 
-    The state of a run is in DIR.calibration until it is done.
+    The state of a run is in DIR.calibration until it is done. The method mxfp4 needs no text: experts become MXFP4 in
+    the layout of gpt-oss's released files, and the projections of a model without experts in that of
+    compressed-tensors.
     """
     with progress.report_errors():
         from flashkernel.engine.save_model import save_model
@@ -69,6 +73,9 @@ def quantize(
 
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"{out}: it exists and is not empty; choose another folder, or delete it")
+        if method is MethodName.mxfp4:
+            _quantize_mxfp4(model, out, device, dtype)
+            return
         scheme = _scheme(method, bits, group_size, symmetric)
         rule = Method(method.value, damping, act_order, strength)
         loaded, checkpoint = _load(model, device, dtype)
@@ -93,6 +100,17 @@ def quantize(
     progress.log(
         f"{out}: {quantized.nbytes / 1e6:.0f} MB, was {loaded.nbytes / 1e6:.0f} MB; {time.perf_counter() - began:.0f} s"
     )
+
+
+def _quantize_mxfp4(model: str, out: Path, device: str | None, dtype: str | None) -> None:
+    """Rounds a model's experts, or its projections, to MXFP4; experts that are in MXFP4 keep their bytes."""
+    from flashkernel.engine.save_model import save_model
+
+    loaded, checkpoint = _load(model, device, dtype, None)
+    experts = loaded.config.num_experts > 0
+    quantized = loaded.with_mxfp4_experts() if experts else loaded.quantized("mxfp4")
+    save_model(quantized, checkpoint, out, "mxfp4" if experts else "compressed-tensors")
+    progress.log(f"{out}: {quantized.nbytes / 1e6:.0f} MB, was {loaded.nbytes / 1e6:.0f} MB")
 
 
 def perplexity(
@@ -162,7 +180,9 @@ def _scheme(method: MethodName, bits: int, group_size: int, symmetric: bool) -> 
     return Scheme(f"int{bits}", group_size, symmetric)
 
 
-def _load(model: str, device: str | None, dtype: str | None) -> tuple[Transformer, Checkpoint]:
+def _load(
+    model: str, device: str | None, dtype: str | None, quantization: str | None = "plain"
+) -> tuple[Transformer, Checkpoint]:
     from flashkernel.engine import hub, llm
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.model_loader import load_model
@@ -171,7 +191,7 @@ def _load(model: str, device: str | None, dtype: str | None) -> tuple[Transforme
     checkpoint = open_checkpoint(path)
     target, kind = llm.device_and_dtype(checkpoint, device, dtype)
     with progress.progress_bar(description=f"loading {model}") as bar:
-        return load_model(checkpoint, target, kind, bar.set_completed, "plain"), checkpoint
+        return load_model(checkpoint, target, kind, bar.set_completed, quantization), checkpoint
 
 
 def _windows(checkpoint: Checkpoint, text: Path | None, shipped: str, length: int, most: int | None) -> Tensor:

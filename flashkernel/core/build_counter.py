@@ -12,16 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BuildCounts:
-    """Events since the process began. A kernel that is read from a cache on disk counts as compiled."""
+    """Events since the process began: kernels compiled, kernels loaded from a cache on disk, and so on."""
 
     compiled: int = 0
+    loaded: int = 0
     captured: int = 0
     tuned: int = 0
 
     @property
     def total(self) -> int:
         """All events."""
-        return self.compiled + self.captured + self.tuned
+        return self.compiled + self.loaded + self.captured + self.tuned
 
 
 _lock = threading.Lock()
@@ -43,14 +44,17 @@ def counts() -> BuildCounts:
 
 
 def note(kind: str) -> None:
-    """Counts one event: "compiled", "captured" or "tuned"."""
+    """Counts one event: "compiled", "loaded", "captured" or "tuned"."""
     global _counts
     with _lock:
         _counts = replace(_counts, **{kind: getattr(_counts, kind) + 1})
 
 
 def watch_triton() -> None:
-    """From now on every kernel that Triton compiles, or loads from its cache, is counted."""
+    """From now on every kernel that Triton compiles, or loads from its cache, is counted.
+
+    By its listener, not by its hooks: for a hook it writes the constants of a kernel as JSON, which fails for some.
+    """
     global _watching
     if _watching:
         return
@@ -59,10 +63,11 @@ def watch_triton() -> None:
     except ImportError:
         return  # nothing to watch: there is no Triton
     _watching = True
-    before = knobs.runtime.jit_post_compile_hook
+    before = knobs.compilation.listener
 
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        note("compiled")
-        return None if before is None else before(*args, **kwargs)
+    def listener(**facts: Any) -> None:
+        note("loaded" if facts["cache_hit"] else "compiled")
+        if before is not None:
+            before(**facts)
 
-    knobs.runtime.jit_post_compile_hook = hook
+    knobs.compilation.listener = listener

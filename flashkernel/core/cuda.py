@@ -204,13 +204,13 @@ class Module:
 
     def compile(self, name: str, arch: int, cache_dir: Path | None = None) -> CompiledCubin:
         """The code of one kernel for `sm_<arch>`, from the disk cache if it is there: the user's, or `cache_dir`."""
-        build_counter.note("compiled")
         source = self.source_path.read_text(encoding="utf-8")
         reason = can_compile()
         if reason is not None:
             raise CompileError(f"{self.source_path.name}: {reason}")
         path = (cache_dir or env.cache_dir()) / "cuda" / f"{self._digest(source, name, arch)}.json"
         compiled = nvrtc.read_cached(path, name)
+        build_counter.note("loaded" if compiled is not None else "compiled")
         if compiled is None:
             file_name, options = self.source_path.name, self.options
             target, include = self.target(arch), self.include

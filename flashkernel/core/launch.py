@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flashkernel.core import env, replay_switch, versions
+from flashkernel.core import cache_key, env, replay_switch, versions
 from flashkernel.core.device import Device
 from flashkernel.core.device import properties as device_properties
 from flashkernel.core.driver import LaunchRecord, TensorMap
@@ -86,6 +86,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
     first = args[0][0] if isinstance(args[0], tuple) else args[0]
     device = first.device if isinstance(first, torch.Tensor) else first.base.device  # or a tensor descriptor
     if not env.interpreting():
+        cache_key.settle(kernel)
         constants = versions.compile_options(device_properties(device).arch) | constants
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -24,11 +24,26 @@ class WorkerPool:
     """`workers` processes that run `function(*arguments, task)`; all of it must be picklable.
 
     A result whose `worker_is_broken` is true comes from a process that must not be used again.
+
+    Args:
+        function: What a worker runs.
+        arguments: Its arguments before the task.
+        workers: Processes, at most.
+        timeout_s: For one task.
+        start_method: "spawn" imports all modules in every worker. "fork" shares the parent's, and takes any function
+            and arguments; neither the parent nor, after a fork, a worker may then use CUDA.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], workers: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        workers: int,
+        timeout_s: float,
+        start_method: str = "spawn",
+    ) -> None:
         self.function, self.arguments = function, tuple(arguments)
-        self.workers, self.timeout_s = workers, timeout_s
+        self.workers, self.timeout_s, self.start_method = workers, timeout_s, start_method
 
     def run(self, batches: Iterator[Sequence[Any]]) -> Iterator[tuple[Any, Any, str]]:
         """Yields (task, result, ""), or (task, None, reason) for a task whose worker died or hung.
@@ -61,7 +76,7 @@ class WorkerPool:
             _stop(workers)
 
     def _start(self, batch: Sequence[Any] = ()) -> _Worker:
-        return _Worker(self.function, self.arguments, self.timeout_s, batch)
+        return _Worker(self.function, self.arguments, self.timeout_s, batch, self.start_method)
 
     def _wait(self, workers: list[_Worker]) -> list[_Worker]:
         """Waits until a worker has sent something, has died or is past its deadline; returns all such workers."""
@@ -75,9 +90,14 @@ class _Worker:
     """One process, its current task, and the tasks that follow."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float, batch: Sequence[Any]
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        timeout_s: float,
+        batch: Sequence[Any],
+        start_method: str,
     ) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
+        context: Any = multiprocessing.get_context(start_method)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
         with _without_interrupts():

@@ -176,7 +176,7 @@ class ForwardPass:
 
 def _in_place(residual: Tensor, bias: Tensor | None) -> Tensor | None:
     """The residual, where adding a product to it saves a pass over it."""
-    return residual if bias is None and residual.shape[0] > FUSED_ROWS and residual.is_cuda else None
+    return residual if bias is None and residual.shape[0] > FUSED_ROWS and residual.device.type != "cpu" else None
 
 
 class TorchForwardPass(ForwardPass):

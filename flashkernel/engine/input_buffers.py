@@ -30,7 +30,8 @@ class InputBuffers:
         self._arrays = [
             {name: tensor.numpy() for name, tensor in self._views(host, fields).items()} for host in self._hosts
         ]
-        self._bytes = torch.zeros(end, dtype=torch.uint8, device=device) if pinned else self._hosts[0]
+        on_host = device.type == "cpu"
+        self._bytes = self._hosts[0] if on_host else torch.zeros(end, dtype=torch.uint8, device=device)
         self.tensors = self._views(self._bytes, fields)
         self._index = 0
 

@@ -17,6 +17,7 @@ from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.forward_pass import Projection
 from flashkernel.engine.quantized_checkpoint import WeightReader
 from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelWeights, Transformer
+from flashkernel.engine.weight_order import kernel_order
 
 _linear: Any = fk.linear
 
@@ -45,12 +46,12 @@ def load_model(
     elif found.get("lm_head") is None:
         raise ModelError(f"{checkpoint.config.source}: the output layer's weight is missing, and it is not tied")
     else:
-        found["lm_head"] = _laid_out(found["lm_head"])
+        found["lm_head"] = kernel_order(_laid_out(found["lm_head"]), dtype)
     weights = ModelWeights(**found)
     layers = []
     for index in range(config.num_layers):
         tensors = loader.load(architecture.layer_weights, architecture.layer_prefix.format(index))
-        projections = {name: _laid_out(tensors[name], quantization) for name in PROJECTIONS}
+        projections = {name: kernel_order(_laid_out(tensors[name], quantization), dtype) for name in PROJECTIONS}
         layers.append(LayerWeights(**tensors | projections))
         if progress is not None:
             progress(index + 1, config.num_layers)

@@ -7,8 +7,9 @@ from where the last step wrote it, so a step can be launched before the host has
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,7 +34,6 @@ from flashkernel.engine.step_shapes import StepShape, StepShapes
 from flashkernel.engine.transformer import ModelInput, Transformer
 from flashkernel.kvcache import BatchTensors, KVCache, PageStorage, Step
 
-WARM_UP_RUNS = 2  # before a capture: they compile kernels, allocate workspaces and record launches
 Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 
@@ -79,7 +79,7 @@ class ModelRunner:
         enforce_eager: bool,
     ) -> None:
         self.model, self.storage, self.cache, self.device = model, storage, cache, model.device
-        self.padded = self.device.type == "cuda"
+        self.padded = self.device.type != "cpu"
         # Experts on GPUs before sm_80 run on torch's backend, which reads the router's choice on the host.
         capturable = model.config.num_experts == 0 or properties(self.device).arch >= 80
         self.use_graphs = self.padded and not enforce_eager and capturable
@@ -113,15 +113,17 @@ class ModelRunner:
             return
         build_counter.watch_triton()
         shapes = self.shapes.all()
-        with self._on_device():
+        with self._on_device(), _without_gc():
             for index, shape in enumerate(shapes):
                 progress("capturing" if self.use_graphs else "compiling", index, len(shapes))
                 self._prepare_shape(shape)
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # of the steps that ran before their captures
             # What runs beside the graphs: log probabilities, and the state of rows.
             indices = torch.zeros(1, dtype=torch.int64, device=self.device)
             token_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            logprobs_of(SamplerOutput(token_ids, torch.zeros(1, 32, device=self.device)), indices, 1)
+            logits = torch.zeros(1, self.model.config.vocab_size, device=self.device)
+            logprobs_of(SamplerOutput(token_ids, logits), indices, 1)
         progress("ready", len(shapes), len(shapes))
 
     def run_padding(self, shape: StepShape) -> None:
@@ -190,12 +192,17 @@ class ModelRunner:
         assert stream is not None
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                compute()
+            compute()  # compiles kernels, and makes tables and workspaces, which a capture must not
         current.wait_stream(stream)
+        # As torch.cuda.graph does, but for emptying the allocators' caches: the next shape would fill them again.
+        torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            output = compute()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = compute()
+            finally:
+                graph.capture_end()
         build_counter.note("captured")
         # The logits are read right after a replay, or not at all. Graphs share their memory, so it is not kept.
         logits = torch.as_tensor(_DeviceMemory(output.logits), device=self.device)
@@ -267,7 +274,7 @@ class ModelRunner:
         asked = self.settings.num_logprobs[_rows(sampled)]
         indices = np.nonzero(asked >= 0)[0]
         if indices.size:
-            on_device = torch.from_numpy(indices).to(self.device, non_blocking=True)
+            on_device = self.states.to_device(indices)
             results += logprobs_of(output, on_device, int(asked.max()))
         if self.device.type != "cuda":
             return LaunchedStep(sampled, results, None, indices.tolist())
@@ -306,6 +313,19 @@ class _OnDevice:
     def __exit__(self, *error: object) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*error)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """No garbage collection inside: among what it frees may be what a capture forbids."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _rows(sequences: list[Sequence]) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Kernels of all steps compiled side by side, in processes, before the first start with a model on a machine.
 
-A worker builds a copy of the model with one layer of each kind and memory without values, and runs a padded step of
-some shapes. What it compiles stays in the caches on disk (Triton's, and ours of CUDA C++), from which the engine's own
-process loads it. A file says that it was done: later starts do without workers.
+A process of its own builds a copy of the model with one layer of each kind, on the meta device, and takes a padded step
+of every shape: nothing runs, and what would be launched is known. It then compiles each kernel once, in forked workers
+that use no GPU (core/compile_ahead.py), into the caches on disk, from which the engine's own process loads them. A file
+says that it was done: later starts do without.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -26,17 +25,14 @@ import torch
 from torch import Tensor
 
 import flashkernel
-from flashkernel.core import env, files
-from flashkernel.core.worker_pool import WorkerPool
+from flashkernel import Weight
+from flashkernel.core import compile_ahead, env, files
+from flashkernel.core.device import Device, properties
 from flashkernel.engine.model_runner import ModelRunner, Progress
-from flashkernel.engine.step_shapes import StepShape, StepShapes
 from flashkernel.engine.transformer import Transformer
 from flashkernel.kvcache import KVCache, PageStorage
 
-MAX_WORKERS = 12
 MIN_BYTES = 64 << 20  # of weights; a smaller model is compiled by the engine's own process
-WORKER_BYTES = 2 << 30  # of GPU memory beside the weights: a context, activations, logits
-TIMEOUT_S = 600.0
 NUM_BLOCKS = 8
 
 
@@ -64,73 +60,73 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bo
     """
     if model.nbytes < MIN_BYTES:
         return False
-    marker = _marker(model, sizes)
-    workers = _num_workers(model)
-    if marker.exists() or workers < 2:
+    markers, workers = _markers(model, sizes), compile_ahead.num_cores()
+    if all(marker.exists() for marker in markers) or workers < 2:
         return False
-    shapes = StepShapes(sizes.max_num_seqs, sizes.max_num_batched_tokens).all()
-    progress("starting compilers", 0, len(shapes))
-    # A process of its own starts the workers: they import the main module, which may be a user's script.
+    progress("starting compilers", 0, 1)
+    total, failures = 0, []
+    # A process of its own forks the workers: this one has used the GPU.
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder, "work.pickle")
-        work.write_bytes(pickle.dumps((_describe(model), sizes, shapes, workers)))
+        work.write_bytes(pickle.dumps((_describe(model), sizes, properties(model.device), workers)))
         start = "import sys; from flashkernel.engine import precompile; precompile.run_workers(sys.argv[1])"
         command = [sys.executable, "-c", start, str(work)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env.of_child()) as process:
             assert process.stdout is not None
-            failures = []
             for line in process.stdout:
                 try:
                     found = json.loads(line)
                 except ValueError:  # what a library prints
                     sys.stderr.write(line)
                     continue
-                progress("compiling in processes", found["done"], len(shapes))
+                total = found["total"]
+                progress("compiling in processes", found["done"], total)
                 failures += found["failures"]
     if process.returncode:
         warnings.warn(f"compiling ahead ended with exit code {process.returncode}; its message is above", stacklevel=2)
     elif failures:
-        warnings.warn(f"{len(failures)} steps were not compiled ahead; the first: {failures[0]}", stacklevel=2)
+        warnings.warn(f"{len(failures)} kernels were not compiled ahead; the first: {failures[0]}", stacklevel=2)
     else:
-        files.write_whole(marker, json.dumps({"shapes": len(shapes)}))
+        for marker in markers:
+            files.write_whole(marker, json.dumps({"kernels": total}))
     return True
 
 
 def run_workers(path: str) -> None:
-    """Compiles what a file describes; prints a line of JSON for each shape."""
-    payload, sizes, shapes, workers = pickle.loads(Path(path).read_bytes())
-    pool = WorkerPool(_compile, (payload, sizes), min(workers, len(shapes)), TIMEOUT_S)
-    for done, (shape, failure, lost) in enumerate(pool.run(_batches(shapes, workers)), 1):
-        failures = [f"{shape}: {failure or lost}"] if failure or lost else []
-        print(json.dumps({"done": done, "failures": failures}), flush=True)
+    """Compiles what a file describes; prints a line of JSON for each kernel."""
+    payload, sizes, device, workers = pickle.loads(Path(path).read_bytes())
+    launches = compile_ahead.distinct(launches_of(payload, sizes, device))
+    found = compile_ahead.compile_all(launches, device.arch, workers, with_launchers=True)
+    for done, compiled in enumerate(found, 1):
+        failures = [f"{compiled.name}: {compiled.failure}"] if compiled.failure else []
+        print(json.dumps({"done": done, "total": len(launches), "failures": failures}), flush=True)
 
 
-def _batches(shapes: list[StepShape], workers: int) -> Iterator[list[StepShape]]:
-    """Neighbouring shapes, which share kernels, go to one worker."""
-    size = max(1, len(shapes) // (2 * workers))
-    ordered = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_decodes))
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+def launches_of(payload: bytes, sizes: EngineSizes, device: Device) -> list[compile_ahead.AnyLaunch]:
+    """What steps of every shape launch on `device`, for the model that `_describe` gave."""
+    with compile_ahead.collect(device) as found:
+        runner = _build(payload, sizes)
+        for shape in runner.shapes.all():
+            runner.run_padding(shape)
+    return found
 
 
-def _num_workers(model: Transformer) -> int:
-    """As many as cores and free memory allow; a worker holds the embedding, the LM head and a layer."""
-    free, _ = torch.cuda.mem_get_info(model.device)
-    each = WORKER_BYTES + 3 * model.weights.embedding.nbytes + model.nbytes // max(1, len(model.layers))
-    return min(MAX_WORKERS, os.cpu_count() or 1, int(free // each))
+def _markers(model: Transformer, sizes: EngineSizes) -> list[Path]:
+    """Files that say that everything is compiled, one in each cache, since either may be emptied.
 
+    Their name has all that kernels depend on.
+    """
+    from triton import knobs
 
-def _marker(model: Transformer, sizes: EngineSizes) -> Path:
-    """The file that says that everything is compiled: its name has all that kernels depend on."""
     package = Path(flashkernel.__file__).parent
     code = hashlib.sha256()
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.cu"), *package.rglob("*.cuh")]):
         code.update(path.read_bytes())
     versions = [metadata.version(name) for name in ("torch", "triton")]
-    device = torch.cuda.get_device_name(model.device), torch.cuda.get_device_capability(model.device)
-    kinds = [_kind(layer) for layer in _distinct(model)]
-    key = repr((model.config, model.dtype, kinds, sizes, versions, device, code.hexdigest()))
-    return env.cache_dir() / "engine" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    kinds = [_kind(part) for part in (model.weights, *_distinct(model))]
+    key = repr((model.config, kinds, sizes, versions, properties(model.device), code.hexdigest()))
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return [env.cache_dir() / "engine" / name, Path(knobs.cache.dir) / "flashkernel" / name]
 
 
 def _distinct(model: Transformer) -> list[Any]:
@@ -141,21 +137,30 @@ def _distinct(model: Transformer) -> list[Any]:
     return list(found.values())
 
 
-def _kind(layer: Any) -> str:
-    return repr([(name, type(x).__name__, getattr(x, "shape", None)) for name, x in sorted(vars(layer).items())])
+def _kind(part: Any) -> str:
+    """Names, shapes, dtypes and formats of the weights of a layer, or of the rest of the model."""
+    return repr([(name, _weight_kind(x)) for name, x in sorted(vars(part).items())])
+
+
+def _weight_kind(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return [_weight_kind(one) for one in x]
+    if isinstance(x, Weight):
+        return x.layout, [_weight_kind(tensor) for tensor in x.tensors]
+    return None if x is None else (tuple(x.shape), x.stride(), x.dtype)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by shape, strides and dtype, without their values."""
+    """Pickles tensors by shape, strides and dtype, without their values: they are read on the meta device."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _empty, (tuple(value.shape), value.stride(), value.dtype, str(value.device))
+            return _empty, (tuple(value.shape), value.stride(), value.dtype)
         return NotImplemented
 
 
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _describe(model: Transformer) -> bytes:
@@ -170,23 +175,6 @@ def _describe(model: Transformer) -> bytes:
     return buffer.getvalue()
 
 
-_runners: dict[bytes, ModelRunner] = {}  # of a worker
-
-
-def _compile(payload: bytes, sizes: EngineSizes, shape: StepShape) -> str:
-    """Runs a padded step in a worker; returns the error, or ""."""
-    try:
-        if payload not in _runners:
-            _runners[payload] = _build(payload, sizes)
-        runner = _runners[payload]
-        runner.run_padding(shape)
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
-    except Exception as error:  # compilers raise anything; the engine's own process meets it again and reports it
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return ""
-
-
 def _build(payload: bytes, sizes: EngineSizes) -> ModelRunner:
     config, weights, layers = pickle.loads(payload)
     model = Transformer(config, weights, layers)
@@ -198,6 +186,4 @@ def _build(payload: bytes, sizes: EngineSizes) -> ModelRunner:
         NUM_BLOCKS, sizes.block_size, most_sequences=sizes.max_num_seqs, most_tokens=sizes.max_model_len,
         storage=storage,
     )  # fmt: skip
-    runner = ModelRunner(model, storage, cache, sizes.max_num_seqs, sizes.max_num_batched_tokens, enforce_eager=True)
-    runner.padded = True
-    return runner
+    return ModelRunner(model, storage, cache, sizes.max_num_seqs, sizes.max_num_batched_tokens, enforce_eager=True)

@@ -16,7 +16,8 @@ from flashkernel.engine.config import HFConfig, ModelError
 
 SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of an 8-bit weight: vLLM's and DeepSeek's names; both multiply
 _FORMATS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
-LAYOUTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+LAYOUTS = ("compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4")
+_NOT_MXFP4 = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 _BY_DTYPE = ("fp8", "mxfp4")  # methods whose tensors say by their names and dtypes what they are
 _PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
@@ -169,6 +170,8 @@ def _compressed(values: Mapping[str, Any], source: str) -> StoredQuantization | 
 def write_weight(weight: Weight, layout: str) -> dict[str, Tensor]:
     """The tensors of a Weight in a layout of LAYOUTS, by the part of the name after the layer's; ValueError if the
     layout has no place for its format."""
+    if layout == "mxfp4":
+        raise ValueError(f"it has experts in MXFP4 alone, not {weight!r}; use the layout 'compressed-tensors'")
     if layout == "awq":
         return layouts.write_awq(weight)
     if layout in ("gptq", "gptq_v2"):
@@ -184,8 +187,21 @@ def write_weight(weight: Weight, layout: str) -> dict[str, Tensor]:
     return found
 
 
+def write_experts(weight: Weight) -> dict[str, Tensor]:
+    """A stack of experts in MXFP4 as gpt-oss's released files have it, by the end of its name.
+
+    `_blocks` are uint8 (experts, out, in / 32, 16), two elements in a byte; `_scales` uint8 (experts, out, in / 32).
+    """
+    if weight.format != "mxfp4" or weight.scales is None:
+        raise ValueError(f"gpt-oss's experts are stored in MXFP4, not in {weight.layout}; quantize them so")
+    scales = weight.scales.contiguous()
+    return {"_blocks": weight.data.reshape(*scales.shape, 16).contiguous(), "_scales": scales}
+
+
 def quantization_config(weight: Weight, layout: str) -> dict[str, Any]:
     """What config.json says of a model whose projections are like `weight`."""
+    if layout == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_MXFP4)}
     columns, symmetric = weight.group_shape[1], weight.zeros is None
     bits = 4 if weight.format in ("int4", "mxfp4") else 8
     if layout in ("gptq", "gptq_v2"):

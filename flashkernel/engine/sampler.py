@@ -89,7 +89,7 @@ class SamplingStates:
         self.rows, self.vocab_size, self.device = rows, vocab_size, device
         self.tensors: dict[str, Tensor] = {}
         self._used: set[int] = set()  # rows that are not in their first state
-        if device.type == "cuda":
+        if device.type != "cpu":
             for name in ("token_counts", "bias_ids", "allowed"):
                 self._need(name)
 
@@ -129,17 +129,17 @@ class SamplingStates:
                 number[token] = number.get(token, 0) + 1
             counts = self._need("token_counts")[row]
             counts.zero_()  # tokens of sequences without penalties are counted as well
-            ids = self._to_device(np.fromiter(number.keys(), dtype=np.int64))
-            counts[ids] = self._to_device(np.fromiter(number.values(), dtype=np.int32))
+            ids = self.to_device(np.fromiter(number.keys(), dtype=np.int64))
+            counts[ids] = self.to_device(np.fromiter(number.values(), dtype=np.int32))
         if entries:
             self._need("bias_ids")
             kinds = {"bias_ids": np.int32, "bias_values": np.float32, "bias_until": np.int32}
             for column, (name, dtype) in zip(zip(*entries), kinds.items()):
-                self.tensors[name][row, : len(column)] = self._to_device(np.array(column, dtype=dtype))
+                self.tensors[name][row, : len(column)] = self.to_device(np.array(column, dtype=dtype))
 
     def set_allowed(self, row: int, words: np.ndarray) -> None:
         """Sets the tokens that may be sampled next: bit t % 32 of word t // 32; words int32."""
-        self._need("allowed")[row].copy_(self._to_device(words), non_blocking=True)
+        self._need("allowed")[row].copy_(self.to_device(words), non_blocking=True)
         self.tensors["restricted"][row] = 1
 
     def _reset(self, row: int) -> None:
@@ -148,7 +148,7 @@ class SamplingStates:
             if name in self.tensors:
                 self.tensors[name][row] = value
 
-    def _to_device(self, values: np.ndarray) -> Tensor:
+    def to_device(self, values: np.ndarray) -> Tensor:
         """Copied without waiting for the device: from pinned memory."""
         tensor = torch.from_numpy(values)
         if self.device.type != "cuda":

@@ -10,6 +10,7 @@ from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 300  # tokens, as OpenAI's API
 MAX_BIAS_ENTRIES = 512  # logit biases of a request, and tokens that min_tokens bans
 MAX_N = 128
 
@@ -139,10 +140,8 @@ class SamplingParams:
         self._check_bias()
 
     def _check_bias(self) -> None:
-        if len(self.logit_bias) > MAX_BIAS_ENTRIES // 2:
-            raise ValueError(
-                f"sampling: logit_bias has {len(self.logit_bias)} tokens; it takes up to {MAX_BIAS_ENTRIES // 2}"
-            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"sampling: logit_bias has {len(self.logit_bias)} tokens; it takes up to {MAX_LOGIT_BIAS}")
         if self.min_tokens and len(self.stop_token_ids) > MAX_BIAS_ENTRIES // 4:
             raise ValueError(
                 f"sampling: stop_token_ids has {len(self.stop_token_ids)} tokens; beside min_tokens it takes up to "

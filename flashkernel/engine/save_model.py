@@ -20,9 +20,10 @@ from flashkernel import Weight
 from flashkernel.engine.architectures import Architecture, StoredWeight, architecture_of
 from flashkernel.engine.checkpoint import Checkpoint, SafetensorsCheckpoint
 from flashkernel.engine.config import ModelConfig, ModelError
-from flashkernel.engine.quantized_checkpoint import LAYOUTS, quantization_config, write_weight
+from flashkernel.engine.quantized_checkpoint import LAYOUTS, quantization_config, write_experts, write_weight
 from flashkernel.engine.tokenizer import Tokenizer
 from flashkernel.engine.transformer import PROJECTIONS, Transformer
+from flashkernel.engine.weight_order import row_order
 
 _COPIED = (
     "tokenizer*",
@@ -41,7 +42,8 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
         model: The model.
         checkpoint: Where it came from: its configuration and tokenizer are saved with it.
         folder: The new folder; it must not exist, or be empty.
-        layout: How quantized weights are stored: "compressed-tensors", "gptq", "gptq_v2" or "awq".
+        layout: How quantized weights are stored: "compressed-tensors", "gptq", "gptq_v2", "awq", or "mxfp4", which is
+            that of gpt-oss's released files: experts in MXFP4, everything else plain.
 
     Raises:
         ModelError: The folder is in use, a weight has no place in the layout, or the disk is full. Nothing is left.
@@ -128,7 +130,8 @@ def _config(model: Transformer, checkpoint: Checkpoint, layout: str) -> dict[str
     values.pop("quantization_config", None)
     values["dtype"] = str(_stored_dtype(model, checkpoint)).removeprefix("torch.")
     values.pop("torch_dtype", None)
-    found = [one for one in (getattr(model.layers[0], name) for name in PROJECTIONS) if isinstance(one, Weight)]
+    given = [row_order(getattr(model.layers[0], name)) for name in PROJECTIONS]
+    found = [one for one in given if isinstance(one, Weight)]
     if found:
         values["quantization_config"] = quantization_config(found[0], layout)
     return values
@@ -144,13 +147,13 @@ def _all_tensors(
         return value.to(dtype) if isinstance(value, Tensor) and value.ndim > 1 else value
 
     for name, stored in architecture.model_weights.items():
-        value = getattr(model.weights, name)
+        value = row_order(getattr(model.weights, name))
         if value is not None and not (name == "lm_head" and config.tie_word_embeddings):
             yield from _stored(narrowed(value), stored, "", config, layout)
     for index, layer in enumerate(model.layers):
         prefix = architecture.layer_prefix.format(index)
         for name, stored in architecture.layer_weights.items():
-            value = getattr(layer, name)
+            value = row_order(getattr(layer, name))
             if value is not None:
                 yield from _stored(narrowed(value), stored, prefix, config, layout)
 
@@ -158,6 +161,10 @@ def _all_tensors(
 def _stored(
     value: Any, stored: StoredWeight, prefix: str, config: ModelConfig, layout: str
 ) -> Iterator[tuple[str, Tensor]]:
+    if layout == "mxfp4" and isinstance(value, Weight) and value.ndim == 3 and "{expert}" not in stored.names[0]:
+        for ending, tensor in write_experts(value).items():
+            yield prefix + stored.names[0] + ending, tensor.cpu()
+        return
     if stored.transposed and isinstance(value, Weight):
         raise ValueError(f"{prefix}{stored.names[0]} is stored (in, out), which quantized layers are not")
     if "{expert}" in stored.names[0]:

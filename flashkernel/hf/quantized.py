@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashkernel.blocks.weight import Weight, WeightBuffers
+from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.ops.gemm import linear
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -19,7 +20,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
     """A linear layer whose weight is a `Weight`; the state dict has `data`, `scales` and `bias`.
 
-    It is a torch.nn.Linear to PEFT, which puts adapters around it.
+    It is a torch.nn.Linear to PEFT, which puts adapters around it. On a Hopper GPU `use_kernel_order` puts the weight
+    into tiles; state dicts have rows all the same, so they fit modules on any device.
     """
 
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -32,6 +34,54 @@ class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """x weight^T + bias."""
         return linear(x, self.weight, self.bias)  # type: ignore[return-value]
+
+    def use_kernel_order(self, dtype: torch.dtype) -> None:
+        """Puts the weight into the order that the kernels of its device read, for activations in `dtype`."""
+        from flashkernel.engine.weight_order import kernel_order
+
+        self._hold(kernel_order(self.weight, dtype))
+
+    def get_extra_state(self) -> str:
+        """The layout in rows, so that tensors of another one are not loaded."""
+        return row_layout(self.weight)
+
+    def set_extra_state(self, state: str) -> None:
+        """ValueError if a state dict has another layout than the module."""
+        if state != row_layout(self.weight):
+            raise ValueError(f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}")
+
+    def _hold(self, weight: Weight) -> None:
+        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
+        self.data, self.scales, self.zeros = weight.data, weight.scales, weight.zeros
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if _in_tiles(self.weight):
+            from flashkernel.engine.weight_order import row_order
+
+            rows = row_order(self.weight)
+            kept = {name: getattr(rows, name) for name in ("data", "scales", "zeros")}
+            destination.update({prefix + name: value for name, value in kept.items() if value is not None})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = [state_dict.get(prefix + name) for name in ("data", "scales", "zeros")]
+        if _in_tiles(self.weight) and given[0] is not None:
+            rows = Weight.from_tensors([one for one in given if one is not None], row_layout(self.weight))
+            tiled = rows.to(self.data.device).tiled()
+            state_dict = dict(state_dict)
+            state_dict.update({prefix + "data": tiled.data, prefix + "scales": tiled.scales})
+            if tiled.zeros is not None:
+                state_dict[prefix + "zeros"] = tiled.zeros
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _in_tiles(weight: Weight) -> bool:
+    return weight.format.endswith(SUFFIX)
+
+
+def row_layout(weight: Weight) -> str:
+    """The layout of a weight when it is in rows."""
+    return weight.layout.replace(SUFFIX, "", 1)
 
 
 def quantize(
@@ -63,7 +113,9 @@ def quantize(
         for child, layer in list(module.named_children()):
             full = f"{name}.{child}" if name else child
             if type(layer) is nn.Linear and not full.endswith(skip):
-                setattr(module, child, QuantizedLinear(Weight.quantize(layer.weight, format, granularity), layer.bias))
+                made = QuantizedLinear(Weight.quantize(layer.weight, format, granularity), layer.bias)
+                made.use_kernel_order(layer.weight.dtype)
+                setattr(module, child, made)
     return model
 
 
@@ -108,7 +160,11 @@ def load_quantized(
         if parameter.is_meta and (reader.has(name) or name not in tied):
             _set(model, name, _plain(reader.read(name), kind, tuple(parameter.shape)), reader.source)
     model.tie_weights()
-    return model.to(device).eval()
+    model = model.to(device)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.use_kernel_order(kind)
+    return model.eval()
 
 
 @contextmanager

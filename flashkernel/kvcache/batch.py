@@ -90,7 +90,7 @@ class BatchTensors:
         self._hosts = [_Host(fields, self.device) for _ in range(2 if self.device.type == "cuda" else 1)]
         self._next_host = 0
         table = torch.zeros((most_sequences, cache.most_pages), dtype=torch.int32, device=self.device)
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             self._bytes = torch.zeros(_offset(fields, None), dtype=torch.uint8, device=self.device)
             self._views = _views(self._bytes, fields)
         else:
@@ -226,7 +226,7 @@ class BatchTensors:
         changed = np.nonzero(self._versions[:batch] != versions)[0]
         count = changed.size
         width = int(cache.page_counts[rows[changed]].max()) if count else 0
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             if width:
                 self._host_table[changed, :width] = cache.page_table[rows[changed], :width]
         else:

@@ -233,8 +233,8 @@ def parser_for(template: str | None, with_tools: bool) -> OutputParser:
     return JsonCalls()
 
 
-def required_schema(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The JSON schema of a list of calls of these tools."""
+def required_schema(tools: Sequence[Mapping[str, Any]], several: bool = True) -> str:
+    """The JSON schema of a list of calls of these tools; of one call, unless `several` are allowed."""
     kinds = [
         {
             "type": "object",
@@ -244,7 +244,8 @@ def required_schema(tools: Sequence[Mapping[str, Any]]) -> str:
         }
         for tool in tools
     ]
-    return json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": kinds}})
+    most = {} if several else {"maxItems": 1}
+    return json.dumps({"type": "array", "minItems": 1, **most, "items": {"anyOf": kinds}})
 
 
 def _json_calls(text: str) -> list[ToolCall] | None:

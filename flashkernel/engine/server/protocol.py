@@ -32,7 +32,7 @@ NO_EFFECT = {
 }  # fmt: skip
 # what cannot be served -> values that ask for nothing
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
+    "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "previous_response_id": (),
     "background": (False,),
 }  # fmt: skip
@@ -185,6 +185,12 @@ class GenerationRequest(_Strict):
 class CompletionRequest(GenerationRequest):
     prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]]
     logprobs: int | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, self.n or 1):  # equal numbers choose nothing
+            raise bad_request(f"best_of is {self.best_of}; this server cannot do that. Leave it out", "best_of")
 
     def token_limit(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -298,7 +304,7 @@ class ChatRequest(GenerationRequest):
         if isinstance(self.tool_choice, NamedTool):
             return StructuredOutputs(json_schema=json.dumps(forced[0].parameters or {"type": "object"}))
         tools = [function.model_dump(include={"name", "parameters"}) for function in forced]
-        return StructuredOutputs(json_schema=output_parsers.required_schema(tools))
+        return StructuredOutputs(json_schema=output_parsers.required_schema(tools, self.parallel_tool_calls is not False))
 
     def parser(self, template: str | None) -> OutputParser:
         """What the text is taken apart by."""

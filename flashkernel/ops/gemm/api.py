@@ -133,7 +133,7 @@ def linear(
     in_tiles = chosen.name == "hopper" and quantized and spec.in_tiles(formats["weight"])
     dense_rows = rows > MOST_ROWS and not quantized
     by_matmul = (chosen.name == "hopper" and not in_tiles) or (chosen.name == "triton" and (dense_rows or in_8_bits))
-    if norm_weight is not None and chosen.name == "torch" and backend is None and x.is_cuda:
+    if norm_weight is not None and chosen.name == "torch" and backend is None and x.device.type != "cpu":
         x, norm_weight = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset), None  # type: ignore[assignment]
     if (chosen.composite and not in_tiles) or by_matmul:
         if main_grads is not None and chosen.name == "reference":

@@ -19,6 +19,7 @@ from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.core.arguments import as_rows, without_autocast
 from flashkernel.core.backends import installed
+from flashkernel.core.device import properties
 from flashkernel.core.library import KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS
@@ -218,7 +219,7 @@ _linear = KernelOp(
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The matrix of a quantized weight in `dtype`: on a GPU by one kernel, for the formats that it reads."""
-    if weight.device.type != "cuda" or not _has_kernel(weight):
+    if properties(weight.device).kind == "cpu" or not _has_kernel(weight):
         return weight.dequantize(dtype)
     return _dequantize(weight.data, list(weight.tensors[1:]), weight.layout, dtype)
 
