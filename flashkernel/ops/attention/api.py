@@ -132,7 +132,7 @@ def attention(
     out, lse = library.attention(
         chosen.target, AttentionInputs(q, k, v, bias, sinks, alibi_slopes), mask, score,
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), float(dropout),
-        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
+        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed), bool(deterministic),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -17,7 +17,7 @@ from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
 def attention(
     kernels: str, inputs: AttentionInputs, mask: Mask | None, score: ex.Traced | None, scale: float, softcap: float,
-    dropout: float, seed: int | Tensor,
+    dropout: float, seed: int | Tensor, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) by the kernels of a backend; differentiable in every tensor of `inputs`."""
     on_device = isinstance(seed, Tensor)
@@ -25,14 +25,17 @@ def attention(
         *inputs, seed if on_device else None,
         [] if mask is None else list(mask.tables), [] if score is None else list(score.tables),
         "" if mask is None else mask.text, "" if score is None else score.text,
-        scale, softcap, dropout, 0 if on_device else seed, kernels,
+        scale, softcap, dropout, 0 if on_device else seed, deterministic, kernels,
     )  # fmt: skip
 
 
-def _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed) -> AttentionParams:
+def _params(
+    device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed, deterministic
+) -> AttentionParams:
     return AttentionParams(
         recalled(mask, mask_tables) if mask else None, scale, softcap,
         ex.recall(score, score_tables) if score else None, dropout, seed if device_seed is None else device_seed,
+        deterministic,
     )  # fmt: skip
 
 
@@ -48,9 +51,9 @@ def _inputs(q, k, v, bias, sinks, alibi_slopes) -> AttentionInputs:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None,
     device_seed: Tensor | None, mask_tables: list[Tensor], score_tables: list[Tensor], mask: str, score: str,
-    scale: float, softcap: float, dropout: float, seed: int, kernels: str,
+    scale: float, softcap: float, dropout: float, seed: int, deterministic: bool, kernels: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
+    params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed, deterministic)
     return resolve(kernels).forward(_inputs(q, k, v, bias, sinks, alibi_slopes), params)
 
 
@@ -63,10 +66,10 @@ def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None, o: Tensor, lse: Tensor, device_seed: Tensor | None, mask_tables: list[Tensor],
     score_tables: list[Tensor], mask: str, score: str, scale: float, softcap: float, dropout: float, seed: int,
-    want_bias: bool, kernels: str,
+    deterministic: bool, want_bias: bool, kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias, dsinks, dslopes); those without an input, or not wanted, are empty."""
-    params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed)
+    params = _params(device_seed, mask_tables, score_tables, mask, score, scale, softcap, dropout, seed, deterministic)
     dq, dk, dv, dbias, dsinks, dslopes = resolve(kernels).backward(
         unit_stride(do), None if dlse is None else dlse.contiguous(), _inputs(q, k, v, bias, sinks, alibi_slopes),
         o, lse, params, want_bias and bias is not None,
@@ -109,7 +112,7 @@ def _autograd_backward(ctx, do, dlse):
     )  # fmt: skip
     given = (q, k, v, bias if ctx.want_bias else None, sinks, alibi_slopes)
     picked = [None if x is None else gradient for x, gradient in zip(given, gradients)]
-    return *picked, None, [None] * num_mask_tables, [None] * num_score_tables, *[None] * 7
+    return *picked, None, [None] * num_mask_tables, [None] * num_score_tables, *[None] * 8
 
 
 _attention_backward = KernelOp("attention_backward", _backward, _fake_backward)

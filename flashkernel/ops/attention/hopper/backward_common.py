@@ -289,7 +289,9 @@ def before_first_block(work_tile, member, args):
 @gluon.jit
 def first_dq_block(work_tile, args, VARLEN: gl.constexpr):
     """Returns the index in dq_accum of the first block of a work tile's first query head."""
-    if VARLEN:
+    if args.dq_accum is None:
+        block = gl.to_tensor(0)
+    elif VARLEN:
         sequence = sequence_of(work_tile, args.work_tiles)
         block = work_tile.head * args.group_size * args.q_blocks + sequence.block
     else:

@@ -13,7 +13,7 @@ from flashkernel.core.versions import triton_version
 from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, MEDIUM_CONTEXT, bucket
 
 _SHORT_CONTEXT = 1024  # visible keys, up to which a third warpgroup computes dQ
-_DQ_MODES = ("atomic", "tma_reduce", "dq_warpgroup")
+_DQ_MODES = ("atomic", "tma_reduce", "dq_warpgroup", "dq_kernel")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class BackwardConfig:
         kv_stages: work tiles whose K and V are in shared memory. With two, the next work tile's are loaded meanwhile.
         dq_mode: how dQ is added to its float32 accumulator. "atomic": by both warpgroups, half of a block each, from
             registers. "tma_reduce": likewise, through shared memory by TMA. "dq_warpgroup": by a third warpgroup.
+            "dq_kernel": not at all; a kernel of its own computes dQ in a fixed order (backward_dq_kernel.py).
         block_n: keys of a work tile.
     """
 
@@ -55,7 +56,7 @@ def _valid(config: BackwardConfig, device: Device, shape: Mapping[str, int]) -> 
         return "dq_mode tma_reduce needs blocks of 128 queries"
     kv_bytes = config.kv_stages * 2 * 128 * (head_dim + value_dim)
     q_bytes = config.num_stages * config.block_m * (2 * (head_dim + value_dim) + 8)  # Q, dO, LSE, delta
-    ds_bytes = 2 * 2 * 128 * config.block_m
+    ds_bytes = 0 if config.dq_mode == "dq_kernel" else 2 * 2 * 128 * config.block_m
     dq_bytes = 4 * config.block_m * head_dim if config.dq_mode == "tma_reduce" else 0
     return _fits(config, device, kv_bytes + q_bytes + ds_bytes + dq_bytes)
 
@@ -97,24 +98,27 @@ BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _spa
 
 @dataclass(frozen=True)
 class WideBackwardConfig:
-    """Launch config of heads wider than 128: `num_stages` blocks of 64 queries in flight."""
+    """Launch config of heads wider than 128: `num_stages` blocks of 64 queries in flight, and `dq_mode` as in
+    `BackwardConfig`, "atomic" or "dq_kernel"."""
 
     num_stages: int
+    dq_mode: str = "atomic"
     block_n: ClassVar[int] = 64
     block_m: ClassVar[int] = 64
     kv_stages: ClassVar[int] = 1
     fold_lse: ClassVar[bool] = False
     fold_delta: ClassVar[bool] = False
-    dq_mode: ClassVar[str] = "atomic"
 
 
 def _wide_valid(config: WideBackwardConfig, device: Device, shape: Mapping[str, int]) -> str | None:
     head_dim, value_dim = block(shape["head_dim"]), block(shape["value_dim"])
     if max(head_dim, value_dim) > 256:
         return f"heads must be at most 256 wide, not {shape['head_dim']} and {shape['value_dim']}"
+    if config.dq_mode not in ("atomic", "dq_kernel"):
+        return f"dq_mode must be atomic or dq_kernel for heads wider than 128, not {config.dq_mode}"
     kv_bytes = 2 * 64 * (head_dim + value_dim)
     q_bytes = config.num_stages * (2 * 64 * (head_dim + value_dim) + 8 * 64)  # Q, dO, LSE, delta
-    p_bytes, ds_bytes = 4 * 64 * 64, 2 * 2 * 64 * 64
+    p_bytes, ds_bytes = 4 * 64 * 64, 0 if config.dq_mode == "dq_kernel" else 2 * 2 * 64 * 64
     return _fits(config, device, kv_bytes + q_bytes + p_bytes + ds_bytes)
 
 
@@ -125,7 +129,8 @@ def _wide_heuristic(device: Device, shape: Mapping[str, int]) -> WideBackwardCon
 
 def _wide_space(device: Device, shape: Mapping[str, int]) -> Iterator[WideBackwardConfig]:
     for num_stages in (2, 3, 4):
-        yield WideBackwardConfig(num_stages)
+        for dq_mode in ("atomic", "dq_kernel"):
+            yield WideBackwardConfig(num_stages, dq_mode)
 
 
 WIDE_BACKWARD = Tunable(

@@ -8,7 +8,7 @@ two consumer warpgroups. It iterates over the blocks of queries that see them, o
 
 The scores are transposed, so that P^T and dS^T are in the registers from which the tensor cores read them for dV and
 dK. Only dS^T goes through shared memory: dQ sums over the keys of both warpgroups. dQ is added to a float32 accumulator
-in global memory (dq_accum), in one of three ways (TRAITS.DQ_MODE):
+in global memory (dq_accum), in one of three ways, or left to another kernel (TRAITS.DQ_MODE):
 
 - "atomic": each warpgroup computes half of a block's dQ, one step late, after dS of the next block: neither waits for
   the other's dS. It adds its half by atomics from registers.
@@ -16,6 +16,7 @@ in global memory (dq_accum), in one of three ways (TRAITS.DQ_MODE):
   are free at once.
 - "dq_warpgroup": a third consumer warpgroup computes dQ^T = K^T dS. It takes registers that only narrow heads and
   blocks of 64 queries leave.
+- "dq_kernel": not here. backward_dq_kernel.py computes dQ, in a fixed order; this kernel has four products.
 
 A product is always awaited in the step that issues it; ptxas serialises all of them otherwise.
 """
@@ -101,6 +102,7 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
+    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     DQ_COLUMNS: gl.constexpr = HEAD_DIM if BLOCK_M == 128 else HEAD_DIM // 2  # of a warpgroup's half, [64, DQ_COLUMNS]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # [64 keys, BLOCK_M queries]
     QUERY_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)  # [BLOCK_M]
@@ -171,17 +173,18 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             else:
                 ds = p * dp
             ds_half = ds.to(dtype)
-            if DQ_WARPGROUP:
-                mbarrier.wait(exchange.ds_empty.index(1 - prev), (((step + 1) >> 1) & 1) ^ 1)
-            else:  # who has released the step before has read dS of the one before that
-                last = step + 2 * NUM_STAGES - 1  # a round further, where it has the same stage and phase
-                mbarrier.wait(barriers.q_empty.index(last % NUM_STAGES), (last // NUM_STAGES) & 1)
-            exchange.ds.index(1 - prev).slice(w * 64, 64, dim=0).store(ds_half)
-            fence_async_shared()
-            _arrive(exchange.ds_full.index(1 - prev), DQ_WARPGROUP)
+            if not DQ_KERNEL:
+                if DQ_WARPGROUP:
+                    mbarrier.wait(exchange.ds_empty.index(1 - prev), (((step + 1) >> 1) & 1) ^ 1)
+                else:  # who has released the step before has read dS of the one before that
+                    last = step + 2 * NUM_STAGES - 1  # a round further, where it has the same stage and phase
+                    mbarrier.wait(barriers.q_empty.index(last % NUM_STAGES), (last // NUM_STAGES) & 1)
+                exchange.ds.index(1 - prev).slice(w * 64, 64, dim=0).store(ds_half)
+                fence_async_shared()
+                _arrive(exchange.ds_full.index(1 - prev), DQ_WARPGROUP)
             # dK += dS^T Q, and dQ = dS K of the step before
             ds_operand = gl.convert_layout(ds_half, gl.DotOperandLayout(0, DK_LAYOUT, 2))
-            if DQ_WARPGROUP:
+            if DQ_WARPGROUP or DQ_KERNEL:
                 dk_mma = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
                 dv, dk = warpgroup_mma_wait(0, deps=[dv_mma, dk_mma])
             else:
@@ -199,7 +202,7 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
         dq_block_base += args.q_blocks
     work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
     # dK and dV leave through the buffers of K and V; of V each warpgroup has read its own rows only.
-    if DQ_WARPGROUP:
+    if DQ_WARPGROUP or DQ_KERNEL:
         own_v.store(dv.to(dtype))
         cursor = before_first_block(work_tile, 0, args)
     else:
@@ -211,7 +214,8 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
         cursor = before_first_block(work_tile, 0, args)
         if prev_dq_block >= 0:
             _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
-    mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
+    if not DQ_KERNEL:  # else a warpgroup has read its own rows of K only
+        mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
     own_k.store((dk * args.scores.softmax_scale).to(dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.kv_done.index(kv_stage), count=1)
@@ -225,8 +229,8 @@ def _consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     With blocks of 64 queries there is code for each stage of K and V, at addresses that the compiler knows: the loop
     over steps is a tenth shorter. Blocks of 128 lack the registers that this takes.
     """
-    # The very first step finds a dS before it.
-    _arrive(args.exchange.ds_full.index(0), TRAITS.DQ_MODE == "dq_warpgroup")
+    if TRAITS.DQ_MODE != "dq_kernel":  # the very first step finds a dS before it
+        _arrive(args.exchange.ds_full.index(0), TRAITS.DQ_MODE == "dq_warpgroup")
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     KV_STAGES: gl.constexpr = TRAITS.KV_STAGES
@@ -296,12 +300,15 @@ def attention_backward(
     max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
     softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
+    """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
+    descriptors; tables are `TileTables`."""
     BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
     DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
     buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_M], q.dtype)
-    ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], DS_LAYOUT)
+    ds_buffers = buffers.k  # not used
+    if TRAITS.DQ_MODE != "dq_kernel":
+        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], DS_LAYOUT)
     dq_buffers = ds_buffers  # not used
     if TRAITS.DQ_MODE == "tma_reduce":
         dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 64, TRAITS.HEAD_DIM], dq_accum.layout)

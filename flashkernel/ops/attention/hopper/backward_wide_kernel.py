@@ -10,7 +10,8 @@ blocks of 64 queries, and share the products:
 P^T is passed on in float32, from each thread to the same thread of the other warpgroup: nothing is rounded, and there
 are no bank conflicts. Each warpgroup computes half of the columns of dQ = dS K and adds them to a float32 accumulator
 in global memory (dq_accum) by atomics. The dV warpgroup computes its half one step late, so that it never waits for the
-other: while one computes exponentials, the other has products under way.
+other: while one computes exponentials, the other has products under way. With DQ_MODE "dq_kernel" dQ is computed by
+backward_dq_kernel.py, and dS^T stays in registers.
 """
 
 from typing import Any, NamedTuple
@@ -74,6 +75,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     """
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
@@ -130,12 +132,14 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 mbarrier.arrive(exchange.p_full.index(0), count=1)
                 # dV += P^T dO, and the left half of dQ = dS K of the step before
                 mbarrier.wait(barriers.do_full.index(stage), phase)
-                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
+                if not DQ_KERNEL:
+                    dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
                 dv_mma = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq_mma])
-                if prev_dq_block >= 0:
-                    atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
-                prev_dq_block = dq_block_base + block
+                if not DQ_KERNEL:
+                    dq = warpgroup_mma_wait(1, deps=[dq_mma])
+                    if prev_dq_block >= 0:
+                        atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
+                    prev_dq_block = dq_block_base + block
                 dv = warpgroup_mma_wait(0, deps=[dv_mma])
                 consumer_release(barriers.do_empty.index(stage))
                 step += 1
@@ -143,15 +147,18 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
             dq_block_base += args.q_blocks
         last = (step + 1) & 1
         mbarrier.wait(exchange.ds_full.index(last), ((step - 1) >> 1) & 1)
-        dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
+        if not DQ_KERNEL:
+            dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         v_tile.store(dv.to(dtype))  # the last dS is there: V has been read for the last time
-        dq = warpgroup_mma_wait(0, deps=[dq_mma])
+        if not DQ_KERNEL:
+            dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(0), count=1)
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
-        if prev_dq_block >= 0:
-            atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
+        if not DQ_KERNEL:  # noqa: SIM102  decided by the compiler, unlike the next
+            if prev_dq_block >= 0:
+                atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
         tile_index += 1
 
 
@@ -160,6 +167,7 @@ def _consume_dk(args, TRAITS: gl.constexpr):
     """The dK warpgroup: dS, dK, and the right half of dQ."""
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
@@ -199,17 +207,20 @@ def _consume_dk(args, TRAITS: gl.constexpr):
                 p = _from_register_order(exchange.p.index(0).load(flat_zeros.type.layout), S_LAYOUT)
                 ds = (p * (dp + neg_delta)).to(dtype)
                 ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, DK_LAYOUT, 2))
-                exchange.ds.index(current).store(ds)
-                fence_async_shared()
+                if not DQ_KERNEL:
+                    exchange.ds.index(current).store(ds)
+                    fence_async_shared()
                 mbarrier.arrive(exchange.ds_full.index(current), count=1)
                 consumer_release(barriers.do_empty.index(stage))
                 # dK += dS^T Q, and the right half of dQ = dS K
                 mbarrier.wait(barriers.q_full.index(stage), phase)
-                mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
-                dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM // 2)
+                if not DQ_KERNEL:
+                    mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
+                    dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM // 2)
                 dk_mma = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq_mma])
-                atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, HEAD_DIM // 2)
+                if not DQ_KERNEL:
+                    dq = warpgroup_mma_wait(1, deps=[dq_mma])
+                    atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, HEAD_DIM // 2)
                 dk = warpgroup_mma_wait(0, deps=[dk_mma])
                 consumer_release(barriers.q_empty.index(stage))
                 step += 1
@@ -229,11 +240,14 @@ def attention_backward_wide(
     max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
     softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
+    """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
+    descriptors; tables are `TileTables`."""
     buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
     p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], lse_delta.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
-    ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
+    ds_buffers = buffers.k  # not used
+    if TRAITS.DQ_MODE != "dq_kernel":
+        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
     kv_full = new_barriers(1, 1)
     kv_done = new_barriers(1, 2)
     q_full = new_barriers(TRAITS.NUM_STAGES, 1)

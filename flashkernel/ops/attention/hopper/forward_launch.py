@@ -118,7 +118,9 @@ def launch_forward(
     seqlen_q, heads, head_dim = q.shape[1:]
     # With a softcap or a scale <= 0 the largest product is not the largest score: S is scaled before the row max.
     scale_first = params.softcap > 0 or params.scale <= 0
-    traits = _traits(config, params, block(head_dim), block(v.shape[3]), fixed_max, scale_first, sinks is not None)
+    traits = forward_traits(
+        config, params, block(head_dim), block(v.shape[3]), fixed_max, scale_first, sinks is not None
+    )
     traits = traits._replace(VARLEN=scheduled.varlen)
     mask, _, _, _, mask_tables = params.functions()
     q_box, kv_box = (config.block_m, config.pack_gqa), (config.block_n, 1)
@@ -131,7 +133,7 @@ def launch_forward(
     )  # fmt: skip
 
 
-def _traits(
+def forward_traits(
     config: Forward, params: AttentionParams, head_dim: int, value_dim: int, fixed_max: bool, scale_first: bool,
     has_sinks: bool,
 ) -> ForwardTraits:  # fmt: skip
@@ -161,8 +163,11 @@ def _traits(
 
 
 def _forward_config(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward:
+    return unpacked_by_head(tune.pick(FORWARD, device.properties(q.device), config_shape(q, k, v, params)), params)
+
+
+def unpacked_by_head(config: Forward, params: AttentionParams) -> Forward:
     """Returns the config of a call; heads are not packed if the mask differs between them."""
-    config: Forward = tune.pick(FORWARD, device.properties(q.device), config_shape(q, k, v, params))
     if params.mask is not None and "h" in params.mask.depends:
         return replace(config, pack_gqa=1)
     return config
