@@ -73,15 +73,22 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> BackwardConfig:
     fewer_registers = (triton_version() or (0, 0)) >= (3, 9)
     visible = shape["mean_visible_keys"]
     if max(block(shape["head_dim"]), block(shape["value_dim"])) == 64:
-        if visible <= _SHORT_CONTEXT or (fewer_registers and shape["masked"] and shape["group_size"] == 1):
+        if (
+            visible <= _SHORT_CONTEXT
+            or shape["has_tables"]
+            or (fewer_registers and shape["masked"] and shape["group_size"] == 1)
+        ):
             windowed = 2 * visible < shape["seqlen_k"]  # work tiles have few blocks
             stages = 4 if windowed else 3
-            return BackwardConfig(64, stages, fold_lse=True, fold_delta=True, dq_mode="dq_warpgroup")
+            kv_stages = 1 if shape["has_tables"] else 2
+            return BackwardConfig(
+                64, stages, fold_lse=True, fold_delta=True, kv_stages=kv_stages, dq_mode="dq_warpgroup"
+            )
         if shape["group_size"] > 1:  # the loop over heads takes the registers that the TMA reduction needs
             return BackwardConfig(128, 2, fold_lse=False, fold_delta=True)
         return BackwardConfig(128, 2, fold_lse=False, fold_delta=True, kv_stages=1, dq_mode="tma_reduce")
     # A second stage of K and V hides a work tile's prologue; long work tiles gain more from steps that are shorter.
-    kv_stages = 2 if visible <= MEDIUM_CONTEXT and not fewer_registers else 1
+    kv_stages = 2 if visible <= MEDIUM_CONTEXT and not fewer_registers and not shape["has_tables"] else 1
     return BackwardConfig(64, 2, fold_lse=True, fold_delta=True, kv_stages=kv_stages)
 
 

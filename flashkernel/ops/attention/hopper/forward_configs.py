@@ -120,11 +120,13 @@ def _fixed_max_config(head_dim: int, pack_gqa: int, shape: Mapping[str, int]) ->
 def _online_config(head_dim: int, pack_gqa: int, shape: Mapping[str, int]) -> Forward:
     """Narrow K blocks update the row max more often: only where few keys are visible."""
     visible = shape["mean_visible_keys"]
+    if head_dim == 64 and shape["has_tables"]:  # reading them takes registers
+        return Forward(3, 64, 6, pack_gqa, 160, overlap=True)
     if head_dim == 64:
         if visible <= MEDIUM_CONTEXT:
             return Forward(4, 64, 8, pack_gqa, 112, overlap=True)
         return Forward(3, 128, 3, pack_gqa, 160, overlap=True)
-    if visible <= SHORT_CONTEXT:
+    if visible <= SHORT_CONTEXT or shape["has_tables"]:
         return Forward(2, 64, 4, pack_gqa, 240, overlap=True)
     return Forward(2, 128, 2, pack_gqa, 240, overlap=pack_gqa == 1)  # packed work tiles are long
 

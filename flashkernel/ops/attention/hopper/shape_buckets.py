@@ -16,4 +16,5 @@ def bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
         power_of_2(shape["seqlen_q"]), power_of_2(shape["seqlen_k"]), power_of_2(shape["mean_visible_keys"]),
         block(shape["head_dim"]), block(shape["value_dim"]), shape["group_size"], shape["fixed_max"], shape["masked"],
+        shape["has_tables"],
     )  # fmt: skip

@@ -173,6 +173,7 @@ def _config_shape(
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "mean_visible_keys": min(visible, mean_k),
         "head_dim": heads.head_dim, "value_dim": heads.value_dim, "group_size": heads.heads // heads.kv_heads,
         "fixed_max": int(dtype == torch.bfloat16), "masked": int(params.mask is not None),
+        "has_tables": 0,
     }  # fmt: skip
 
 
