@@ -10,7 +10,13 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
 from flashkernel.core.tune import head_block as block
 from flashkernel.core.versions import triton_version
-from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, MEDIUM_CONTEXT, bucket
+from flashkernel.ops.attention.hopper.shape_buckets import (
+    BARRIER_BYTES,
+    MEDIUM_CONTEXT,
+    bucket,
+    can_split,
+    no_split,
+)
 
 _SHORT_CONTEXT = 1024  # visible keys, up to which a third warpgroup computes dQ
 _DQ_MODES = ("atomic", "tma_reduce", "dq_warpgroup", "dq_kernel")
@@ -29,6 +35,7 @@ class BackwardConfig:
         dq_mode: how dQ is added to its float32 accumulator. "atomic": by both warpgroups, half of a block each, from
             registers. "tma_reduce": likewise, through shared memory by TMA. "dq_warpgroup": by a third warpgroup.
             "dq_kernel": not at all; a kernel of its own computes dQ in a fixed order (backward_dq_kernel.py).
+        split_heads: of heads such as 80 or 96, only columns with data are multiplied (head_split.py).
         block_n: keys of a work tile.
     """
 
@@ -38,6 +45,7 @@ class BackwardConfig:
     fold_delta: bool
     kv_stages: int = 2
     dq_mode: str = "atomic"
+    split_heads: bool = False
     block_n: ClassVar[int] = 128
 
 
@@ -54,6 +62,8 @@ def _valid(config: BackwardConfig, device: Device, shape: Mapping[str, int]) -> 
         return "dq_mode dq_warpgroup needs blocks of 64 queries and heads at most 64 wide"
     if config.dq_mode == "tma_reduce" and config.block_m != 128:
         return "dq_mode tma_reduce needs blocks of 128 queries"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     kv_bytes = config.kv_stages * 2 * 128 * (head_dim + value_dim)
     q_bytes = config.num_stages * config.block_m * (2 * (head_dim + value_dim) + 8)  # Q, dO, LSE, delta
     ds_bytes = 0 if config.dq_mode == "dq_kernel" else 2 * 2 * 128 * config.block_m
@@ -97,7 +107,10 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[BackwardConfig]
         for num_stages, kv_stages in ((2, 2), (3, 2), (2, 1), (3, 1)):
             for fold_lse, fold_delta in ((False, False), (False, True), (True, True)):
                 for dq_mode in _DQ_MODES:
-                    yield BackwardConfig(block_m, num_stages, fold_lse, fold_delta, kv_stages, dq_mode)
+                    for split_heads in (False, True) if can_split(shape) else (False,):
+                        yield BackwardConfig(
+                            block_m, num_stages, fold_lse, fold_delta, kv_stages, dq_mode, split_heads
+                        )  # fmt: skip
 
 
 BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _space, _valid, bucket)
@@ -105,11 +118,12 @@ BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _spa
 
 @dataclass(frozen=True)
 class WideBackwardConfig:
-    """Launch config of heads wider than 128: `num_stages` blocks of 64 queries in flight, and `dq_mode` as in
-    `BackwardConfig`, "atomic" or "dq_kernel"."""
+    """Launch config of heads wider than 128: `num_stages` blocks of 64 queries in flight, and `dq_mode` ("atomic" or
+    "dq_kernel") and `split_heads` as in `BackwardConfig`."""
 
     num_stages: int
     dq_mode: str = "atomic"
+    split_heads: bool = False
     block_n: ClassVar[int] = 64
     block_m: ClassVar[int] = 64
     kv_stages: ClassVar[int] = 1
@@ -123,6 +137,8 @@ def _wide_valid(config: WideBackwardConfig, device: Device, shape: Mapping[str, 
         return f"heads must be at most 256 wide, not {shape['head_dim']} and {shape['value_dim']}"
     if config.dq_mode not in ("atomic", "dq_kernel"):
         return f"dq_mode must be atomic or dq_kernel for heads wider than 128, not {config.dq_mode}"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     kv_bytes = 2 * 64 * (head_dim + value_dim)
     q_bytes = config.num_stages * (2 * 64 * (head_dim + value_dim) + 8 * 64)  # Q, dO, LSE, delta
     p_bytes, ds_bytes = 4 * 64 * 64, 0 if config.dq_mode == "dq_kernel" else 2 * 2 * 64 * 64
@@ -137,7 +153,8 @@ def _wide_heuristic(device: Device, shape: Mapping[str, int]) -> WideBackwardCon
 def _wide_space(device: Device, shape: Mapping[str, int]) -> Iterator[WideBackwardConfig]:
     for num_stages in (2, 3, 4):
         for dq_mode in ("atomic", "dq_kernel"):
-            yield WideBackwardConfig(num_stages, dq_mode)
+            for split_heads in (False, True) if can_split(shape) else (False,):
+                yield WideBackwardConfig(num_stages, dq_mode, split_heads)
 
 
 WIDE_BACKWARD = Tunable(

@@ -8,7 +8,7 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
 from flashkernel.core.tune import head_block as block
 from flashkernel.ops.attention.hopper.forward_configs import Forward, packed_heads, register_error
-from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, bucket
+from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, bucket, can_split, no_split
 
 _MAX_STAGES = 4  # with more, K and V of a stage share a named barrier; here V is released before K
 
@@ -16,6 +16,8 @@ _MAX_STAGES = 4  # with more, K and V of a stage share a named barrier; here V i
 def _valid(config: Forward, device: Device, shape: Mapping[str, int]) -> str | None:
     if config.overlap:
         return "work tiles do not overlap: dQ leaves through the buffer of Q"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     if not 2 <= config.num_stages <= _MAX_STAGES:
         return f"{config} must have 2 to {_MAX_STAGES} stages"
     if shape["group_size"] % config.pack_gqa:
@@ -45,7 +47,8 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward]:
         for num_consumers, registers in ((2, 240), (3, 160)):
             for block_n in (32, 64, 128):
                 for num_stages in (2, 3, 4):
-                    yield Forward(num_consumers, block_n, num_stages, pack_gqa, registers)
+                    for split_heads in (False, True) if can_split(shape) else (False,):
+                        yield Forward(num_consumers, block_n, num_stages, pack_gqa, registers, False, split_heads)
 
 
 BACKWARD_DQ = Tunable("attention_hopper_backward_dq", Forward, _heuristic, _space, _valid, bucket)

@@ -22,11 +22,20 @@ from flashkernel.core.gluon import (
     mbarrier,
     store_tile,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.backward_common import probabilities
 from flashkernel.ops.attention.hopper.forward_kernel import SIZES
+from flashkernel.ops.attention.hopper.head_split import (
+    issue_columns,
+    issue_over_columns,
+    left_columns,
+    num_products,
+    store_columns,
+    times,
+    wait_columns,
+    zero_columns,
+)
 from flashkernel.ops.attention.hopper.pipeline import (
     advance,
     consumer_release_k,
@@ -101,7 +110,7 @@ def _score_gradient(p, capped, dp, delta, TRAITS: gl.constexpr):
 def _issue_dp(do_tile, v_buffers, stage, zeros, TRAITS: gl.constexpr):
     """Issues dP = dO V^T, [64, BLOCK_N]."""
     v_tile = v_buffers.index(stage).reshape([TRAITS.BLOCK_N, TRAITS.VALUE_DIM])
-    return warpgroup_mma(do_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return issue_over_columns(do_tile, v_tile, zeros, False, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
 
 
 @gluon.jit
@@ -114,7 +123,11 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
     BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
+    DP_PRODUCTS: gl.constexpr = num_products(TRAITS.VALUE_TAIL)
+    DQ_PRODUCTS: gl.constexpr = num_products(HEAD_TAIL)
+    DQ_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DQ_LAYOUT, 2)
     buffers, barriers, tables = args.buffers, args.barriers, args.tables
     dtype: gl.constexpr = buffers.k.dtype
@@ -130,7 +143,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
         neg_lse, delta = _load_rows(args, work_tile, w, gl.SliceLayout(1, S_LAYOUT), TRAITS)
         mbarrier.wait(barriers.q_full.index(slot), phase)
         state = skip_blocks(barriers, state, skipped, NUM_CONSUMERS, NUM_STAGES)
-        dq = gl.zeros([64, HEAD_DIM], gl.float32, DQ_LAYOUT)
+        dq = zero_columns(HEAD_DIM, HEAD_TAIL)
         ds_operand = gl.convert_layout(zeros.to(dtype), DS_LAYOUT)
         if num_visited > 0:  # prologue: dS of the first K block
             stage, phase = state
@@ -140,7 +153,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             dp_issued = _issue_dp(do_tile, buffers.v, stage, zeros, TRAITS)
             block, masked = cursor.block, cursor.masked
             cursor = advance(cursor, tables)
-            s = warpgroup_mma_wait(1, deps=[s_issued])
+            s = warpgroup_mma_wait(DP_PRODUCTS, deps=[s_issued])
             p, capped = _masked_probabilities(s, neg_lse, block, masked, work_tile, args, w, MASK, TRAITS)
             dp = warpgroup_mma_wait(0, deps=[dp_issued])
             consumer_release_v(stage, NUM_CONSUMERS, NUM_STAGES)
@@ -155,26 +168,26 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             mbarrier.wait(barriers.v_full.index(stage), phase)
             dp_issued = _issue_dp(do_tile, buffers.v, stage, zeros, TRAITS)
             k_tile = buffers.k.index(k_stage).reshape([BLOCK_N, HEAD_DIM])
-            dq_issued = warpgroup_mma(ds_operand, k_tile, dq, is_async=True)
+            dq_issued = issue_columns(ds_operand, k_tile, dq, HEAD_DIM, HEAD_TAIL)
             block, masked = cursor.block, cursor.masked
             cursor = advance(cursor, tables)
-            s = warpgroup_mma_wait(2, deps=[s_issued])
+            s = warpgroup_mma_wait(DP_PRODUCTS + DQ_PRODUCTS, deps=[s_issued])
             p, capped = _masked_probabilities(s, neg_lse, block, masked, work_tile, args, w, MASK, TRAITS)
-            dp = warpgroup_mma_wait(1, deps=[dp_issued])
+            dp = warpgroup_mma_wait(DQ_PRODUCTS, deps=[dp_issued])
             consumer_release_v(stage, NUM_CONSUMERS, NUM_STAGES)
             ds = _score_gradient(p, capped, dp, delta, TRAITS)
-            dq = warpgroup_mma_wait(0, deps=[dq_issued])
+            dq = wait_columns(0, dq_issued, HEAD_TAIL)
             consumer_release_k(k_stage, NUM_CONSUMERS, NUM_STAGES)
             ds_operand = gl.convert_layout(ds.to(dtype), DS_LAYOUT)
         if num_visited > 0:
             k_tile = buffers.k.index(state.stage).reshape([BLOCK_N, HEAD_DIM])
-            dq_issued = warpgroup_mma(ds_operand, k_tile, dq, is_async=True)
+            dq_issued = issue_columns(ds_operand, k_tile, dq, HEAD_DIM, HEAD_TAIL)
             skipped = gl.load(range_counts_of(row, tables) + 2)
-            dq = warpgroup_mma_wait(0, deps=[dq_issued])
+            dq = wait_columns(0, dq_issued, HEAD_TAIL)
             consumer_release_k(state.stage, NUM_CONSUMERS, NUM_STAGES)
             state = skip_blocks(barriers, next_stage(state, NUM_STAGES), skipped, NUM_CONSUMERS, NUM_STAGES)
         # Epilogue: dQ leaves through the buffer of Q, and only then may the next Q and dO come.
-        q_tile.store((dq * args.scores.softmax_scale).to(dtype))
+        store_columns(q_tile, times(dq, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
         fence_async_shared()
         place = query_place(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
         store_tile(args.o, place, buffers.q.index(slot))

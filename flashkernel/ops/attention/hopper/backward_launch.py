@@ -30,6 +30,7 @@ from flashkernel.ops.attention.hopper.forward_launch import forward_traits, sche
 from flashkernel.ops.attention.hopper.launch_options import LOG2E, UNMASKED_KV_HEADS, config_shape, head_group
 from flashkernel.ops.attention.hopper.pipeline import TileTables
 from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
+from flashkernel.ops.attention.hopper.shape_buckets import head_tail
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
@@ -158,7 +159,7 @@ def _main(
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     mask, _, _, _, mask_tables = params.functions()
-    traits = _traits(config, params, block(head_dim), block(value_dim), device.properties(q.device))
+    traits = _traits(config, params, head_dim, value_dim, device.properties(q.device))
     if plan.query_blocks is not None:
         traits = traits._replace(VARLEN=True, MASK_RELATIVE=False)
     q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
@@ -181,7 +182,7 @@ def _dq(
     """Returns dq by a kernel of its own (backward_dq_kernel.py)."""
     seqlen_q, heads, head_dim = q.shape[1:]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    traits = forward_traits(config, params, block(head_dim), block(v.shape[3]), False, False, False)
+    traits = forward_traits(config, params, head_dim, v.shape[3], False, False, False)
     traits = traits._replace(VARLEN=scheduled.varlen, REUSE_Q_FOR_O=False)
     mask, _, _, _, mask_tables = params.functions()
     q_box, kv_box = (config.block_m, config.pack_gqa), (config.block_n, 1)
@@ -218,10 +219,10 @@ def _traits(
     config: BackwardConfig | WideBackwardConfig, params: AttentionParams, head_dim: int, value_dim: int,
     properties: device.Device,
 ) -> BackwardTraits:  # fmt: skip
-    """Returns what the kernel is compiled for; head_dim and value_dim are padded."""
+    """Returns what the kernel is compiled for."""
     mask = params.mask
     # Relative positions take registers, which only narrow heads and blocks leave.
-    spare_registers = config.block_n == 128 and config.block_m == head_dim == 64
+    spare_registers = config.block_n == 128 and config.block_m == block(head_dim) == 64
     return BackwardTraits(
         BLOCK_M=config.block_m,
         NUM_STAGES=config.num_stages,
@@ -229,12 +230,14 @@ def _traits(
         FOLD_LSE=config.fold_lse,
         FOLD_DELTA=config.fold_delta,
         DQ_MODE=config.dq_mode,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
+        HEAD_DIM=block(head_dim),
+        VALUE_DIM=block(value_dim),
         SOFTCAP=params.softcap > 0,
         MASK_RELATIVE=mask is not None and mask.relative and spare_registers,
         MASK_BOUNDED=mask is not None and mask.bounded,
         PDL=pdl_options(properties)["PDL"],
+        HEAD_TAIL=head_tail(head_dim, config.split_heads),
+        VALUE_TAIL=head_tail(value_dim, config.split_heads),
     )
 
 

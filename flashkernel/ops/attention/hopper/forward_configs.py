@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
 from flashkernel.core.tune import head_block as block
-from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, MEDIUM_CONTEXT, SHORT_CONTEXT, bucket
+from flashkernel.ops.attention.hopper.shape_buckets import (
+    BARRIER_BYTES,
+    MEDIUM_CONTEXT,
+    SHORT_CONTEXT,
+    bucket,
+    can_split,
+    no_split,
+)
 
 PRODUCER_REGISTERS = 24  # per thread of the producer warp
 MAX_STAGES = 8  # of K and V: as many named barriers are free (core/gluon.py)
@@ -27,6 +34,7 @@ class Forward:
         pack_gqa: query heads in a work tile; a row is a query of one of them.
         consumer_registers: per thread of a consumer.
         overlap: the first S = Q K^T of the next work tile is issued before this one ends. Takes a second Q buffer.
+        split_heads: of heads such as 80, 96 or 192, only columns with data are multiplied (head_split.py).
     """
 
     num_consumers: int
@@ -35,6 +43,7 @@ class Forward:
     pack_gqa: int
     consumer_registers: int
     overlap: bool = False
+    split_heads: bool = False
 
     @property
     def block_m(self) -> int:
@@ -74,6 +83,8 @@ def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) ->
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     if not 2 <= config.num_stages <= MAX_STAGES:
         return f"{config} must have 2 to {MAX_STAGES} stages"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     if config.overlap and reuse_q_for_o(shape["head_dim"], shape["value_dim"]):
         return "work tiles cannot overlap if O is staged in the buffer of Q"
     if shape["group_size"] % config.pack_gqa:
@@ -137,7 +148,10 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
             for block_n in (64, 128):
                 for num_stages in (2, 3, 4, 6, 8):
                     for overlap in (False, True):
-                        yield Forward(num_consumers, block_n, num_stages, pack_gqa, registers, overlap)
+                        for split_heads in (False, True) if can_split(shape) else (False,):
+                            yield Forward(
+                                num_consumers, block_n, num_stages, pack_gqa, registers, overlap, split_heads
+                            )  # fmt: skip
 
 
 FORWARD = Tunable("attention_hopper_forward", Forward, _forward_heuristic, _forward_space, _forward_valid, bucket)

@@ -25,8 +25,8 @@ from flashkernel.core.gluon import (
     store_tile,
     synchronize,
     tma,
-    warpgroup_mma,
 )
+from flashkernel.ops.attention.hopper.head_split import issue_over_columns, store_columns
 from flashkernel.ops.attention.hopper.overflow_retry import any_flagged, clear_flags, next_work_tile, stores_done
 from flashkernel.ops.attention.hopper.pipeline import (
     BlockTables,
@@ -268,7 +268,7 @@ def store_o(o, args, work_tile, w: gl.constexpr, TRAITS: gl.constexpr):
     if not TRAITS.REUSE_Q_FOR_O:
         tma.store_wait(0)
     buffer = args.buffers.o.index(w)
-    buffer.reshape([64, TRAITS.VALUE_DIM]).store(o.to(args.o.dtype))
+    store_columns(buffer.reshape([64, TRAITS.VALUE_DIM]), o, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
     fence_async_shared()
     place = query_place(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
     store_tile(args.o, place, buffer)
@@ -278,7 +278,7 @@ def store_o(o, args, work_tile, w: gl.constexpr, TRAITS: gl.constexpr):
 def issue_s(q_tile, k_buffers, stage, zeros, TRAITS: gl.constexpr):
     """Issues S = Q K^T, [64, BLOCK_N]."""
     k_tile = k_buffers.index(stage).reshape([TRAITS.BLOCK_N, TRAITS.HEAD_DIM])
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return issue_over_columns(q_tile, k_tile, zeros, False, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
 
 
 @gluon.jit
