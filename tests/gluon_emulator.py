@@ -556,6 +556,7 @@ def _inline_asm(text: str, constraints: str, args: Any, dtype: torch.dtype, is_p
 
 _NAMES = types.SimpleNamespace(
     uint32=UNSIGNED, cast=lambda x, dtype: _value(torch.as_tensor(x)).to(dtype),
+    int1=torch.bool,
     float32=torch.float32, int32=torch.int32, int64=torch.int64, bfloat16=torch.bfloat16, float16=torch.float16,
     float8e4nv=torch.float8_e4m3fn, constexpr=None, inline_asm_elementwise=_inline_asm,
     static_range=range, static_assert=lambda *a: None,

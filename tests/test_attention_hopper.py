@@ -254,7 +254,7 @@ def test_many_tiles_of_keys_in_a_program(config: BackwardConfig, seen: str) -> N
     [
         (BackwardConfig(64, 2, True, True, dq_mode="dq_warpgroup"), "heads at most 64 wide"),
         (BackwardConfig(64, 2, True, True, dq_mode="tma_reduce"), "blocks of 128 queries"),
-        (BackwardConfig(64, 2, True, True, dq_mode="third"), "one of atomic, tma_reduce, dq_warpgroup, not third"),
+        (BackwardConfig(64, 2, True, True, dq_mode="third"), "one of atomic, tma_reduce, dq_warpgroup, dq_kernel, not"),
     ],
     ids=["dq_warpgroup", "tma_reduce", "unknown"],
 )
@@ -380,7 +380,6 @@ def test_key_tiles_of_heads_that_differ_have_equal_work() -> None:
     "options, why",
     [
         ({"dropout": 0.1}, "dropout"),
-        ({"deterministic": True}, "atomics"),
         ({"score": lambda s, b, h, q, k: s * 2}, "score function"),
     ],
 )

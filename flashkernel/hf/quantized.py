@@ -48,7 +48,9 @@ class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
     def set_extra_state(self, state: str) -> None:
         """ValueError if a state dict has another layout than the module."""
         if state != row_layout(self.weight):
-            raise ValueError(f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}")
+            raise ValueError(
+                f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}"
+            )
 
     def _hold(self, weight: Weight) -> None:
         self._context = (weight.format, weight.group_shape, weight.activation_dtype)

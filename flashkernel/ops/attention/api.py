@@ -130,7 +130,8 @@ def attention(
         )  # fmt: skip
     arguments = library.AttentionArguments(
         source_of(mask), source_of(score), q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap),
-        float(dropout), seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
+        float(dropout), bool(deterministic),
+        seed if isinstance(seed, Tensor) or type(seed) is int else operator.index(seed),
     )  # fmt: skip
     inputs = AttentionInputs(q, k, v, bias, sinks, alibi_slopes)
     out, lse = library.attention(inputs, arguments, chosen.target)

@@ -27,12 +27,15 @@ class AttentionArguments(NamedTuple):
     scale: float
     softcap: float
     dropout: float
+    deterministic: bool
     seed: int | Tensor
 
     @property
     def params(self) -> AttentionParams:
         score = ex.recall(self.score.text, self.score.tables) if self.score.text else None
-        return AttentionParams(self.mask.mask, self.scale, self.softcap, score, self.dropout, self.seed)
+        return AttentionParams(
+            self.mask.mask, self.scale, self.softcap, score, self.dropout, self.seed, self.deterministic
+        )
 
 
 def _dense(inputs: AttentionInputs) -> AttentionInputs:

@@ -48,6 +48,7 @@ class AttentionOptions:
     dropout: float = 0.0
     seed: int | Tensor = 0
     return_lse: bool = False
+    deterministic: bool = False  # composite backends are
 
     @property
     def extended(self) -> bool:
@@ -64,6 +65,7 @@ class AttentionParams(NamedTuple):
     score: Expression | None
     dropout: float
     seed: int | Tensor
+    deterministic: bool = False  # gradients are summed in a fixed order
 
     def functions(self) -> KernelFunctions:
         mask = score = score_grad = None

@@ -134,6 +134,8 @@ _SCORES = (
     Case("score", _axes(2, 12, (4, 2), 16),
          {"mask": causal(),
           "score": ex.score_function(lambda s, b, h, q, k: s * 0.5 + 0.1 * (q - k) + ex.tanh(s) * h)}),
+    Case("deterministic", _axes(2, (23, 31), (4, 2), 16), {"mask": causal(), "softcap": 2.0, "deterministic": True},
+         present=("sinks",)),
     Case("dropout", _axes(2, 23, (4, 2), 16), {"mask": causal(), "dropout": 0.3, "seed": 11, "return_lse": True}),
     Case("everything", _axes(2, (12, 17), (4, 2), 16, bias_batch=1, bias_heads=4, slopes=(4,)),
          {"mask": causal() & window(7), "scale": 0.3, "softcap": 3.0, "dropout": 0.2, "seed": 5, "return_lse": True,

@@ -35,8 +35,6 @@ def hopper(call: Call) -> str | None:
     ):  # fmt: skip
         if call.facts[fact]:
             return f"it has no {what.removeprefix('a ')}"
-    if call.facts["deterministic"]:
-        return "the gradient of q is added by atomics, in no fixed order; leave deterministic off"
     return None
 
 
@@ -60,10 +58,20 @@ def cuda(call: Call) -> str | None:
 
 def slower_than_triton(call: Call) -> str | None:
     """Why the Triton kernels are preferred to the Hopper kernels, which support a call; None where they are not."""
+    reason = unmeasured(call)
+    if reason is not None:
+        return reason
     if call.facts["has_tables"]:  # they are known on the device only
         return "its mask has tables, so that the tile schedule cannot be laid out beforehand"
     if call.facts["few_keys"] and not call.gradients and max(_widths(call)) > 64:
         return f"each tile of queries sees at most {FEW_KEYS} keys, where the portable forward kernel is faster"
+    return None
+
+
+def unmeasured(call: Call) -> str | None:
+    """Why the Hopper kernels, which support a call, are not selected before their speed has been measured."""
+    if call.facts["deterministic"] and call.gradients:
+        return "its deterministic gradients have not been measured on a GPU yet"
     return None
 
 

@@ -49,6 +49,8 @@ class BackwardTraits(NamedTuple):
     MASK_RELATIVE: bool  # the mask depends on the difference of positions alone
     MASK_BOUNDED: bool  # the mask is False for keys past the last one
     PDL: bool
+    HEAD_TAIL: int = 0  # columns behind the first half of HEAD_DIM that are multiplied; 0 for all (head_split.py)
+    VALUE_TAIL: int = 0
     VARLEN: bool = False  # packed sequences: work tiles and descriptors follow them
 
 
@@ -289,7 +291,9 @@ def before_first_block(work_tile, member, args):
 @gluon.jit
 def first_dq_block(work_tile, args, VARLEN: gl.constexpr):
     """Returns the index in dq_accum of the first block of a work tile's first query head."""
-    if VARLEN:
+    if args.dq_accum is None:
+        block = gl.to_tensor(0)
+    elif VARLEN:
         sequence = sequence_of(work_tile, args.work_tiles)
         block = work_tile.head * args.group_size * args.q_blocks + sequence.block
     else:
@@ -350,15 +354,24 @@ def probabilities(s, neg_lse, scores, SOFTCAP: gl.constexpr):
     return p, capped
 
 
+@gluon.constexpr_function
+def dq_columns(w, HEAD_DIM, HEAD_TAIL, BLOCK_M):
+    """Returns the columns of warpgroup w's half of a block's dQ; of a split head the second has the tail."""
+    if BLOCK_M == 128:
+        return HEAD_DIM
+    return HEAD_TAIL if w == 1 and HEAD_TAIL > 0 else HEAD_DIM // 2
+
+
 @gluon.jit
-def issue_dq(ds_tile, k_tile, zeros, w: gl.constexpr, BLOCK_M: gl.constexpr, DQ_COLUMNS: gl.constexpr):
+def issue_dq(ds_tile, k_tile, zeros, w: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
+             DQ_COLUMNS: gl.constexpr):  # fmt: skip
     """Issue warpgroup w's half of dQ = dS K, [64, DQ_COLUMNS]: of the rows of a block of 128 queries, else of the
     columns. `ds_tile` has dS^T, [keys, BLOCK_M]."""
     if BLOCK_M == 128:
         half_ds = ds_tile.slice(w * 64, 64, dim=1).permute((1, 0))  # [64, 128]
         dq = warpgroup_mma(half_ds, k_tile, zeros, use_acc=False, is_async=True)
     else:
-        half_k = k_tile.slice(w * DQ_COLUMNS, DQ_COLUMNS, dim=1)
+        half_k = k_tile.slice(w * (HEAD_DIM // 2), DQ_COLUMNS, dim=1)
         dq = warpgroup_mma(ds_tile.permute((1, 0)), half_k, zeros, use_acc=False, is_async=True)
     return dq
 
@@ -373,8 +386,8 @@ def in_register_order(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def atomic_add_dq(dq_accum, index, dq, COLUMNS: gl.constexpr):
-    """Add [64, COLUMNS] to the `index`-th such piece of dq_accum, `in_register_order`."""
+def atomic_add_dq(dq_accum, index, dq, COLUMNS: gl.constexpr, PIECE: gl.constexpr):
+    """Add [64, COLUMNS] to the first columns of the `index`-th piece [64, PIECE] of dq_accum, `in_register_order`."""
     flat = in_register_order(dq, COLUMNS)
-    address = dq_accum + index.to(gl.int64) * (64 * COLUMNS) + gl.arange(0, 64 * COLUMNS, flat.type.layout)
+    address = dq_accum + index.to(gl.int64) * (64 * PIECE) + gl.arange(0, 64 * COLUMNS, flat.type.layout)
     gl.atomic_add(address, flat, sem="relaxed")

@@ -10,10 +10,16 @@ from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
 from flashkernel.core.tune import head_block as block
 from flashkernel.core.versions import triton_version
-from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, MEDIUM_CONTEXT, bucket
+from flashkernel.ops.attention.hopper.shape_buckets import (
+    BARRIER_BYTES,
+    MEDIUM_CONTEXT,
+    bucket,
+    can_split,
+    no_split,
+)
 
 _SHORT_CONTEXT = 1024  # visible keys, up to which a third warpgroup computes dQ
-_DQ_MODES = ("atomic", "tma_reduce", "dq_warpgroup")
+_DQ_MODES = ("atomic", "tma_reduce", "dq_warpgroup", "dq_kernel")
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class BackwardConfig:
         kv_stages: work tiles whose K and V are in shared memory. With two, the next work tile's are loaded meanwhile.
         dq_mode: how dQ is added to its float32 accumulator. "atomic": by both warpgroups, half of a block each, from
             registers. "tma_reduce": likewise, through shared memory by TMA. "dq_warpgroup": by a third warpgroup.
+            "dq_kernel": not at all; a kernel of its own computes dQ in a fixed order (backward_dq_kernel.py).
+        split_heads: of heads such as 80 or 96, only columns with data are multiplied (head_split.py).
         block_n: keys of a work tile.
     """
 
@@ -37,6 +45,7 @@ class BackwardConfig:
     fold_delta: bool
     kv_stages: int = 2
     dq_mode: str = "atomic"
+    split_heads: bool = False
     block_n: ClassVar[int] = 128
 
 
@@ -53,9 +62,11 @@ def _valid(config: BackwardConfig, device: Device, shape: Mapping[str, int]) -> 
         return "dq_mode dq_warpgroup needs blocks of 64 queries and heads at most 64 wide"
     if config.dq_mode == "tma_reduce" and config.block_m != 128:
         return "dq_mode tma_reduce needs blocks of 128 queries"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     kv_bytes = config.kv_stages * 2 * 128 * (head_dim + value_dim)
     q_bytes = config.num_stages * config.block_m * (2 * (head_dim + value_dim) + 8)  # Q, dO, LSE, delta
-    ds_bytes = 2 * 2 * 128 * config.block_m
+    ds_bytes = 0 if config.dq_mode == "dq_kernel" else 2 * 2 * 128 * config.block_m
     dq_bytes = 4 * config.block_m * head_dim if config.dq_mode == "tma_reduce" else 0
     return _fits(config, device, kv_bytes + q_bytes + ds_bytes + dq_bytes)
 
@@ -72,15 +83,22 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> BackwardConfig:
     fewer_registers = (triton_version() or (0, 0)) >= (3, 9)
     visible = shape["mean_visible_keys"]
     if max(block(shape["head_dim"]), block(shape["value_dim"])) == 64:
-        if visible <= _SHORT_CONTEXT or (fewer_registers and shape["masked"] and shape["group_size"] == 1):
+        if (
+            visible <= _SHORT_CONTEXT
+            or shape["has_tables"]
+            or (fewer_registers and shape["masked"] and shape["group_size"] == 1)
+        ):
             windowed = 2 * visible < shape["seqlen_k"]  # work tiles have few blocks
             stages = 4 if windowed else 3
-            return BackwardConfig(64, stages, fold_lse=True, fold_delta=True, dq_mode="dq_warpgroup")
+            kv_stages = 1 if shape["has_tables"] else 2
+            return BackwardConfig(
+                64, stages, fold_lse=True, fold_delta=True, kv_stages=kv_stages, dq_mode="dq_warpgroup"
+            )
         if shape["group_size"] > 1:  # the loop over heads takes the registers that the TMA reduction needs
             return BackwardConfig(128, 2, fold_lse=False, fold_delta=True)
         return BackwardConfig(128, 2, fold_lse=False, fold_delta=True, kv_stages=1, dq_mode="tma_reduce")
     # A second stage of K and V hides a work tile's prologue; long work tiles gain more from steps that are shorter.
-    kv_stages = 2 if visible <= MEDIUM_CONTEXT and not fewer_registers else 1
+    kv_stages = 2 if visible <= MEDIUM_CONTEXT and not fewer_registers and not shape["has_tables"] else 1
     return BackwardConfig(64, 2, fold_lse=True, fold_delta=True, kv_stages=kv_stages)
 
 
@@ -89,7 +107,10 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[BackwardConfig]
         for num_stages, kv_stages in ((2, 2), (3, 2), (2, 1), (3, 1)):
             for fold_lse, fold_delta in ((False, False), (False, True), (True, True)):
                 for dq_mode in _DQ_MODES:
-                    yield BackwardConfig(block_m, num_stages, fold_lse, fold_delta, kv_stages, dq_mode)
+                    for split_heads in (False, True) if can_split(shape) else (False,):
+                        yield BackwardConfig(
+                            block_m, num_stages, fold_lse, fold_delta, kv_stages, dq_mode, split_heads
+                        )  # fmt: skip
 
 
 BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _space, _valid, bucket)
@@ -97,24 +118,30 @@ BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _spa
 
 @dataclass(frozen=True)
 class WideBackwardConfig:
-    """Launch config of heads wider than 128: `num_stages` blocks of 64 queries in flight."""
+    """Launch config of heads wider than 128: `num_stages` blocks of 64 queries in flight, and `dq_mode` ("atomic" or
+    "dq_kernel") and `split_heads` as in `BackwardConfig`."""
 
     num_stages: int
+    dq_mode: str = "atomic"
+    split_heads: bool = False
     block_n: ClassVar[int] = 64
     block_m: ClassVar[int] = 64
     kv_stages: ClassVar[int] = 1
     fold_lse: ClassVar[bool] = False
     fold_delta: ClassVar[bool] = False
-    dq_mode: ClassVar[str] = "atomic"
 
 
 def _wide_valid(config: WideBackwardConfig, device: Device, shape: Mapping[str, int]) -> str | None:
     head_dim, value_dim = block(shape["head_dim"]), block(shape["value_dim"])
     if max(head_dim, value_dim) > 256:
         return f"heads must be at most 256 wide, not {shape['head_dim']} and {shape['value_dim']}"
+    if config.dq_mode not in ("atomic", "dq_kernel"):
+        return f"dq_mode must be atomic or dq_kernel for heads wider than 128, not {config.dq_mode}"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     kv_bytes = 2 * 64 * (head_dim + value_dim)
     q_bytes = config.num_stages * (2 * 64 * (head_dim + value_dim) + 8 * 64)  # Q, dO, LSE, delta
-    p_bytes, ds_bytes = 4 * 64 * 64, 2 * 2 * 64 * 64
+    p_bytes, ds_bytes = 4 * 64 * 64, 0 if config.dq_mode == "dq_kernel" else 2 * 2 * 64 * 64
     return _fits(config, device, kv_bytes + q_bytes + p_bytes + ds_bytes)
 
 
@@ -125,7 +152,9 @@ def _wide_heuristic(device: Device, shape: Mapping[str, int]) -> WideBackwardCon
 
 def _wide_space(device: Device, shape: Mapping[str, int]) -> Iterator[WideBackwardConfig]:
     for num_stages in (2, 3, 4):
-        yield WideBackwardConfig(num_stages)
+        for dq_mode in ("atomic", "dq_kernel"):
+            for split_heads in (False, True) if can_split(shape) else (False,):
+                yield WideBackwardConfig(num_stages, dq_mode, split_heads)
 
 
 WIDE_BACKWARD = Tunable(

@@ -8,7 +8,7 @@ two consumer warpgroups. It iterates over the blocks of queries that see them, o
 
 The scores are transposed, so that P^T and dS^T are in the registers from which the tensor cores read them for dV and
 dK. Only dS^T goes through shared memory: dQ sums over the keys of both warpgroups. dQ is added to a float32 accumulator
-in global memory (dq_accum), in one of three ways (TRAITS.DQ_MODE):
+in global memory (dq_accum), in one of three ways, or left to another kernel (TRAITS.DQ_MODE):
 
 - "atomic": each warpgroup computes half of a block's dQ, one step late, after dS of the next block: neither waits for
   the other's dS. It adds its half by atomics from registers.
@@ -16,6 +16,7 @@ in global memory (dq_accum), in one of three ways (TRAITS.DQ_MODE):
   are free at once.
 - "dq_warpgroup": a third consumer warpgroup computes dQ^T = K^T dS. It takes registers that only narrow heads and
   blocks of 64 queries leave.
+- "dq_kernel": not here. backward_dq_kernel.py computes dQ, in a fixed order; this kernel has four products.
 
 A product is always awaited in the step that issues it; ptxas serialises all of them otherwise.
 """
@@ -46,11 +47,23 @@ from flashkernel.ops.attention.hopper.backward_common import (
     allocate_buffers,
     atomic_add_dq,
     before_first_block,
+    dq_columns,
     first_dq_block,
     issue_dq,
     probabilities,
     produce,
     visible_keys,
+)
+from flashkernel.ops.attention.hopper.head_split import (
+    issue_columns,
+    issue_over_columns,
+    left_columns,
+    num_products,
+    store_columns,
+    times,
+    wait_both,
+    wait_columns,
+    zero_columns,
 )
 from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
 from flashkernel.ops.attention.hopper.softmax import ScoreParams
@@ -75,7 +88,8 @@ def _accumulate_dq(args, dq_block, dq, w: gl.constexpr, COLUMNS: gl.constexpr, T
         fence_async_shared()
         add_tile(args.dq_accum, [dq_block * TRAITS.BLOCK_M + w * 64, 0], args.exchange.dq.index(w))
     else:
-        atomic_add_dq(args.dq_accum, dq_block * 2 + w, dq, COLUMNS)
+        PIECE: gl.constexpr = TRAITS.HEAD_DIM if TRAITS.BLOCK_M == 128 else TRAITS.HEAD_DIM // 2
+        atomic_add_dq(args.dq_accum, dq_block * 2 + w, dq, COLUMNS, PIECE)
 
 
 @gluon.jit
@@ -101,11 +115,16 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
-    DQ_COLUMNS: gl.constexpr = HEAD_DIM if BLOCK_M == 128 else HEAD_DIM // 2  # of a warpgroup's half, [64, DQ_COLUMNS]
+    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
+    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
+    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
+    DQ_COLUMNS: gl.constexpr = dq_columns(w, HEAD_DIM, HEAD_TAIL, BLOCK_M)  # of a warpgroup's half, [64, DQ_COLUMNS]
+    DK_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
+    DV_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # [64 keys, BLOCK_M queries]
     QUERY_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)  # [BLOCK_M]
-    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK_COLUMNS, 16])
+    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_COLUMNS, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     if TRAITS.VARLEN:
@@ -117,8 +136,8 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     v_tile = buffers.v.index(kv_stage).reshape([128, VALUE_DIM])
     own_k = k_tile.slice(w * 64, 64, dim=0)
     own_v = v_tile.slice(w * 64, 64, dim=0)
-    dk = gl.zeros([64, HEAD_DIM], gl.float32, DK_LAYOUT)
-    dv = gl.zeros([64, VALUE_DIM], gl.float32, DV_LAYOUT)
+    dk = zero_columns(HEAD_DIM, HEAD_TAIL)
+    dv = zero_columns(VALUE_DIM, VALUE_TAIL)
     zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
     dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
@@ -144,11 +163,11 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             if TRAITS.FOLD_LSE:
                 lse_start = buffers.neg_lse.index(stage).load(QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
                 s_start = gl.broadcast(lse_start, zeros)[0]
-            s_mma = warpgroup_mma(own_k, q_tile.permute((1, 0)), s_start, use_acc=TRAITS.FOLD_LSE, is_async=True)
+            s_mma = issue_over_columns(own_k, q_tile, s_start, TRAITS.FOLD_LSE, HEAD_DIM, HEAD_TAIL)
             if TRAITS.FOLD_DELTA:
                 dp_start = gl.broadcast(buffers.neg_delta.index(stage).load(QUERY_LAYOUT)[None, :], zeros)[0]
-            dp_mma = warpgroup_mma(own_v, do_tile.permute((1, 0)), dp_start, use_acc=TRAITS.FOLD_DELTA, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s_mma])
+            dp_mma = issue_over_columns(own_v, do_tile, dp_start, TRAITS.FOLD_DELTA, VALUE_DIM, VALUE_TAIL)
+            s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_mma])
             # P^T = exp(S^T - LSE)
             if TRAITS.FOLD_LSE:
                 p = gl.exp2(s * args.scores.scale_log2)
@@ -162,7 +181,7 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             # dV += P^T dO
             dp = warpgroup_mma_wait(0, deps=[dp_mma])
             p_operand = gl.convert_layout(p_half, gl.DotOperandLayout(0, DV_LAYOUT, 2))
-            dv_mma = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
+            dv_mma = issue_columns(p_operand, do_tile, dv, VALUE_DIM, VALUE_TAIL)
             # dS^T = P^T (dP^T - delta)
             if not TRAITS.FOLD_DELTA:
                 dp += buffers.neg_delta.index(stage).load(QUERY_LAYOUT)[None, :]
@@ -171,48 +190,50 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             else:
                 ds = p * dp
             ds_half = ds.to(dtype)
-            if DQ_WARPGROUP:
-                mbarrier.wait(exchange.ds_empty.index(1 - prev), (((step + 1) >> 1) & 1) ^ 1)
-            else:  # who has released the step before has read dS of the one before that
-                last = step + 2 * NUM_STAGES - 1  # a round further, where it has the same stage and phase
-                mbarrier.wait(barriers.q_empty.index(last % NUM_STAGES), (last // NUM_STAGES) & 1)
-            exchange.ds.index(1 - prev).slice(w * 64, 64, dim=0).store(ds_half)
-            fence_async_shared()
-            _arrive(exchange.ds_full.index(1 - prev), DQ_WARPGROUP)
+            if not DQ_KERNEL:
+                if DQ_WARPGROUP:
+                    mbarrier.wait(exchange.ds_empty.index(1 - prev), (((step + 1) >> 1) & 1) ^ 1)
+                else:  # who has released the step before has read dS of the one before that
+                    last = step + 2 * NUM_STAGES - 1  # a round further, where it has the same stage and phase
+                    mbarrier.wait(barriers.q_empty.index(last % NUM_STAGES), (last // NUM_STAGES) & 1)
+                exchange.ds.index(1 - prev).slice(w * 64, 64, dim=0).store(ds_half)
+                fence_async_shared()
+                _arrive(exchange.ds_full.index(1 - prev), DQ_WARPGROUP)
             # dK += dS^T Q, and dQ = dS K of the step before
             ds_operand = gl.convert_layout(ds_half, gl.DotOperandLayout(0, DK_LAYOUT, 2))
-            if DQ_WARPGROUP:
-                dk_mma = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
-                dv, dk = warpgroup_mma_wait(0, deps=[dv_mma, dk_mma])
+            if DQ_WARPGROUP or DQ_KERNEL:
+                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
+                dv, dk = wait_both(0, dv_mma, dk_mma, VALUE_TAIL, HEAD_TAIL)
             else:
                 mbarrier.wait(exchange.ds_full.index(prev), (step >> 1) & 1)
-                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, w, BLOCK_M, DQ_COLUMNS)
-                dk_mma = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
-                dv, dq = warpgroup_mma_wait(1, deps=[dv_mma, dq_mma])
+                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, w, BLOCK_M, HEAD_DIM, DQ_COLUMNS)
+                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
+                dv, dq = wait_both(num_products(HEAD_TAIL), dv_mma, dq_mma, VALUE_TAIL, 0)
                 if prev_dq_block >= 0:
                     _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
                 prev_dq_block = dq_block_base + block
-                dk = warpgroup_mma_wait(0, deps=[dk_mma])
+                dk = wait_columns(0, dk_mma, HEAD_TAIL)
             _arrive(barriers.q_empty.index(stage), BLOCK_M == 64)
             step += 1
             blocks_left -= 1
         dq_block_base += args.q_blocks
     work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
     # dK and dV leave through the buffers of K and V; of V each warpgroup has read its own rows only.
-    if DQ_WARPGROUP:
-        own_v.store(dv.to(dtype))
+    if DQ_WARPGROUP or DQ_KERNEL:
+        store_columns(own_v, dv, VALUE_DIM, VALUE_TAIL)
         cursor = before_first_block(work_tile, 0, args)
     else:
         mbarrier.wait(exchange.ds_full.index(step & 1), (step >> 1) & 1)
-        dq_mma = issue_dq(exchange.ds.index(step & 1), k_tile, dq_zeros, w, BLOCK_M, DQ_COLUMNS)
-        own_v.store(dv.to(dtype))
+        dq_mma = issue_dq(exchange.ds.index(step & 1), k_tile, dq_zeros, w, BLOCK_M, HEAD_DIM, DQ_COLUMNS)
+        store_columns(own_v, dv, VALUE_DIM, VALUE_TAIL)
         dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)
         cursor = before_first_block(work_tile, 0, args)
         if prev_dq_block >= 0:
             _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
-    mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
-    own_k.store((dk * args.scores.softmax_scale).to(dtype))
+    if not DQ_KERNEL:  # else a warpgroup has read its own rows of K only
+        mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
+    store_columns(own_k, times(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
     fence_async_shared()
     mbarrier.arrive(barriers.kv_done.index(kv_stage), count=1)
     return step, work_tile, cursor
@@ -225,8 +246,8 @@ def _consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     With blocks of 64 queries there is code for each stage of K and V, at addresses that the compiler knows: the loop
     over steps is a tenth shorter. Blocks of 128 lack the registers that this takes.
     """
-    # The very first step finds a dS before it.
-    _arrive(args.exchange.ds_full.index(0), TRAITS.DQ_MODE == "dq_warpgroup")
+    if TRAITS.DQ_MODE != "dq_kernel":  # the very first step finds a dS before it
+        _arrive(args.exchange.ds_full.index(0), TRAITS.DQ_MODE == "dq_warpgroup")
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     KV_STAGES: gl.constexpr = TRAITS.KV_STAGES
@@ -282,7 +303,7 @@ def _consume_dq(args, TRAITS: gl.constexpr):
                 dq_mma = warpgroup_mma(k_operand, exchange.ds.index(step & 1), zeros, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=[dq_mma])
                 consumer_release(exchange.ds_empty.index(step & 1))
-                atomic_add_dq(args.dq_accum, dq_block_base + block, dq, BLOCK_M)
+                atomic_add_dq(args.dq_accum, dq_block_base + block, dq, BLOCK_M, BLOCK_M)
                 blocks_left -= 1
             dq_block_base += args.q_blocks
         mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)
@@ -296,12 +317,15 @@ def attention_backward(
     max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
     softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
+    """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
+    descriptors; tables are `TileTables`."""
     BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
     DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
     buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_M], q.dtype)
-    ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], DS_LAYOUT)
+    ds_buffers = buffers.k  # not used
+    if TRAITS.DQ_MODE != "dq_kernel":
+        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], DS_LAYOUT)
     dq_buffers = ds_buffers  # not used
     if TRAITS.DQ_MODE == "tma_reduce":
         dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 64, TRAITS.HEAD_DIM], dq_accum.layout)

@@ -19,13 +19,18 @@ from flashkernel.ops.attention.hopper.backward_configs import (
     WideBackwardConfig,
     block,
 )
+from flashkernel.ops.attention.hopper.backward_dq_configs import BACKWARD_DQ
+from flashkernel.ops.attention.hopper.backward_dq_kernel import attention_backward_dq
 from flashkernel.ops.attention.hopper.backward_kernel import attention_backward
 from flashkernel.ops.attention.hopper.backward_wide_kernel import attention_backward_wide
 from flashkernel.ops.attention.hopper.block_ranges import block_ranges
 from flashkernel.ops.attention.hopper.descriptors import reduce_descriptor, tile_descriptor, vector_descriptor
-from flashkernel.ops.attention.hopper.launch_options import LOG2E, config_shape, head_group
+from flashkernel.ops.attention.hopper.forward_configs import Forward
+from flashkernel.ops.attention.hopper.forward_launch import forward_traits, schedule_forward, unpacked_by_head
+from flashkernel.ops.attention.hopper.launch_options import LOG2E, UNMASKED_KV_HEADS, config_shape, head_group
 from flashkernel.ops.attention.hopper.pipeline import TileTables
 from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
+from flashkernel.ops.attention.hopper.shape_buckets import head_tail
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
@@ -41,6 +46,7 @@ class BackwardPlan:
         q_blocks: blocks of queries of a head, in lse_delta and dq_accum.
         descriptor: makes the TMA descriptor of a tensor for tiles of (positions, heads).
         query_blocks: of packed sequences, the rows of every block (preprocess.py); they are one batch entry.
+        dq: with dq_mode "dq_kernel", (launch config, schedule as of the forward pass) of the kernel of dQ.
     """
 
     config: BackwardConfig | WideBackwardConfig
@@ -49,6 +55,7 @@ class BackwardPlan:
     q_blocks: int
     descriptor: Callable[[Tensor, tuple[int, int]], Any] = tile_descriptor
     query_blocks: Tensor | None = None
+    dq: tuple[Forward, Any] | None = None
 
 
 def backward(
@@ -80,15 +87,22 @@ def launch_backward(
     plan: BackwardPlan,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:  # fmt: skip
     """Launches three kernels: preprocess (delta, and zeros in dq_accum), the main kernel (dk, dv, dq_accum) and
-    postprocess (dq from dq_accum). Returns what `backward` does."""
+    postprocess (dq from dq_accum), or instead of it the kernel of dQ. Returns what `backward` does."""
     q, k, v, _, sinks, _ = inputs
     config, q_blocks = plan.config, plan.q_blocks
     batch, seqlen_q, heads, head_dim = q.shape
     padded = q_blocks * config.block_m
     lse_delta = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
-    dq_accum = torch.empty((batch, heads, padded, block(head_dim)), dtype=torch.float32, device=q.device)
     lse_scale = 1 / params.scale if config.fold_lse else LOG2E  # S is scaled after -LSE has been folded in
-    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, dq_accum, lse_scale, plan)
+    if plan.dq is not None:
+        delta = torch.empty_like(lse)
+        dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, delta, None, lse_scale, plan)
+        dk, dv = _main(do, q, k, v, lse_delta, None, params, plan)
+        dq = _dq(do, q, k, v, lse, delta, params, plan.descriptor, *plan.dq)
+        summed = None if dsinks_partial is None else dsinks_partial.sum((0, 2))
+        return dq, dk, dv, None, None if sinks is None or summed is None else summed.to(sinks.dtype), None
+    dq_accum = torch.empty((batch, heads, padded, block(head_dim)), dtype=torch.float32, device=q.device)
+    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, None, dq_accum, lse_scale, plan)
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
     dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, plan)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -115,42 +129,43 @@ def without_keys(
 
 def _preprocess(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, lse_delta: Tensor,
-    dq_accum: Tensor, lse_scale: float, plan: BackwardPlan,
+    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, plan: BackwardPlan,
 ) -> Tensor | None:  # fmt: skip
-    """Fills lse_delta and zeroes dq_accum. Returns the gradient of the sinks in parts, [batch, heads, blocks]."""
+    """Fills lse_delta, and delta where it is given; zeroes dq_accum. Returns the gradient of the sinks in parts,
+    [batch, heads, blocks]."""
     batch, seqlen_q, heads, value_dim = o.shape
     padded, block_m = lse_delta.shape[3], 64
     blocks = padded // block_m
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
         attention_backward_preprocess, (heads * blocks * batch,),
-        o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, plan.query_blocks, *do.stride()[:3], heads, seqlen_q,
-        padded, lse_scale, HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m,
+        o, do, lse, dlse, sinks, lse_delta, delta, dq_accum, dsinks, plan.query_blocks, *do.stride()[:3], heads,
+        seqlen_q, padded, lse_scale, HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m,
         TABLE_BLOCK=block_m if plan.query_blocks is None else plan.config.block_m, VALUE_DIM=value_dim,
-        BLOCK_DV=block(value_dim), BLOCK_D=dq_accum.shape[3], PDL=pdl_options(device.properties(o.device))["PDL"],
-        num_warps=4,
+        BLOCK_DV=block(value_dim), BLOCK_D=1 if dq_accum is None else dq_accum.shape[3],
+        PDL=pdl_options(device.properties(o.device))["PDL"], num_warps=4,
     )  # fmt: skip
     return dsinks
 
 
 def _main(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, dq_accum: Tensor, params: AttentionParams,
-    plan: BackwardPlan,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, dq_accum: Tensor | None,
+    params: AttentionParams, plan: BackwardPlan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Adds dQ / scale to dq_accum and returns (dk, dv)."""
+    """Adds dQ / scale to dq_accum, if there is one, and returns (dk, dv)."""
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
     config, descriptor = plan.config, plan.descriptor
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     mask, _, _, _, mask_tables = params.functions()
-    traits = _traits(config, params, block(head_dim), block(value_dim), device.properties(q.device))
+    traits = _traits(config, params, head_dim, value_dim, device.properties(q.device))
     if plan.query_blocks is not None:
         traits = traits._replace(VARLEN=True, MASK_RELATIVE=False)
     q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
     launch(
         attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (plan.programs,),
-        reduce_descriptor(dq_accum) if config.dq_mode == "tma_reduce" else dq_accum,
+        reduce_descriptor(dq_accum) if dq_accum is not None and config.dq_mode == "tma_reduce" else dq_accum,
         descriptor(q, q_box), descriptor(do, q_box), descriptor(k, kv_box), descriptor(v, kv_box),
         vector_descriptor(lse_delta, config.block_m), descriptor(dk, kv_box), descriptor(dv, kv_box),
         mask_tables, *plan.tables, batch * kv_heads, kv_heads, heads // kv_heads, plan.q_blocks, seqlen_q, seqlen_k,
@@ -160,10 +175,31 @@ def _main(
     return dk, dv
 
 
+def _dq(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, params: AttentionParams,
+    descriptor: Callable[[Tensor, tuple[int, int]], Any], config: Forward, scheduled: Any,
+) -> Tensor:  # fmt: skip
+    """Returns dq by a kernel of its own (backward_dq_kernel.py)."""
+    seqlen_q, heads, head_dim = q.shape[1:]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    traits = forward_traits(config, params, head_dim, v.shape[3], False, False, False)
+    traits = traits._replace(VARLEN=scheduled.varlen, REUSE_Q_FOR_O=False)
+    mask, _, _, _, mask_tables = params.functions()
+    q_box, kv_box = (config.block_m, config.pack_gqa), (config.block_n, 1)
+    launch(
+        attention_backward_dq, (scheduled.num_programs,),
+        lse, delta, descriptor(q, q_box), descriptor(k, kv_box), descriptor(v, kv_box), descriptor(do, q_box),
+        descriptor(dq, q_box), mask_tables, *scheduled.arguments, heads, heads // k.shape[2], seqlen_q, k.shape[1],
+        params.scale * LOG2E, params.scale, params.softcap, MASK=mask, TRAITS=traits, num_warps=4,
+    )  # fmt: skip
+    return dq
+
+
 def _plan(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardPlan:
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
-    config = backward_config(config_shape(q, k, v, params), params, q.device)
+    shape = config_shape(q, k, v, params)
+    config = backward_config(shape, params, q.device)
     ranges = block_ranges(
         params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, 1, q.device, transposed=True
     )
@@ -171,17 +207,22 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardP
     schedule = tile_schedule(params.mask, ranges, grid, programs, (seqlen_q, seqlen_k, config.block_m, config.block_n))
     tables = TileTables(ranges.ranges, ranges.counts, ranges.loads, ranges.load_counts, schedule)
     sizes = (ranges.ranges.shape[-2], ranges.loads.shape[-2], *ranges.strides, schedule.shape[1])
-    return BackwardPlan(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m))
+    dq = None
+    if config.dq_mode == "dq_kernel":
+        dq_config = unpacked_by_head(tune.pick(BACKWARD_DQ, device.properties(q.device), shape), params)
+        kv_bytes = seqlen_k * (k.shape[3] + v.shape[3]) * k.element_size()
+        dq = dq_config, schedule_forward(params.mask, q, k, dq_config, kv_bytes, UNMASKED_KV_HEADS, dq_config.pad_front)
+    return BackwardPlan(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m), dq=dq)
 
 
 def _traits(
     config: BackwardConfig | WideBackwardConfig, params: AttentionParams, head_dim: int, value_dim: int,
     properties: device.Device,
 ) -> BackwardTraits:  # fmt: skip
-    """Returns what the kernel is compiled for; head_dim and value_dim are padded."""
+    """Returns what the kernel is compiled for."""
     mask = params.mask
     # Relative positions take registers, which only narrow heads and blocks leave.
-    spare_registers = config.block_n == 128 and config.block_m == head_dim == 64
+    spare_registers = config.block_n == 128 and config.block_m == block(head_dim) == 64
     return BackwardTraits(
         BLOCK_M=config.block_m,
         NUM_STAGES=config.num_stages,
@@ -189,12 +230,14 @@ def _traits(
         FOLD_LSE=config.fold_lse,
         FOLD_DELTA=config.fold_delta,
         DQ_MODE=config.dq_mode,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
+        HEAD_DIM=block(head_dim),
+        VALUE_DIM=block(value_dim),
         SOFTCAP=params.softcap > 0,
         MASK_RELATIVE=mask is not None and mask.relative and spare_registers,
         MASK_BOUNDED=mask is not None and mask.bounded,
         PDL=pdl_options(properties)["PDL"],
+        HEAD_TAIL=head_tail(head_dim, config.split_heads),
+        VALUE_TAIL=head_tail(value_dim, config.split_heads),
     )
 
 
@@ -222,12 +265,15 @@ def _grid(
 def backward_config(
     shape: dict[str, int], params: AttentionParams, where: torch.device
 ) -> BackwardConfig | WideBackwardConfig:
-    """Returns the launch config; nothing is folded into scores that are capped or scaled by zero."""
+    """Returns the launch config. Nothing is folded into scores that are capped or scaled by zero. If gradients must be
+    deterministic, a kernel of its own computes dQ."""
     properties = device.properties(where)
     if max(shape["head_dim"], shape["value_dim"]) > 128:
         wide: WideBackwardConfig = tune.pick(WIDE_BACKWARD, properties, shape)
-        return wide
+        return replace(wide, dq_mode="dq_kernel") if params.deterministic else wide
     config: BackwardConfig = tune.pick(BACKWARD, properties, shape)
+    if params.deterministic:
+        config = replace(config, dq_mode="dq_kernel")
     if params.softcap != 0 or params.scale == 0:
         return replace(config, fold_lse=False, fold_delta=False)
     return config

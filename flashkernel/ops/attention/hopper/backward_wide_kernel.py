@@ -10,7 +10,8 @@ blocks of 64 queries, and share the products:
 P^T is passed on in float32, from each thread to the same thread of the other warpgroup: nothing is rounded, and there
 are no bank conflicts. Each warpgroup computes half of the columns of dQ = dS K and adds them to a float32 accumulator
 in global memory (dq_accum) by atomics. The dV warpgroup computes its half one step late, so that it never waits for the
-other: while one computes exponentials, the other has products under way.
+other: while one computes exponentials, the other has products under way. With DQ_MODE "dq_kernel" dQ is computed by
+backward_dq_kernel.py, and dS^T stays in registers.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ from flashkernel.core.gluon import (
     mbarrier,
     new_barriers,
     synchronize,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.backward_common import (
@@ -37,12 +37,23 @@ from flashkernel.ops.attention.hopper.backward_common import (
     allocate_buffers,
     atomic_add_dq,
     before_first_block,
+    dq_columns,
     first_dq_block,
     in_register_order,
     issue_dq,
     probabilities,
     produce,
     visible_keys,
+)
+from flashkernel.ops.attention.hopper.head_split import (
+    issue_columns,
+    issue_over_columns,
+    left_columns,
+    num_products,
+    store_columns,
+    times,
+    wait_columns,
+    zero_columns,
 )
 from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
 from flashkernel.ops.attention.hopper.softmax import ScoreParams
@@ -74,8 +85,12 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     """
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
-    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
+    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
+    DV_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
+    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_COLUMNS, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
@@ -93,7 +108,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
             first_key = 0
         else:
             first_key = work_tile.tile * 64
-        dv = gl.zeros([64, VALUE_DIM], gl.float32, DV_LAYOUT)
+        dv = zero_columns(VALUE_DIM, VALUE_TAIL)
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         prev_dq_block = gl.to_tensor(-1)  # of the step before
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
@@ -110,7 +125,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
                 do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
                 # S^T = K Q^T, P^T = exp(S^T - LSE)
-                s_mma = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s_mma = issue_over_columns(k_tile, q_tile, zeros, False, HEAD_DIM, HEAD_TAIL)
                 neg_lse = buffers.neg_lse.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 s = warpgroup_mma_wait(0, deps=[s_mma])
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
@@ -130,28 +145,33 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 mbarrier.arrive(exchange.p_full.index(0), count=1)
                 # dV += P^T dO, and the left half of dQ = dS K of the step before
                 mbarrier.wait(barriers.do_full.index(stage), phase)
-                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
-                dv_mma = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq_mma])
-                if prev_dq_block >= 0:
-                    atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
-                prev_dq_block = dq_block_base + block
-                dv = warpgroup_mma_wait(0, deps=[dv_mma])
+                if not DQ_KERNEL:
+                    dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM, HEAD_DIM // 2)
+                dv_mma = issue_columns(p_operand, do_tile, dv, VALUE_DIM, VALUE_TAIL)
+                if not DQ_KERNEL:
+                    dq = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[dq_mma])
+                    if prev_dq_block >= 0:
+                        atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
+                    prev_dq_block = dq_block_base + block
+                dv = wait_columns(0, dv_mma, VALUE_TAIL)
                 consumer_release(barriers.do_empty.index(stage))
                 step += 1
                 blocks_left -= 1
             dq_block_base += args.q_blocks
         last = (step + 1) & 1
         mbarrier.wait(exchange.ds_full.index(last), ((step - 1) >> 1) & 1)
-        dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM // 2)
+        if not DQ_KERNEL:
+            dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM, HEAD_DIM // 2)
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
-        v_tile.store(dv.to(dtype))  # the last dS is there: V has been read for the last time
-        dq = warpgroup_mma_wait(0, deps=[dq_mma])
+        store_columns(v_tile, dv, VALUE_DIM, VALUE_TAIL)  # the last dS is there: V has been read for the last time
+        if not DQ_KERNEL:
+            dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(0), count=1)
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
-        if prev_dq_block >= 0:
-            atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2)
+        if not DQ_KERNEL:  # noqa: SIM102  decided by the compiler, unlike the next
+            if prev_dq_block >= 0:
+                atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
         tile_index += 1
 
 
@@ -160,15 +180,19 @@ def _consume_dk(args, TRAITS: gl.constexpr):
     """The dK warpgroup: dS, dK, and the right half of dQ."""
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
-    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
+    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
+    DK_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK_COLUMNS, 16])
+    DQ_COLUMNS: gl.constexpr = dq_columns(1, HEAD_DIM, HEAD_TAIL, 64)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
     k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
     v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
     zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, HEAD_DIM // 2], gl.float32, DQ_LAYOUT)
+    dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
     flat_zeros = in_register_order(zeros, 64)
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
@@ -176,7 +200,7 @@ def _consume_dk(args, TRAITS: gl.constexpr):
     tile_index = 0
     work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
-        dk = gl.zeros([64, HEAD_DIM], gl.float32, DK_LAYOUT)
+        dk = zero_columns(HEAD_DIM, HEAD_TAIL)
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
@@ -192,32 +216,35 @@ def _consume_dk(args, TRAITS: gl.constexpr):
                 q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
                 do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
                 # dP^T = V dO^T, dS^T = P^T (dP^T - delta)
-                dp_mma = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dp_mma = issue_over_columns(v_tile, do_tile, zeros, False, VALUE_DIM, TRAITS.VALUE_TAIL)
                 neg_delta = buffers.neg_delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 dp = warpgroup_mma_wait(0, deps=[dp_mma])
                 mbarrier.wait(exchange.p_full.index(0), step & 1)
                 p = _from_register_order(exchange.p.index(0).load(flat_zeros.type.layout), S_LAYOUT)
                 ds = (p * (dp + neg_delta)).to(dtype)
                 ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, DK_LAYOUT, 2))
-                exchange.ds.index(current).store(ds)
-                fence_async_shared()
+                if not DQ_KERNEL:
+                    exchange.ds.index(current).store(ds)
+                    fence_async_shared()
                 mbarrier.arrive(exchange.ds_full.index(current), count=1)
                 consumer_release(barriers.do_empty.index(stage))
                 # dK += dS^T Q, and the right half of dQ = dS K
                 mbarrier.wait(barriers.q_full.index(stage), phase)
-                mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
-                dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM // 2)
-                dk_mma = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[dq_mma])
-                atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, HEAD_DIM // 2)
-                dk = warpgroup_mma_wait(0, deps=[dk_mma])
+                if not DQ_KERNEL:
+                    mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
+                    dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM, DQ_COLUMNS)
+                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
+                if not DQ_KERNEL:
+                    dq = warpgroup_mma_wait(num_products(HEAD_TAIL), deps=[dq_mma])
+                    atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, DQ_COLUMNS, HEAD_DIM // 2)
+                dk = wait_columns(0, dk_mma, HEAD_TAIL)
                 consumer_release(barriers.q_empty.index(stage))
                 step += 1
                 blocks_left -= 1
             dq_block_base += args.q_blocks
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         mbarrier.wait(exchange.k_read.index(0), tile_index & 1)
-        k_tile.store((dk * args.scores.softmax_scale).to(dtype))
+        store_columns(k_tile, times(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         tile_index += 1
@@ -229,11 +256,14 @@ def attention_backward_wide(
     max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
     softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV, and dQ / softmax_scale in dq_accum. Tensors from q to dv are TMA descriptors; tables are `TileTables`."""
+    """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
+    descriptors; tables are `TileTables`."""
     buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
     p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], lse_delta.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
-    ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
+    ds_buffers = buffers.k  # not used
+    if TRAITS.DQ_MODE != "dq_kernel":
+        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
     kv_full = new_barriers(1, 1)
     kv_done = new_barriers(1, 2)
     q_full = new_barriers(TRAITS.NUM_STAGES, 1)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
 from flashkernel.core.tune import head_block as block
-from flashkernel.ops.attention.hopper.shape_buckets import BARRIER_BYTES, MEDIUM_CONTEXT, SHORT_CONTEXT, bucket
+from flashkernel.ops.attention.hopper.shape_buckets import (
+    BARRIER_BYTES,
+    MEDIUM_CONTEXT,
+    SHORT_CONTEXT,
+    bucket,
+    can_split,
+    no_split,
+)
 
 PRODUCER_REGISTERS = 24  # per thread of the producer warp
 MAX_STAGES = 8  # of K and V: as many named barriers are free (core/gluon.py)
@@ -46,9 +53,11 @@ class Forward(WorkTile):
 
     Attributes:
         overlap: the first S = Q K^T of the next work tile is issued before this one ends. Takes a second Q buffer.
+        split_heads: of heads such as 80, 96 or 192, only columns with data are multiplied (head_split.py).
     """
 
     overlap: bool = False
+    split_heads: bool = False
 
     @property
     def pad_front(self) -> bool:
@@ -83,6 +92,8 @@ def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) ->
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
     if not 2 <= config.num_stages <= MAX_STAGES:
         return f"{config} must have 2 to {MAX_STAGES} stages"
+    if config.split_heads and not can_split(shape):
+        return no_split(shape)
     if config.overlap and reuse_q_for_o(shape["head_dim"], shape["value_dim"]):
         return "work tiles cannot overlap if O is staged in the buffer of Q"
     if shape["group_size"] % config.pack_gqa:
@@ -129,11 +140,13 @@ def _fixed_max_config(head_dim: int, pack_gqa: int, shape: Mapping[str, int]) ->
 def _online_config(head_dim: int, pack_gqa: int, shape: Mapping[str, int]) -> Forward:
     """Narrow K blocks update the row max more often: only where few keys are visible."""
     visible = shape["mean_visible_keys"]
+    if head_dim == 64 and shape["has_tables"]:  # reading them takes registers
+        return Forward(3, 64, 6, pack_gqa, 160, overlap=True)
     if head_dim == 64:
         if visible <= MEDIUM_CONTEXT:
             return Forward(4, 64, 8, pack_gqa, 112, overlap=True)
         return Forward(3, 128, 3, pack_gqa, 160, overlap=True)
-    if visible <= SHORT_CONTEXT:
+    if visible <= SHORT_CONTEXT or shape["has_tables"]:
         return Forward(2, 64, 4, pack_gqa, 240, overlap=True)
     return Forward(2, 128, 2, pack_gqa, 240, overlap=pack_gqa == 1)  # packed work tiles are long
 
@@ -144,7 +157,10 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
             for block_n in (64, 128):
                 for num_stages in (2, 3, 4, 6, 8):
                     for overlap in (False, True):
-                        yield Forward(num_consumers, block_n, num_stages, pack_gqa, registers, overlap)
+                        for split_heads in (False, True) if can_split(shape) else (False,):
+                            yield Forward(
+                                num_consumers, block_n, num_stages, pack_gqa, registers, overlap, split_heads
+                            )  # fmt: skip
 
 
 FORWARD = Tunable("attention_hopper_forward", Forward, _forward_heuristic, _forward_space, _forward_valid, bucket)

@@ -25,8 +25,15 @@ from flashkernel.core.gluon import (
     gluon,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
+)
+from flashkernel.ops.attention.hopper.head_split import (
+    issue_columns,
+    left_columns,
+    num_products,
+    scale_rows,
+    wait_columns,
+    zero_columns,
 )
 from flashkernel.ops.attention.hopper.overflow_retry import MIN_ROW_SUM, next_work_tile
 from flashkernel.ops.attention.hopper.pipeline import (
@@ -81,6 +88,8 @@ class ForwardTraits(NamedTuple):
     HAS_SINKS: bool
     CONSUMER_REGISTERS: int  # per thread, as PRODUCER_REGISTERS
     PRODUCER_REGISTERS: int
+    HEAD_TAIL: int = 0  # columns behind the first half of HEAD_DIM that are multiplied; 0 for all (head_split.py)
+    VALUE_TAIL: int = 0
     VARLEN: bool = False  # packed sequences: work tiles and descriptors follow them
     FP8: bool = False  # layouts of K and V (`warp_roles._load_kv`)
 
@@ -117,8 +126,10 @@ def _mma_loop(args, work_tile, q_tile, state, cursor, rows, w: gl.constexpr, MAS
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    O_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     SPLIT_P: gl.constexpr = NUM_CONSUMERS == 2
     buffers, barriers = args.buffers, args.barriers
@@ -127,7 +138,7 @@ def _mma_loop(args, work_tile, q_tile, state, cursor, rows, w: gl.constexpr, MAS
     SUM_LAYOUT: gl.constexpr = row_sum.type.layout
     dtype: gl.constexpr = buffers.k.dtype
     zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    o = gl.zeros([64, VALUE_DIM], gl.float32, O_LAYOUT)
+    o = zero_columns(VALUE_DIM, VALUE_TAIL)
     more = cursor.blocks_left >= 0
     following = next_stage(state, NUM_STAGES)
     while more:
@@ -138,10 +149,10 @@ def _mma_loop(args, work_tile, q_tile, state, cursor, rows, w: gl.constexpr, MAS
         s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
         mbarrier.wait(barriers.v_full.index(v_stage), v_phase)
         v_tile = buffers.v.index(v_stage).reshape([BLOCK_N, VALUE_DIM])
-        o_issued = warpgroup_mma(p_operand, v_tile, o, is_async=True)
+        o_issued = issue_columns(p_operand, v_tile, o, VALUE_DIM, VALUE_TAIL)
         block, masked = cursor.block, cursor.masked
         cursor = advance(cursor, args.tables)
-        s = warpgroup_mma_wait(1, deps=[s_issued])
+        s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_issued])
         consumer_release_k(stage, NUM_CONSUMERS, NUM_STAGES)
         s = masked_scores(s, block, masked, work_tile, args.scores, w, MASK, TRAITS)
         if not FIXED_MAX:
@@ -161,10 +172,10 @@ def _mma_loop(args, work_tile, q_tile, state, cursor, rows, w: gl.constexpr, MAS
         # The next K is awaited here and not where it is needed: ptxas moves the wait for O += P V up to the last
         # branch. Without this one, O would be awaited before the exponentials begin.
         mbarrier.wait(barriers.k_full.index(following.stage), following.phase, pred=more)
-        o = warpgroup_mma_wait(0, deps=[o_issued])
+        o = wait_columns(0, o_issued, VALUE_TAIL)
         consumer_release_v(v_stage, NUM_CONSUMERS, NUM_STAGES)
         if not FIXED_MAX:
-            o = o * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            o = scale_rows(o, rescale, VALUE_TAIL)
         elif SPLIT_P:
             p_last = exp2_scores(s_last, row_max, scale_log2)
             row_sum += gl.convert_layout(partial_row_sums(p_last), SUM_LAYOUT)
@@ -189,10 +200,12 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
     BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
+    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
     OVERLAP: gl.constexpr = TRAITS.OVERLAP and not RETRY
     FIXED_MAX: gl.constexpr = TRAITS.FIXED_MAX and not RETRY
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    O_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     buffers, barriers, tables, scores = args.buffers, args.barriers, args.tables, args.scores
     dtype: gl.constexpr = buffers.k.dtype
@@ -251,13 +264,13 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             q_tile = buffers.q.index(slot).reshape([64, HEAD_DIM])
             s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
             mbarrier.wait(barriers.v_full.index(v_stage), v_phase)
-            o_issued = warpgroup_mma(p_operand, v_tile, o, is_async=True)
+            o_issued = issue_columns(p_operand, v_tile, o, VALUE_DIM, VALUE_TAIL)
             _, cursor = first_block(table_row(following_tile, tables, w, NUM_CONSUMERS), tables)
             o_scale = finalize(row_max, row_sum, 1.0, work_tile, step, num_visited, args, w, FIXED_MAX, MIN_ROW_SUM,
                                0.0, TRAITS)  # fmt: skip
             block, masked = cursor.block, cursor.masked
             cursor = advance(cursor, tables)
-            s = warpgroup_mma_wait(1, deps=[s_issued])
+            s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_issued])
             consumer_release_k(stage, NUM_CONSUMERS, NUM_STAGES)
             third_tile = work_tile_at(args.work_tiles, step + 2, TRAITS.VARLEN)
             between = blocks_between(following_tile, third_tile, tables, w, NUM_CONSUMERS, NUM_STAGES)
@@ -266,23 +279,23 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             # As in `_mma_loop`, a branch that keeps the wait for O behind the exponentials.
             second = next_stage(state, NUM_STAGES)
             mbarrier.wait(barriers.k_full.index(second.stage), second.phase, pred=cursor.blocks_left >= 0)
-            o = warpgroup_mma_wait(0, deps=[o_issued])
+            o = wait_columns(0, o_issued, VALUE_TAIL)
             consumer_release_v(v_stage, NUM_CONSUMERS, NUM_STAGES)
             rows = RowState(gl.convert_layout(p.to(dtype), P_LAYOUT), row_max, row_sum)
         else:
             third_tile = following_tile
             if num_visited > 0:
                 mbarrier.wait(barriers.v_full.index(v_stage), v_phase)
-                o_issued = warpgroup_mma(p_operand, v_tile, o, is_async=True)
+                o_issued = issue_columns(p_operand, v_tile, o, VALUE_DIM, VALUE_TAIL)
                 row = table_row(work_tile, tables, w, NUM_CONSUMERS)
                 skipped = gl.load(range_counts_of(row, tables) + 2)
-                o = warpgroup_mma_wait(0, deps=[o_issued])
+                o = wait_columns(0, o_issued, VALUE_TAIL)
                 consumer_release_v(v_stage, NUM_CONSUMERS, NUM_STAGES)
                 state = skip_blocks(barriers, next_stage(state, NUM_STAGES), skipped, NUM_CONSUMERS, NUM_STAGES)
             o_scale = finalize(row_max, row_sum, 1.0, work_tile, step, num_visited, args, w, FIXED_MAX, MIN_ROW_SUM,
                                0.0, TRAITS)  # fmt: skip
         # Epilogue
-        o = o * gl.convert_layout(o_scale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        o = scale_rows(o, o_scale, VALUE_TAIL)
         store_o(o, args, work_tile, w, TRAITS)
         if TRAITS.REUSE_Q_FOR_O:  # only now may the next Q come
             tma.store_wait(0)

@@ -26,6 +26,7 @@ from flashkernel.ops.attention.hopper.launch_options import (
     without_keys,
 )
 from flashkernel.ops.attention.hopper.pipeline import TileTables
+from flashkernel.ops.attention.hopper.shape_buckets import head_tail
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
@@ -118,7 +119,7 @@ def launch_forward(
     seqlen_q, heads, head_dim = q.shape[1:]
     # With a softcap or a scale <= 0 the largest product is not the largest score: S is scaled before the row max.
     scale_first = params.softcap > 0 or params.scale <= 0
-    traits = _traits(config, params, block(head_dim), block(v.shape[3]), fixed_max, scale_first, sinks is not None)
+    traits = forward_traits(config, params, head_dim, v.shape[3], fixed_max, scale_first, sinks is not None)
     traits = traits._replace(VARLEN=scheduled.varlen)
     mask, _, _, _, mask_tables = params.functions()
     q_box, kv_box = (config.block_m, config.pack_gqa), (config.block_n, 1)
@@ -131,19 +132,19 @@ def launch_forward(
     )  # fmt: skip
 
 
-def _traits(
+def forward_traits(
     config: Forward, params: AttentionParams, head_dim: int, value_dim: int, fixed_max: bool, scale_first: bool,
     has_sinks: bool,
 ) -> ForwardTraits:  # fmt: skip
-    """Returns what the kernel is compiled for; head_dim and value_dim are padded."""
+    """Returns what the kernel is compiled for."""
     mask = params.mask
     return ForwardTraits(
         NUM_CONSUMERS=config.num_consumers,
         NUM_STAGES=config.num_stages,
         Q_STAGES=2 if config.overlap else 1,
         BLOCK_N=config.block_n,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
+        HEAD_DIM=block(head_dim),
+        VALUE_DIM=block(value_dim),
         PACK_GQA=config.pack_gqa,
         PAD_FRONT=config.pad_front,
         OVERLAP=config.overlap,
@@ -157,12 +158,17 @@ def _traits(
         HAS_SINKS=has_sinks,
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        HEAD_TAIL=head_tail(head_dim, config.split_heads),
+        VALUE_TAIL=head_tail(value_dim, config.split_heads),
     )
 
 
 def _forward_config(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward:
+    return unpacked_by_head(tune.pick(FORWARD, device.properties(q.device), config_shape(q, k, v, params)), params)
+
+
+def unpacked_by_head(config: Forward, params: AttentionParams) -> Forward:
     """Returns the config of a call; heads are not packed if the mask differs between them."""
-    config: Forward = tune.pick(FORWARD, device.properties(q.device), config_shape(q, k, v, params))
     if params.mask is not None and "h" in params.mask.depends:
         return replace(config, pack_gqa=1)
     return config

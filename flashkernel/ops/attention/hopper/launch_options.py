@@ -23,6 +23,7 @@ def config_shape(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> di
         "mean_visible_keys": mean_visible_keys(params.mask, batch, heads, seqlen_q, seqlen_k), "head_dim": head_dim,
         "value_dim": v.shape[3], "group_size": heads // k.shape[2], "fixed_max": int(can_fix_max(q, k, params)),
         "masked": int(params.mask is not None),
+        "has_tables": int(params.mask is not None and len(params.mask.tables) > 0),
     }  # fmt: skip
 
 

@@ -28,12 +28,13 @@ def _rows(query_blocks, padded_row, block, seqlen_q, TABLE_BLOCK: tl.constexpr):
 
 @triton.jit
 def attention_backward_preprocess(
-    o, do, lse, dlse, sinks, lse_delta, dq_accum, dsinks, query_blocks, do_batch, do_seq, do_head, heads, seqlen_q,
-    padded, lse_scale, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    o, do, lse, dlse, sinks, lse_delta, delta_rows, dq_accum, dsinks, query_blocks, do_batch, do_seq, do_head, heads,
+    seqlen_q, padded, lse_scale, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
     TABLE_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores -LSE * lse_scale and -delta = dLSE - rowsum(dO * O), and zeroes dq_accum.
+    """Stores -LSE * lse_scale and -delta = dLSE - rowsum(dO * O), and zeroes dq_accum. Where dQ is computed by a kernel
+    of its own there is none, and delta is also stored as `lse` is laid out (delta_rows).
 
     lse_delta is [2, batch, heads, padded], with `padded` queries up to a whole number of blocks. Queries that do not
     exist or see no key get an LSE of +inf, so that P = 0. Heads come first in the grid: neighbouring programs read
@@ -66,15 +67,18 @@ def attention_backward_preprocess(
     delta_start = batch.to(tl.int64) * heads * padded
     tl.store(lse_delta + padded_query, -row_lse * lse_scale, mask=padded_row < padded)
     tl.store(lse_delta + delta_start + padded_query, -delta, mask=padded_row < padded)
+    if delta_rows is not None:
+        tl.store(delta_rows + query, delta, mask=exists)
     if HAS_SINKS:  # a sink has P = exp(sink - LSE) and no value: dS = P (0 - delta)
         p_sink = tl.exp2((tl.load(sinks + h).to(tl.float32) - row_lse) * LOG2E)
         tl.store(dsinks + (b * heads + h) * blocks + block, -tl.sum(p_sink * delta, 0))
-    dq_column = tl.arange(0, BLOCK_D)[None, :]
-    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    cleared = padded_row < padded
-    if query_blocks is not None:  # a block without rows is never added to
-        cleared = cleared & (tl.max(exists.to(tl.int32), 0) > 0)
-    tl.store(dq_accum + padded_query[:, None] * BLOCK_D + dq_column, zeros, mask=cleared[:, None])
+    if dq_accum is not None:
+        dq_column = tl.arange(0, BLOCK_D)[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        cleared = padded_row < padded
+        if query_blocks is not None:  # a block without rows is never added to
+            cleared = cleared & (tl.max(exists.to(tl.int32), 0) > 0)
+        tl.store(dq_accum + padded_query[:, None] * BLOCK_D + dq_column, zeros, mask=cleared[:, None])
 
 
 @triton.jit

@@ -41,19 +41,20 @@ def masked_scores(s, block, masked, work_tile, params, w: gl.constexpr, MASK: gl
 
 
 @gluon.jit
-def apply_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr):
-    """Returns S [64, BLOCK_N] with -inf where the mask hides a key. The keys are first_key + key [1, BLOCK_N]."""
+def apply_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr,
+               HIDDEN: gl.constexpr = float("-inf")):  # fmt: skip
+    """Returns S [64, BLOCK_N] with HIDDEN where the mask hides a key. The keys are first_key + key [1, BLOCK_N]."""
     if TRAITS.VARLEN:
-        s = _apply_varlen_mask(s, key, first_key, work_tile, params, w, MASK, TRAITS)
+        visible = _visible_varlen(s, key, first_key, work_tile, params, w, MASK, TRAITS)
     else:
-        s = _apply_dense_mask(s, key, first_key, work_tile, params, w, MASK, TRAITS)
-    return s
+        visible = _visible_dense(s, key, first_key, work_tile, params, w, MASK, TRAITS)
+    return gl.where(visible, s, HIDDEN)
 
 
 @gluon.jit
-def _apply_varlen_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
-                       TRAITS: gl.constexpr):  # fmt: skip
-    """`apply_mask` of packed sequences: a query is at the position of the key that it is aligned with."""
+def _visible_varlen(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
+                    TRAITS: gl.constexpr):  # fmt: skip
+    """Which keys are visible, in packed sequences: a query is at the position of the key that it is aligned with."""
     visible = key < work_tile.num_keys - first_key
     if MASK is not None:
         BLOCK_M: gl.constexpr = 64 // TRAITS.PACK_GQA
@@ -68,13 +69,13 @@ def _apply_varlen_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MA
             visible = in_mask
         else:
             visible = visible & in_mask
-    return gl.where(visible, s, float("-inf"))
+    return visible
 
 
 @gluon.jit
-def _apply_dense_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
-                      TRAITS: gl.constexpr):  # fmt: skip
-    """`apply_mask` of a batch."""
+def _visible_dense(s, key, first_key, work_tile, params, w: gl.constexpr, MASK: gl.constexpr,
+                   TRAITS: gl.constexpr):  # fmt: skip
+    """Which keys are visible, in a batch."""
     visible = key < params.seqlen_k - first_key
     if MASK is not None:
         first = first_query(work_tile, w, params.seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA,
@@ -90,7 +91,7 @@ def _apply_dense_mask(s, key, first_key, work_tile, params, w: gl.constexpr, MAS
             visible = in_mask
         else:
             visible = visible & in_mask
-    return gl.where(visible, s, float("-inf"))
+    return visible
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.tune import head_block as block
 from flashkernel.ops.attention.hopper import backward_launch
 from flashkernel.ops.attention.hopper.backward_configs import BackwardConfig, WideBackwardConfig
+from flashkernel.ops.attention.hopper.backward_dq_configs import BACKWARD_DQ
 from flashkernel.ops.attention.hopper.descriptors import tma_compatible
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.forward_launch import launch_forward
@@ -79,10 +80,12 @@ def backward(
         return dq[0], dk[0], dv[0], dsinks
     plan = _plan_of(inputs, params)
     layout = plan.layout
+    by_queries = plan.backward.dq_mode == "dq_kernel"
     launches = backward_launch.BackwardPlan(
         plan.backward, layout.backward_grid.num_programs,
         kernel_arguments(layout.backward_table(schedule), layout.backward_grid), layout.query_blocks, _descriptor,
         layout.query_blocks_table(schedule),
+        (plan.forward, _ForwardSchedule(layout, schedule)) if by_queries else None,
     )  # fmt: skip
     dq, dk, dv, _, dsinks, _ = backward_launch.launch_backward(
         do[None], batch_dlse, whole, o[None], lse[None], params.attention, launches
@@ -140,6 +143,8 @@ def _plan(
     if isinstance(backward, BackwardConfig) and shape["head_dim"] > 64 and long_tiles:
         # A second stage of K and V hides the prologue of work tiles; many blocks gain more from shorter steps.
         backward = replace(backward, kv_stages=1)
+    if backward.dq_mode == "dq_kernel":  # it goes by the forward pass's part of the schedule
+        forward = tune.pick(BACKWARD_DQ, device.properties(where), shape)
     return _Plan(
         forward, backward,
         VarlenLayout(
@@ -168,6 +173,7 @@ def _config_shape(
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "mean_visible_keys": min(visible, mean_k),
         "head_dim": heads.head_dim, "value_dim": heads.value_dim, "group_size": heads.heads // heads.kv_heads,
         "fixed_max": int(dtype == torch.bfloat16), "masked": int(params.mask is not None),
+        "has_tables": 0,
     }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""The warp-specialized skeleton of the Hopper forward kernels, 16-bit and FP8: one producer warp, several consumers.
+"""The warp-specialized skeleton of the Hopper kernels over query tiles: one producer warp, several consumers.
+
+These are the forward kernels, 16-bit and FP8, and the kernel of dQ alone (backward_dq_kernel.py).
 
 A program is persistent: it stays on its SM and takes one work tile after another from its schedule. The producer warp
 (`produce`) loads Q, K and V by TMA and runs ahead of the consumers, into the next work tile as well. Every consumer
@@ -23,8 +25,8 @@ from flashkernel.core.gluon import (
     store_tile,
     synchronize,
     tma,
-    warpgroup_mma,
 )
+from flashkernel.ops.attention.hopper.head_split import issue_over_columns, store_columns
 from flashkernel.ops.attention.hopper.overflow_retry import any_flagged, clear_flags, next_work_tile, stores_done
 from flashkernel.ops.attention.hopper.pipeline import (
     BlockTables,
@@ -82,6 +84,7 @@ class ProducerArgs(NamedTuple):
     tables: Any  # `BlockTables` of what is loaded
     group_size: Any
     seqlen_q: Any
+    do: Any = None  # TMA descriptor of dO; of the kernel of dQ
 
 
 class ConsumerArgs(NamedTuple):
@@ -98,6 +101,7 @@ class ConsumerArgs(NamedTuple):
     heads: Any
     scores: Any  # `ScoreParams`
     descales: Any = None  # of the FP8 kernel
+    delta: Any = None  # of the kernel of dQ
 
 
 @gluon.jit
@@ -139,13 +143,17 @@ def _load_q(args, work_tile, sequence, num_tiles, TRAITS: gl.constexpr):
         slot, phase = q_slot(num_tiles, w, TRAITS)
         mbarrier.wait(args.barriers.q_empty.index(slot), phase ^ 1)
         full = args.barriers.q_full.index(slot)
-        mbarrier.expect(full, args.q.block_type.nbytes)
         if TRAITS.VARLEN:
             first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
             place = head_place(first, work_tile.head, sequence.q_end)
         else:
             first = first_query(work_tile, w, args.seqlen_q, NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT)
             place = [work_tile.batch, first, work_tile.head, 0]
+        if args.do is None:
+            mbarrier.expect(full, args.q.block_type.nbytes)
+        else:
+            mbarrier.expect(full, args.q.block_type.nbytes + args.do.block_type.nbytes)
+            load_tile(args.do, place, full, args.buffers.o.index(slot))
         load_tile(args.q, place, full, args.buffers.q.index(slot))
 
 
@@ -240,22 +248,29 @@ def consume(w: gl.constexpr, args, PROCESS: gl.constexpr, MASK: gl.constexpr, TR
 
 
 @gluon.jit
+def query_place(work_tile, schedule, seqlen_q, w: gl.constexpr, TRAITS: gl.constexpr):
+    """Returns the TMA coordinates of consumer `w`'s rows of a work tile."""
+    if TRAITS.VARLEN:
+        sequence = sequence_of(work_tile, schedule)
+        first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
+        place = head_place(first, work_tile.head, sequence.q_end)
+    else:
+        first = first_query(
+            work_tile, w, seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT
+        )  # fmt: skip
+        place = [work_tile.batch, first, work_tile.head, 0]
+    return place
+
+
+@gluon.jit
 def store_o(o, args, work_tile, w: gl.constexpr, TRAITS: gl.constexpr):
     """Stores 64 rows of O by TMA. Unless O shares its buffer with Q, the last work tile's store must have read it."""
     if not TRAITS.REUSE_Q_FOR_O:
         tma.store_wait(0)
     buffer = args.buffers.o.index(w)
-    buffer.reshape([64, TRAITS.VALUE_DIM]).store(o.to(args.o.dtype))
+    store_columns(buffer.reshape([64, TRAITS.VALUE_DIM]), o, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
     fence_async_shared()
-    if TRAITS.VARLEN:
-        sequence = sequence_of(work_tile, args.work_tiles)
-        first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
-        place = head_place(first, work_tile.head, sequence.q_end)
-    else:
-        first = first_query(
-            work_tile, w, args.scores.seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT
-        )  # fmt: skip
-        place = [work_tile.batch, first, work_tile.head, 0]
+    place = query_place(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
     store_tile(args.o, place, buffer)
 
 
@@ -263,13 +278,13 @@ def store_o(o, args, work_tile, w: gl.constexpr, TRAITS: gl.constexpr):
 def issue_s(q_tile, k_buffers, stage, zeros, TRAITS: gl.constexpr):
     """Issues S = Q K^T, [64, BLOCK_N]."""
     k_tile = k_buffers.index(stage).reshape([TRAITS.BLOCK_N, TRAITS.HEAD_DIM])
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return issue_over_columns(q_tile, k_tile, zeros, False, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
 
 
 @gluon.jit
 def run_warp_roles(
     q, k, v, o, lse, sinks, buffers, retry_flags, tables, sizes, heads, group_size, scores, descales,
-    PROCESS: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr,
+    PROCESS: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, do=None, delta=None,
 ):  # fmt: skip
     """A kernel's body behind its shared-memory buffers: initialises barriers and flags, then runs the producer warp and
     the consumer warpgroups.
@@ -279,8 +294,9 @@ def run_warp_roles(
         retry_flags: Of all programs, [programs, max_work_tiles].
         tables: `TileTables`, with their `TableSizes` in sizes.
         scores: `ScoreParams`.
-        descales: Passed on to PROCESS.
+        descales, delta: Passed on to PROCESS.
         PROCESS: What a consumer does with its work tiles (`consume`).
+        do: TMA descriptor of dO, if it is loaded beside Q, into the buffers of O.
     """
     barriers = _new_pipeline_barriers(TRAITS)
     first_work_tile = gl.program_id(0) * sizes.max_work_tiles
@@ -297,10 +313,10 @@ def run_warp_roles(
         loads = BlockTables(tables.loads, tables.load_counts, sizes.max_loads, *strides)
         visits = BlockTables(tables.ranges, tables.range_counts, sizes.max_ranges, *strides)
     producer_args = ProducerArgs(
-        q, k, v, buffers, barriers, work_tiles, retry_flags, loads, group_size, scores.seqlen_q
+        q, k, v, buffers, barriers, work_tiles, retry_flags, loads, group_size, scores.seqlen_q, do
     )  # fmt: skip
     consumer_args = ConsumerArgs(
-        o, lse, sinks, buffers, barriers, work_tiles, retry_flags, visits, heads, scores, descales
+        o, lse, sinks, buffers, barriers, work_tiles, retry_flags, visits, heads, scores, descales, delta
     )  # fmt: skip
     specialize_warps(
         consume, (consumer_args, PROCESS, MASK, TRAITS), TRAITS.NUM_CONSUMERS, TRAITS.CONSUMER_REGISTERS,

@@ -106,13 +106,14 @@ def attention_varlen(
             )  # fmt: skip
     before, behind = sides(causal, window)
     left, right = NO_LIMIT if before is None else before, NO_LIMIT if behind is None else behind
+    in_order = bool(deterministic and gradients)
     schedule = shared_schedule(
         cu_seqlens_q, lengths_k, tokens, keys, heads, kv_heads, head_dim, value_dim, q.dtype, left, right, gradients,
-        chosen.target,
+        in_order, chosen.target,
     )  # fmt: skip
     out, lse = library.attention_varlen(
         q, k, v, sinks, schedule, cu_seqlens_q.shape[0] - 1, left, right,
-        head_dim**-0.5 if scale is None else float(scale), float(softcap), chosen.target,
+        head_dim**-0.5 if scale is None else float(scale), float(softcap), in_order, chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

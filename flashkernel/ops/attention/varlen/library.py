@@ -11,9 +11,10 @@ from flashkernel.ops.attention.varlen.params import HeadShape, VarlenInputs, Var
 
 def _schedule(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, heads: int, kv_heads: int, head_dim: int,
-    value_dim: int, dtype: torch.dtype, left: int, right: int, gradients: bool, kernels: str,
+    value_dim: int, dtype: torch.dtype, left: int, right: int, gradients: bool, deterministic: bool,
+    kernels: str,
 ) -> Tensor:  # fmt: skip
-    params = VarlenParams(cu_seqlens_q.shape[0] - 1, left, right, 1.0, 0.0)
+    params = VarlenParams(cu_seqlens_q.shape[0] - 1, left, right, 1.0, 0.0, deterministic)
     return resolve(kernels).schedule(
         cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), (tokens_q, tokens_k),
         HeadShape(heads, kv_heads, head_dim, value_dim), dtype, params, gradients,
@@ -33,9 +34,9 @@ def _inputs(q, k, v, sinks) -> VarlenInputs:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Tensor, num_sequences: int, left: int, right: int,
-    scale: float, softcap: float, kernels: str,
+    scale: float, softcap: float, deterministic: bool, kernels: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    params = VarlenParams(num_sequences, left, right, scale, softcap)
+    params = VarlenParams(num_sequences, left, right, scale, softcap, deterministic)
     return resolve(kernels).forward(_inputs(q, k, v, sinks), schedule, params)
 
 
@@ -46,10 +47,11 @@ def _fake_forward(q, k, v, *_):
 
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor,
-    schedule: Tensor, num_sequences: int, left: int, right: int, scale: float, softcap: float, kernels: str,
+    schedule: Tensor, num_sequences: int, left: int, right: int, scale: float, softcap: float,
+    deterministic: bool, kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
-    params = VarlenParams(num_sequences, left, right, scale, softcap)
+    params = VarlenParams(num_sequences, left, right, scale, softcap, deterministic)
     dq, dk, dv, dsinks = resolve(kernels).backward(
         unit_stride(do), None if dlse is None else dlse.contiguous(), _inputs(q, k, v, sinks), o, lse, schedule, params
     )

@@ -48,6 +48,7 @@ class VarlenParams(NamedTuple):
     right: int
     scale: float
     softcap: float
+    deterministic: bool = False  # gradients are summed in a fixed order
 
     @property
     def mask(self) -> Mask | None:
@@ -62,7 +63,7 @@ class VarlenParams(NamedTuple):
     @property
     def attention(self) -> AttentionParams:
         """The call of one sequence alone."""
-        return AttentionParams(self.mask, self.scale, self.softcap, None, 0.0, 0)
+        return AttentionParams(self.mask, self.scale, self.softcap, None, 0.0, 0, self.deterministic)
 
 
 class HeadShape(NamedTuple):

@@ -81,6 +81,7 @@ _CASES = (
     Case("gpt-oss", _axes((37, 5, 22), (8, 1), 64), {**_CAUSAL, "window": 8}, present=("sinks",)),
     Case("sinks-behind", _axes((9, 4), 2, 16, behind=3), {"return_lse": True}, present=("sinks",)),
     Case("softcap", _axes((16, 9), 2, 32), {**_CAUSAL, "softcap": 1.5, "scale": 0.3}),
+    Case("deterministic", _axes((30, 9), (4, 2), 16), {**_CAUSAL, "deterministic": True}, present=("sinks",)),
     Case("narrow-values", _axes((18, 8), (4, 2), (48, 32)), _CAUSAL),
     Case("transposed", _axes((14, 5), (4, 2), 16), _CAUSAL, layout="transposed"),
     Case("padded", _axes((14, 5), (4, 2), 24), _CAUSAL, layout="padded"),
@@ -160,7 +161,7 @@ ATTENTION_VARLEN = declare(
     "attention over packed sequences, by their cumulative lengths",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper("flashkernel.ops.attention.hopper.varlen", _hopper),
+        backends.hopper("flashkernel.ops.attention.hopper.varlen", _hopper, deprioritised=support.unmeasured),
         replace(backends.triton(f"{_ROOM}.by_mask:triton", support.triton, min_arch=80), composite=True),
         replace(backends.cuda(f"{_ROOM}.by_mask:cuda", support.cuda, _HALF, auto_devices=("cuda",)), composite=True),
     ),

@@ -77,6 +77,8 @@ class Fp8Traits(NamedTuple):
     V_BLOCK_SCALES: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    HEAD_TAIL: int = 0
+    VALUE_TAIL: int = 0
     Q_STAGES: int = 1
     PAD_FRONT: bool = False
     REUSE_Q_FOR_O: bool = False

@@ -1,0 +1,187 @@
+"""Head sizes between powers of two on the Hopper attention kernels: only columns with data are multiplied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from compiled import compiled
+from emulated_hopper import check_case, emulated
+from sass import StackTraffic, stack_traffic
+
+import flashkernel as fk
+from flashkernel.blocks.mask import causal, window
+from flashkernel.core import device as devices
+from flashkernel.core import tune
+from flashkernel.core.check import verify
+from flashkernel.core.launch import Launch, collect_launches
+from flashkernel.core.op import Case, Op
+from flashkernel.ops.attention import hopper
+from flashkernel.ops.attention.hopper import varlen_schedule
+from flashkernel.ops.attention.hopper.backward_configs import (
+    BACKWARD,
+    WIDE_BACKWARD,
+    BackwardConfig,
+    WideBackwardConfig,
+)
+from flashkernel.ops.attention.hopper.backward_dq_configs import BACKWARD_DQ
+from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
+from flashkernel.ops.attention.hopper.shape_buckets import head_tail
+from flashkernel.ops.attention.spec import ATTENTION, _axes
+from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN
+from flashkernel.ops.attention.varlen.spec import _axes as _packed
+
+H200 = devices.KNOWN["h200"]
+NARROW = BackwardConfig(64, 2, True, True, kv_stages=1, split_heads=True)
+WIDE = WideBackwardConfig(3, split_heads=True)
+WIDEST = WideBackwardConfig(2, split_heads=True)
+TWO = Forward(2, 64, 2, 1, 240, split_heads=True)
+THREE = Forward(3, 64, 4, 1, 160, split_heads=True)
+DQ = Forward(2, 32, 3, 1, 240, split_heads=True)
+
+
+def _tunable(backward: Any) -> Any:
+    return WIDE_BACKWARD if isinstance(backward, WideBackwardConfig) else BACKWARD
+
+
+@pytest.fixture(autouse=True)
+def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H200 whose Gluon kernels run in the emulator, on 3 SMs, and others in Triton's interpreter."""
+    with emulated(request, monkeypatch, hopper.forward_launch, hopper.backward_launch, varlen_schedule):
+        yield
+
+
+@pytest.mark.parametrize(
+    "width, tail",
+    [(40, 0), (64, 0), (72, 16), (80, 16), (96, 32), (104, 0), (128, 0), (144, 16), (160, 32), (192, 64), (200, 0)],
+)
+def test_tails(width: int, tail: int) -> None:
+    """A head is split where two products of powers of two multiply fewer columns than one."""
+    assert head_tail(width) == tail
+    assert head_tail(width, split=False) == 0
+
+
+def _check(op: Op, case: Case, forward: Forward, backward: Any, dq: Forward | None = None) -> None:
+    with ExitStack() as configs:
+        configs.enter_context(tune.override(FORWARD, forward))
+        configs.enter_context(tune.override(_tunable(backward), backward))
+        if dq is not None:
+            configs.enter_context(tune.override(BACKWARD_DQ, dq))
+        check_case(op, case)
+
+
+_CAUSAL = {"mask": causal(), "return_lse": True}
+CASES = {
+    "80": (Case("80", _axes(1, (130, 200), 2, 80)), TWO, NARROW),
+    "96": (Case("96", _axes(1, 300, (4, 2), 96), _CAUSAL), THREE, NARROW),
+    "96-overlap": (
+        Case("96-overlap", _axes(1, (310, 290), (4, 2), 96), {"mask": causal() & window(150)}),
+        Forward(2, 64, 4, 2, 240, overlap=True, split_heads=True),
+        BackwardConfig(64, 2, False, False, split_heads=True),
+    ),
+    "80-sinks": (Case("80-sinks", _axes(1, 150, (4, 1), 80), _CAUSAL, present=("sinks",)), THREE, NARROW),
+    "192/128": (Case("192/128", _axes(1, 150, (4, 2), (192, 128)), _CAUSAL), TWO, WIDE),
+    "192/128-softcap": (Case("cap", _axes(1, (70, 150), 2, (192, 128)), {"softcap": 2.0}), TWO, WIDE),
+    "192": (Case("192", _axes(1, (130, 100), 2, 192)), TWO, WIDEST),
+    "128/80": (Case("128/80", _axes(1, 140, 2, (128, 80)), _CAUSAL), TWO, NARROW),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_heads(name: str) -> None:
+    _check(ATTENTION, *CASES[name])
+
+
+@pytest.mark.parametrize("dims, backward", [(96, NARROW), ((192, 128), WIDE)], ids=str)
+def test_split_heads_of_packed_sequences_and_in_a_fixed_order(dims: Any, backward: Any) -> None:
+    packed = Case("packed", _packed((130, 7, 0, 90), (4, 2), dims), {"causal": True, "return_lse": True})
+    _check(ATTENTION_VARLEN, packed, TWO, backward)
+    ordered = Case("ordered", _axes(1, 150, (4, 2), dims), {**_CAUSAL, "deterministic": True})
+    _check(ATTENTION, ordered, TWO, backward, DQ)
+
+
+def test_in_the_tuning_space() -> None:
+    shape = {"head_dim": 96, "value_dim": 96, "group_size": 1}
+    for tunable in (FORWARD, BACKWARD, WIDE_BACKWARD, BACKWARD_DQ):
+        split = [config for config in tunable.space(H200, shape) if config.split_heads]
+        assert any(tunable.valid(config, H200, shape) is None for config in split)
+        padded = {**shape, "head_dim": 128, "value_dim": 128}
+        assert not any(config.split_heads for config in tunable.space(H200, padded))
+        assert "no padding" in str(tunable.valid(split[0], H200, padded))
+
+
+def _launches(dims: Any, heads: Any, masked: bool, configs: dict[Any, Any], **options: Any) -> list[Launch]:
+    axes = _axes(2, 4096, heads, dims)
+    q, k, v = (
+        torch.empty((2, 4096, axes[count], axes[width]), dtype=torch.bfloat16, device="meta").requires_grad_()
+        for count, width in (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "value_dim"))
+    )
+    with ExitStack() as stack:
+        for tunable, config in configs.items():
+            stack.enter_context(tune.override(tunable, config))
+        stack.enter_context(devices.pretend(H200))
+        launches = stack.enter_context(collect_launches())
+        fk.attention(q, k, v, causal=masked, backend="hopper", **options).sum().backward()
+    return [launch for launch in launches if launch.kernel.is_gluon()]
+
+
+def _multiplied(launch: Launch) -> int:
+    """Columns multiplied by all WGMMAs in the machine code, each of 64 rows and 16 deep; no spills in loops."""
+    machine = compiled(launch, 90)
+    traffic = stack_traffic(machine.sass)
+    assert traffic == StackTraffic(0, 0), f"{launch.name}: {machine.stack} bytes of stack, in loops {traffic}"
+    assert machine.shared <= H200.shared_per_block
+    return sum(int(columns) for columns in re.findall(r"HGMMA\.64x(\d+)x16", machine.sass))
+
+
+COMPILED = {
+    "80": (80, 16, False, (TWO, NARROW), 80 / 128),
+    "96": (96, 16, True, (THREE, NARROW), 96 / 128),
+    "96-gqa": (96, (16, 4), True, (THREE, NARROW), 96 / 128),
+    "192/128": ((192, 128), 16, True, (TWO, WIDE), 5 / 6),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", COMPILED)
+def test_machine_code_multiplies_less(name: str) -> None:
+    """Of the WGMMA work of padded heads, the share that has data is left, and a little more."""
+    dims, heads, masked, (forward, backward), share = COMPILED[name]
+    tunable = _tunable(backward)
+    split = _launches(dims, heads, masked, {FORWARD: forward, tunable: backward})
+    padded = [type(config)(**{**vars(config), "split_heads": False}) for config in (forward, backward)]
+    whole = _launches(dims, heads, masked, {FORWARD: padded[0], tunable: padded[1]})
+    assert [launch.name for launch in split] == [launch.name for launch in whole]
+    for mine, other in zip(split, whole):
+        assert share - 0.01 <= _multiplied(mine) / _multiplied(other) <= share + 0.04, mine.name
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dims, backward", [(96, NARROW), ((192, 128), WIDE)], ids=str)
+def test_the_kernel_of_dq_multiplies_less(dims: Any, backward: Any) -> None:
+    tunable = _tunable(backward)
+    for launch in _launches(dims, 16, True, {FORWARD: TWO, tunable: backward, BACKWARD_DQ: DQ}, deterministic=True):
+        assert _multiplied(launch) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, (16, 4)], ids=["each", "shared"])
+@pytest.mark.parametrize(
+    "dims, backward",
+    [(80, NARROW), (96, NARROW), ((192, 128), WIDE), (192, WIDEST)],
+    ids=["80", "96", "192/128", "192"],
+)
+def test_split_heads_on_a_gpu(dims: Any, backward: Any, heads: Any) -> None:
+    for options in ({}, {"mask": causal()}, {"mask": causal() & window(200), "deterministic": True}):
+        case = Case("split", _axes(4, 700, heads, dims), options)
+        with ExitStack() as configs:
+            configs.enter_context(tune.override(FORWARD, TWO))
+            configs.enter_context(tune.override(BACKWARD_DQ, DQ))
+            configs.enter_context(tune.override(_tunable(backward), backward))
+            reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda"))
+        assert reports
+        assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
