@@ -20,6 +20,7 @@ from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.launch import Launch, collect_launches
 from flashkernel.core.op import Case, Op
+from flashkernel.lab.selection import explain_case
 from flashkernel.ops.attention import hopper
 from flashkernel.ops.attention.hopper import varlen_schedule
 from flashkernel.ops.attention.hopper.backward_configs import (
@@ -102,6 +103,25 @@ def test_split_heads_of_packed_sequences_and_in_a_fixed_order(dims: Any, backwar
     _check(ATTENTION_VARLEN, packed, TWO, backward)
     ordered = Case("ordered", _axes(1, 150, (4, 2), dims), {**_CAUSAL, "deterministic": True})
     _check(ATTENTION, ordered, TWO, backward, DQ)
+
+
+SHAPES = (
+    "d80-n1024", "d96-n4096-causal", "d192-128-n4096-causal", "d64-n8192-causal", "d64-n2048", "d128-n8192",
+    "d128-n2048-causal", "chunk-1024-of-16384",
+)  # fmt: skip
+PACKED_SHAPES = ("gqa-d128", "gpt-oss", "d64", "short-gqa-d128", "short-d64")
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [*((ATTENTION, name) for name in SHAPES), *((ATTENTION_VARLEN, name) for name in PACKED_SHAPES)],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_benchmarks_are_served_here(op: Op, name: str) -> None:
+    """Dispatch selects these kernels for the benchmarks of head sizes, lengths and packed sequences on an H200."""
+    case = next(case for case in op.benches if case.name == name)
+    answer = explain_case(op, case, torch.bfloat16, H200)
+    assert answer.chosen == "hopper", str(answer)
 
 
 def test_in_the_tuning_space() -> None:
