@@ -97,6 +97,16 @@ def test_split_heads(name: str) -> None:
     _check(ATTENTION, *CASES[name])
 
 
+@pytest.mark.parametrize("forward", [TWO, THREE], ids=str)
+def test_split_heads_with_a_fixed_row_max(forward: Forward) -> None:
+    """In bfloat16 the row max is that of a work tile's first K block, and nothing is rescaled."""
+    case = Case("bf16", _axes(1, 300, (4, 2), 96), _CAUSAL)
+    with tune.override(FORWARD, forward), tune.override(BACKWARD, NARROW):
+        reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cpu"))
+    assert reports
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
 @pytest.mark.parametrize("dims, backward", [(96, NARROW), ((192, 128), WIDE)], ids=str)
 def test_split_heads_of_packed_sequences_and_in_a_fixed_order(dims: Any, backward: Any) -> None:
     packed = Case("packed", _packed((130, 7, 0, 90), (4, 2), dims), {"causal": True, "return_lse": True})
