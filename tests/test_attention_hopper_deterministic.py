@@ -102,6 +102,15 @@ def test_packed_sequences_without_atomics(case: Case) -> None:
     check_case(ATTENTION_VARLEN, case)
 
 
+def test_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass counts work tiles that overflow by atomics on integers, whose order makes no difference."""
+    monkeypatch.setattr(gluon_emulator._NAMES, "atomic_add", gluon_emulator._atomic_add)
+    case = _case("bf16", _axes(1, 200, (4, 2), 128), causal(), sinks=True)
+    reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cpu"))
+    assert reports
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
 @pytest.mark.parametrize(
     "dq, backward",
     [

@@ -20,6 +20,7 @@ from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.launch import Launch, collect_launches
 from flashkernel.core.op import Case, Op
+from flashkernel.lab.selection import explain_case
 from flashkernel.ops.attention import hopper
 from flashkernel.ops.attention.hopper import varlen_schedule
 from flashkernel.ops.attention.hopper.backward_configs import (
@@ -96,12 +97,41 @@ def test_split_heads(name: str) -> None:
     _check(ATTENTION, *CASES[name])
 
 
+@pytest.mark.parametrize("forward", [TWO, THREE], ids=str)
+def test_split_heads_with_a_fixed_row_max(forward: Forward) -> None:
+    """In bfloat16 the row max is that of a work tile's first K block, and nothing is rescaled."""
+    case = Case("bf16", _axes(1, 300, (4, 2), 96), _CAUSAL)
+    with tune.override(FORWARD, forward), tune.override(BACKWARD, NARROW):
+        reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cpu"))
+    assert reports
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
 @pytest.mark.parametrize("dims, backward", [(96, NARROW), ((192, 128), WIDE)], ids=str)
 def test_split_heads_of_packed_sequences_and_in_a_fixed_order(dims: Any, backward: Any) -> None:
     packed = Case("packed", _packed((130, 7, 0, 90), (4, 2), dims), {"causal": True, "return_lse": True})
     _check(ATTENTION_VARLEN, packed, TWO, backward)
     ordered = Case("ordered", _axes(1, 150, (4, 2), dims), {**_CAUSAL, "deterministic": True})
     _check(ATTENTION, ordered, TWO, backward, DQ)
+
+
+SHAPES = (
+    "d80-n1024", "d96-n4096-causal", "d192-128-n4096-causal", "d64-n8192-causal", "d64-n2048", "d128-n8192",
+    "d128-n2048-causal", "chunk-1024-of-16384",
+)  # fmt: skip
+PACKED_SHAPES = ("gqa-d128", "gpt-oss", "d64", "short-gqa-d128", "short-d64")
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [*((ATTENTION, name) for name in SHAPES), *((ATTENTION_VARLEN, name) for name in PACKED_SHAPES)],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_benchmarks_are_served_here(op: Op, name: str) -> None:
+    """Dispatch selects these kernels for the benchmarks of head sizes, lengths and packed sequences on an H200."""
+    case = next(case for case in op.benches if case.name == name)
+    answer = explain_case(op, case, torch.bfloat16, H200)
+    assert answer.chosen == "hopper", str(answer)
 
 
 def test_in_the_tuning_space() -> None:

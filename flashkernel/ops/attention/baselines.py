@@ -51,8 +51,11 @@ def _numbers(expression: ex.Expression) -> list[Any]:
     return [value for child in ex.children(expression) for value in _numbers(child)]
 
 
-def _simple(case: Case, name: str, windows: bool = False, sinks: bool = False) -> PeerCall:
-    """The call, where a peer that knows causal masks, and perhaps windows and learned sinks, can do it."""
+def _simple(
+    case: Case, name: str, windows: bool = False, sinks: bool = False, aligned_at_end: bool = False
+) -> PeerCall:
+    """The call, where a peer that knows causal masks, and perhaps windows and learned sinks, can do it.
+    `aligned_at_end`: under its causal mask the last query sees the last key."""
     call = _peer_call(case)
     if call.mask is not None and not call.causal:
         raise ValueError(f"{name} has no such mask: {call.mask}")
@@ -60,7 +63,7 @@ def _simple(case: Case, name: str, windows: bool = False, sinks: bool = False) -
         raise ValueError(f"{name} has no window")
     if call.sinks and not sinks:
         raise ValueError(f"{name} has no learned sinks")
-    if call.mask is not None and case.axes["queries"] != case.axes["keys"]:
+    if call.mask is not None and case.axes["queries"] != case.axes["keys"] and not aligned_at_end:
         raise ValueError(f"{name} may align a causal mask otherwise where queries and keys differ in number")
     return call
 
@@ -163,7 +166,7 @@ def fa3(op: Op, case: Case) -> Function:
     """FlashAttention-3; what can be installed has the forward pass only."""
     from fa3_fwd_interface import flash_attn_func
 
-    call = _simple(case, "fa3", windows=True)
+    call = _simple(case, "fa3", windows=True, aligned_at_end=True)
     left = -1 if call.window is None else call.window - 1
     settings = {"causal": call.causal, "window_size": (left, 0 if call.window else -1)}
 
@@ -177,7 +180,7 @@ def fa4(op: Op, case: Case) -> Function:
     """FlashAttention-4, with windows and learned sinks."""
     from flash_attn.cute import flash_attn_func
 
-    call = _simple(case, "fa4", windows=True, sinks=True)
+    call = _simple(case, "fa4", windows=True, sinks=True, aligned_at_end=True)
     settings = {
         "causal": call.causal,
         "window_size": (None, None) if call.window is None else (call.window - 1, 0),

@@ -145,7 +145,8 @@ _SCORES = (
 
 
 def _benches() -> tuple[Case, ...]:
-    """The grid that attention is compared on everywhere, grouped heads, and gpt-oss's sliding layers."""
+    """The grid that attention is compared on everywhere, other lengths and head sizes, grouped heads, and gpt-oss's
+    sliding layers."""
     square: dict[str, Any] = {"dtypes": _HALF, "check_axes": {"batch": 1, "queries": 1024, "keys": 1024}}
     grid = [
         Case(f"d{dim}-n{length}{'-causal' if mask else ''}",
@@ -160,6 +161,21 @@ def _benches() -> tuple[Case, ...]:
              _axes(_TOKENS // length, length, _WIDTH // 256, 256), {"mask": causal()} if mask else {}, **square)
         for length, mask in ((4096, True), (16384, True), (16384, False))
     ]  # fmt: skip
+    between = [
+        Case(f"d{dim}-n{length}{'-causal' if mask else ''}",
+             _axes(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
+        for dim, length, mask in ((64, 2048, False), (64, 8192, True), (128, 2048, True), (128, 8192, False))
+    ]  # fmt: skip
+    # Head sizes between powers of two: Phi-2's, Phi-3's, and DeepSeek's with values of another width.
+    sizes = [
+        Case("d80-n1024", _axes(16, 1024, 32, 80), **square),
+        Case("d96-n4096-causal", _axes(4, 4096, 32, 96), {"mask": causal()}, **square),
+        Case("d192-128-n4096-causal", _axes(4, 4096, 16, (192, 128)), {"mask": causal()}, **square),
+    ]
+    chunk = Case(
+        "chunk-1024-of-16384", _axes(1, (1024, 16384), (32, 8), 128), {"mask": causal()}, dtypes=_HALF,
+        check_axes={"queries": 256, "keys": 1024},
+    )  # fmt: skip
     llama, small, oss = MODELS["llama-3.1-8b"], MODELS["llama-3.2-1b"], MODELS["gpt-oss-20b"]
     grouped = [
         Case(f"gqa-d{model.head_dim}-n{length}-causal",
@@ -182,7 +198,7 @@ def _benches() -> tuple[Case, ...]:
     long = [
         Case(f"long-n{length}", _axes(1, length, 2, 64), {"mask": causal()}, **square) for length in (65536, 262144)
     ]
-    return (*grid, *wide, *grouped, *sliding, *single, *long)
+    return (*grid, *between, *wide, *sizes, chunk, *grouped, *sliding, *single, *long)
 
 
 def visible_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
