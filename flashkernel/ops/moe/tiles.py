@@ -36,7 +36,8 @@ def _chunked(shape: Mapping[str, int], tokens: int) -> dict[str, int]:
 def _configs(device: Device, shape: Mapping[str, int], tokens: int) -> list[few_rows.QuantizedConfig]:
     found = few_rows.few_rows_configs(device, shape, tokens, experts=shape["experts"])
     chunked = _chunked(shape, tokens)
-    return [one for one in found if few_rows.few_rows_problem(one, device, chunked, shape["experts"]) is None]
+    fits = [one for one in found if few_rows.few_rows_problem(one, device, chunked, shape["experts"]) is None]
+    return sorted(fits, key=lambda one: one.slices > 1)  # blocks that share no sum first
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> few_rows.QuantizedConfig:
