@@ -13,6 +13,8 @@ from flashkernel import Weight
 from flashkernel.core import cuda, tune
 from flashkernel.core import device as devices
 from flashkernel.core.launch import collect_launches
+from flashkernel.lab import tuning
+from flashkernel.ops import registry
 from flashkernel.ops.gemm.quantized.configs import QuantizedConfig
 from flashkernel.ops.moe import products, tiles
 from flashkernel.ops.moe.params import Experts
@@ -167,3 +169,14 @@ def test_compiled_for_hopper(tokens: int) -> None:
         code = launch.kernel.module.compile(launch.kernel.name, 90)
         assert "0 bytes spill stores" in code.log, launch.kernel.name
         assert launch.shared <= devices.KNOWN["h200"].shared_per_block
+
+
+@needs_nvrtc
+def test_a_search_knows_its_kernels_before_it_runs() -> None:
+    """Both products of gpt-oss's layer, for 8 and 16 rows of an expert at a time; few blocks share a sum."""
+    op = registry()["moe_experts"]
+    case = next(case for case in op.benches if case.name == "gpt-oss-20b-64-mxfp4_tiles")
+    names = [one.name for one in tuning.kernels_of_space(op, case, BF16, devices.KNOWN["h200"], None)]
+    for part in ("MXFP4, 32, 8, 15, 3", "MXFP4, 32, 16, 15, 3"):
+        for gate in ("INTERLEAVED", "NO_GATE"):
+            assert any(part in name and f"{gate}, true, false" in name for name in names)

@@ -4,5 +4,6 @@ from flashkernel.blocks.epilogue import Activation, Gate
 from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm import ladder
 from flashkernel.ops.gemm.api import linear, quantized_linear
+from flashkernel.ops.gemm.quantized import few_rows
 
-__all__ = ["Activation", "Gate", "Weight", "ladder", "linear", "quantized_linear"]
+__all__ = ["Activation", "Gate", "Weight", "few_rows", "ladder", "linear", "quantized_linear"]

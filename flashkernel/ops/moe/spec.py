@@ -144,13 +144,14 @@ LAYERS = {  # name: (model, experts, experts of a token, biases, options)
 TOKENS = (1, 16, 64, 512, 4096, 16384)
 
 
-def _bench(layer: str, tokens: int, kind: str = "") -> Case:
+def _bench(layer: str, tokens: int, kind: str = "", **more: Any) -> Case:
     """Inference; or with a kind "train" (forward and backward, each) or "step" (both in one, for peak memory)."""
-    model, experts, k, biases, options = LAYERS[layer]
+    model, experts, k, biases, given = LAYERS[layer]
+    options = {**given, **more}
     sizes = MODELS[model]
     small = _axes(min(tokens, 128), 4 if k <= 4 else 8, 256, 128, k)
     return Case(
-        f"{layer}-{tokens}{f'-{kind}' if kind else ''}",
+        "-".join([layer, str(tokens), *([kind] if kind else []), *more.values()]),
         _axes(tokens, experts, sizes.hidden, sizes.intermediate, k), options, dtypes=(torch.bfloat16,), present=biases,
         check_axes=small,
         gradients=bool(kind),
@@ -159,6 +160,7 @@ def _bench(layer: str, tokens: int, kind: str = "") -> Case:
 
 _BENCHES = (
     *(_bench(layer, tokens) for layer in LAYERS for tokens in TOKENS),
+    *(_bench("gpt-oss-20b", tokens, format="mxfp4_tiles") for tokens in TOKENS[:3]),
     _bench("gpt-oss-20b", 16384, "train"),
     _bench("gpt-oss-20b", 16384, "step"),
 )
@@ -177,10 +179,10 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     axes = case.axes
     rows = axes["tokens"] * axes["slots"]
     matrix = axes["hidden"] * axes["inner"] * (3 if axes["gated"] else 2)
-    moved = touched_experts(axes["num_experts"], rows) * matrix + 2 * axes["tokens"] * axes["hidden"]
-    forward = Cost(2.0 * rows * matrix, moved * dtype.itemsize)
-    backward = Cost(4.0 * rows * matrix, 2 * moved * dtype.itemsize)
-    return costs(case, forward, backward)
+    of_weight = 17 / 32 if case.options.get("format", "").startswith("mxfp4") else dtype.itemsize  # bytes, with scales
+    moved = touched_experts(axes["num_experts"], rows) * matrix * of_weight
+    moved += 2 * axes["tokens"] * axes["hidden"] * dtype.itemsize
+    return costs(case, Cost(2.0 * rows * matrix, moved), Cost(4.0 * rows * matrix, 2 * moved))
 
 
 MOE_EXPERTS = declare(

@@ -19,8 +19,7 @@ from flashkernel.core import cuda, tune
 from flashkernel.core.cuda import TYPES
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable
-from flashkernel.ops.gemm.quantized import few_rows
-from flashkernel.ops.gemm.quantized.configs import QuantizedConfig, few_rows_configs, few_rows_problem
+from flashkernel.ops.gemm import few_rows
 from flashkernel.ops.moe.configs import FEW_TOKENS
 from flashkernel.ops.moe.params import Experts
 from flashkernel.ops.moe.routing.router import Routing
@@ -34,13 +33,14 @@ def _chunked(shape: Mapping[str, int], tokens: int) -> dict[str, int]:
     return {**shape, "rows": tokens * few_rows.most_chunks(shape["rows"], tokens, shape["experts"])}
 
 
-def _configs(device: Device, shape: Mapping[str, int], tokens: int) -> list[QuantizedConfig]:
-    found = few_rows_configs(device, shape, tokens, experts=shape["experts"])
+def _configs(device: Device, shape: Mapping[str, int], tokens: int) -> list[few_rows.QuantizedConfig]:
+    found = few_rows.few_rows_configs(device, shape, tokens, experts=shape["experts"])
     chunked = _chunked(shape, tokens)
-    return [one for one in found if few_rows_problem(one, device, chunked, shape["experts"]) is None]
+    fits = [one for one in found if few_rows.few_rows_problem(one, device, chunked, shape["experts"]) is None]
+    return sorted(fits, key=lambda one: one.slices > 1)  # blocks that share no sum first
 
 
-def _heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig:
+def _heuristic(device: Device, shape: Mapping[str, int]) -> few_rows.QuantizedConfig:
     """16 rows at a time where experts have more than four on average: twice as many are not rare."""
     many = shape["rows"] > 4 * shape["experts"]
     found = [one for tokens in (_TOKENS[::-1] if many else _TOKENS) for one in _configs(device, shape, tokens)]
@@ -49,20 +49,20 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig:
     return found[0]
 
 
-def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig]:
+def _space(device: Device, shape: Mapping[str, int]) -> Iterator[few_rows.QuantizedConfig]:
     for tokens in _TOKENS:
         yield from _configs(device, shape, tokens)[:3]
 
 
-def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) -> str | None:
-    return few_rows_problem(config, device, _chunked(shape, config.tokens), shape["experts"])
+def _valid(config: few_rows.QuantizedConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    return few_rows.few_rows_problem(config, device, _chunked(shape, config.tokens), shape["experts"])
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (tune.power_of_2(shape["rows"]), *(size for name, size in shape.items() if name != "rows"))
 
 
-QUANTIZED_EXPERTS = Tunable("moe_quantized", QuantizedConfig, _heuristic, _space, _valid, _bucket)
+QUANTIZED_EXPERTS = Tunable("moe_quantized", few_rows.QuantizedConfig, _heuristic, _space, _valid, _bucket)
 
 
 def serves(x: Tensor, routing: Routing, experts: Experts, backend: str | None) -> bool:

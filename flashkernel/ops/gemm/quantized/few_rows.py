@@ -19,8 +19,17 @@ from flashkernel.core import cuda
 from flashkernel.core.cuda import TYPES, Module
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.counters import counters
-from flashkernel.ops.gemm.quantized.configs import TILE, QuantizedConfig, few_rows_bytes, slice_units, span
+from flashkernel.ops.gemm.quantized.configs import (
+    TILE,
+    QuantizedConfig,
+    few_rows_bytes,
+    few_rows_configs,
+    few_rows_problem,
+    slice_units,
+    span,
+)
 
+__all__ = ["FewRows", "QuantizedConfig", "few_rows_configs", "few_rows_problem", "launch", "module", "most_chunks"]
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 TILE_ROWS = 16  # of the weight: a work item
