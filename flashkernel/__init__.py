@@ -31,30 +31,25 @@ Example:
     torch.Size([1, 16, 4, 32])
 """
 
-from flashkernel.blocks.expression import score_function, where
-from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
-from flashkernel.moe import MoE
-from flashkernel.nn import FusedLinear, FusedMLP
-from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
-from flashkernel.ops.append_kv import append_kv
-from flashkernel.ops.attention import (
+from flashkernel.blocks.expression import Table, score_function, where
+from flashkernel.blocks.mask import (
     Mask,
-    Table,
-    attention,
-    attention_fp8,
-    attention_varlen,
     block_sparse,
     causal,
     column_intervals,
     custom,
     documents,
     prefix,
-    quantize_fp8,
-    rotary_attention,
     sink_tokens,
     tensor_mask,
     window,
 )
+from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
+from flashkernel.moe import MoE
+from flashkernel.nn import FusedLinear, FusedMLP
+from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
+from flashkernel.ops.append_kv import append_kv
+from flashkernel.ops.attention import attention, attention_fp8, attention_varlen, quantize_fp8, rotary_attention
 from flashkernel.ops.decode import decode_attention, paged_attention
 from flashkernel.ops.gemm import Weight, linear, quantized_linear
 from flashkernel.ops.loss import cross_entropy, linear_cross_entropy

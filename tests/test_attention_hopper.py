@@ -38,7 +38,7 @@ from flashkernel.ops.attention.hopper.backward_configs import (
 from flashkernel.ops.attention.hopper.block_ranges import block_ranges
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_costs, tile_schedule
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, OutputGradients
 from flashkernel.ops.attention.spec import ATTENTION, _axes
 
 
@@ -271,7 +271,7 @@ def test_backward_programs_are_persistent_if_lengths_are_known() -> None:
         params = AttentionParams(mask, 1.0, 0.0, None, 0.0, 0)
         with pytest.MonkeyPatch.context() as patch, collect_launches() as launches:
             patch.setattr(hopper.backward_launch, "launch", launch)
-            hopper.backward(q, None, AttentionInputs(q, k, k, None, None, None), q, lse, params, False)
+            hopper.backward(OutputGradients(q, lse, q, None), AttentionInputs(q, k, k, None, None, None), params, False)
         kernel = next(each for each in launches if each.name == "attention_backward")
         assert kernel.grid == (programs,)
         schedule = kernel.args[kernel.kernel.arg_names.index("tables")].schedule

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flashkernel.blocks import tile_ranges
+from flashkernel.blocks.mask import causal
 from flashkernel.core import tables
 from flashkernel.core.tables import DeviceTables, keep_alive
-from flashkernel.ops.attention import causal
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

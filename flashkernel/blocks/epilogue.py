@@ -51,16 +51,24 @@ class Bias:
         return gradients
 
 
-@dataclass(frozen=True)
-class Activation:
-    """activation(value)"""
+class _Argument:
+    """A piece that callers give as an argument."""
 
-    kind: str
+    @property
+    def text(self) -> str:
+        raise NotImplementedError
 
     @property
     def cache_key(self) -> str:
         """Tells calls apart (core/replay.py)."""
         return self.text
+
+
+@dataclass(frozen=True)
+class Activation(_Argument):
+    """activation(value)"""
+
+    kind: str
 
     @property
     def text(self) -> str:
@@ -74,17 +82,12 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(_Argument):
     """activation(gate) * up. The kind "gpt_oss" is (min(gate, limit) sigmoid(alpha gate)) (clamp(up) + 1)."""
 
     kind: str
     alpha: float = 1.702
     limit: float = 7.0
-
-    @property
-    def cache_key(self) -> str:
-        """Tells calls apart (core/replay.py)."""
-        return self.text
 
     @property
     def text(self) -> str:

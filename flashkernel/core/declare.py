@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
 
 from flashkernel.core import backends
-from flashkernel.core.op import Backend, Baseline, Op
+from flashkernel.core.op import Backend, Baseline, Case, Cost, Op
+
+
+class Workload(NamedTuple):
+    """What an operator is checked and timed on, as `Op` documents it."""
+
+    cases: tuple[Case, ...]
+    benches: tuple[Case, ...]
+    cost: Callable[[Case, torch.dtype], Mapping[str, Cost]]
 
 
 def declare(
@@ -14,6 +24,7 @@ def declare(
     name: str,
     summary: str,
     *,
+    workload: Workload | None = None,
     kernels: Iterable[Backend] = (),
     baselines: Iterable[str | Baseline] = (),
     **fields: Any,
@@ -24,12 +35,15 @@ def declare(
         room: The operator's package.
         name: The operator's name.
         summary: A few words, for tables.
+        workload: Its cases, benchmarks and cost; None where `fields` have them.
         kernels: Backends of kernel modules, in order of preference; torch's and the reference follow them.
         baselines: Names of functions in `room.baselines` ("compile" is `compiled`, since `compile` is Python's).
         fields: Further fields of `Op`; `function` and `reference` where they have other names.
     """
     found = tuple(Baseline(one, _baseline(room, one)) if isinstance(one, str) else one for one in baselines)
     functions = {"function": f"{room}.api:{name}", "reference": f"{room}.reference:{name}"}
+    if workload is not None:
+        fields |= workload._asdict()
     composites = (backends.torch_native(f"{room}.torch:{name}"), backends.reference(f"{room}.reference:{name}"))
     return Op(
         name=name, summary=summary, backends=(*kernels, *composites), baselines=found, **{**functions, **fields}

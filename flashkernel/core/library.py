@@ -8,8 +8,8 @@ Both paths run the same functions; the eager one has a launch cache (core/replay
 An operator's functions take named groups of arguments; the registered operator has flat ones (core/argument_groups.py).
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,22 @@ def empty_gradients(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> t
     )
 
 
+class Gradient(NamedTuple):
+    """How an operator is differentiated.
+
+    Attributes:
+        setup_context: Saves what the backward pass needs: a function of (ctx, the arguments as a tuple, the output).
+        backward: A function of (ctx, wanted, *gradients of the outputs). `wanted` has a bool for each name in
+            `differentiable`; the function returns as many gradients, and those not wanted may be anything. A gradient
+            of an output may be None, but not all of them.
+        differentiable: Names of the flat arguments that have a gradient.
+    """
+
+    setup_context: Callable[..., None]
+    backward: Callable[..., Sequence[Any]]
+    differentiable: tuple[str, ...]
+
+
 class KernelOp:
     """A function that launches kernels, registered as `flashkernel::<name>`.
 
@@ -56,15 +72,11 @@ class KernelOp:
         forward: Launches the kernels. Its annotations are the schema; its first argument is a tensor, and no output
             aliases an input.
         fake: Gives empty outputs of the right shapes and dtypes.
-        setup_context: Saves what the backward needs: a function of (ctx, the arguments as a tuple, the output).
-        backward: A function of (ctx, wanted, *gradients of the outputs). `wanted` has a bool for each name in
-            `differentiable`; the function returns as many gradients, and those not wanted may be anything. A gradient
-            of an output may be None, but not all of them. Without it the operator is not differentiable.
-        differentiable: Names of the flat arguments that have a gradient.
+        gradient: How it is differentiated; None: it is not.
         mutates: Names of the flat arguments that `forward` writes to.
     """
 
-    def __init__(self, name, forward, fake, *, setup_context=None, backward=None, differentiable=(), mutates=()):
+    def __init__(self, name, forward, fake, gradient: Gradient | None = None, *, mutates=()):
         self.name = name
         self.arguments = ArgumentGroups(forward)
         self.flatten = self.arguments.flatten if self.arguments.grouped else None
@@ -73,8 +85,8 @@ class KernelOp:
         self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", flat, mutates_args=mutates)
         self.registered.register_fake(self.arguments.flat(fake))
         self.function = None
-        if backward is not None:
-            setup, pull_back = _flat_autograd(self.arguments, setup_context, backward, differentiable)
+        if gradient is not None:
+            setup, pull_back = _flat_autograd(self.arguments, gradient)
             self.registered.register_autograd(pull_back, setup_context=setup)
             self.function = _autograd_function(name, self.forward, setup, pull_back)
             # Function.apply without its check for functorch, which costs as much as the call: `traced` checks for it.
@@ -100,8 +112,9 @@ class KernelOp:
         return eager and not traced(gradient) and not _keeps_graph()
 
 
-def _flat_autograd(arguments: ArgumentGroups, setup_context, backward, differentiable):
-    """The functions of `KernelOp` as torch.library.register_autograd takes them."""
+def _flat_autograd(arguments: ArgumentGroups, gradient: Gradient):
+    """The functions of a gradient as torch.library.register_autograd takes them."""
+    setup_context, backward, differentiable = gradient
     rebuild = arguments.rebuild if arguments.grouped else None
     count, lists = len(arguments.names), arguments.tensor_lists
     indices = [arguments.names.index(name) for name in differentiable]

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 
 
@@ -41,7 +41,4 @@ def _pull_back(ctx, wanted, dy):
 
 
 activation_backward = KernelOp("activation_backward", _backward, _fake_backward)
-activation = KernelOp(
-    "activation", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("gate", "up"),
-)  # fmt: skip
+activation = KernelOp("activation", _forward, _fake_forward, Gradient(_setup_context, _pull_back, ("gate", "up")))

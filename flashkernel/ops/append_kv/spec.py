@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Draw, Input
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -211,9 +211,7 @@ APPEND_KV = declare(
     "new keys and values into pages, rotated and quantized on the way",
     inputs=_INPUTS,
     kernels=(backends.triton(f"{_ROOM}.triton", _triton_supports), backends.cpp(f"{_ROOM}.cpp", _cpp_supports)),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     baselines=("eager", "compile"),
     differentiable=False,
     random_case=_random_case,

@@ -14,9 +14,9 @@ from torch import Tensor
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Source
 from flashkernel.core.arguments import unit_stride
-from flashkernel.core.library import KernelOp, empty_gradients
+from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, OutputGradients
 
 
 class AttentionArguments(NamedTuple):
@@ -65,15 +65,15 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor, arguments: AttentionArguments,
-    want_bias: bool, kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    outputs: OutputGradients, inputs: AttentionInputs, arguments: AttentionArguments, want_bias: bool, kernels: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsinks, dslopes); those without an input, or not wanted, are empty."""
     bias, slopes = inputs.bias, inputs.alibi_slopes
+    o, lse, do, dlse = outputs
+    given = OutputGradients(o, lse, unit_stride(do), None if dlse is None else dlse.contiguous())
     dq, dk, dv, dbias, dsinks, dslopes = resolve(kernels).backward(
-        unit_stride(do), None if dlse is None else dlse.contiguous(), _dense(inputs), o, lse, arguments.params,
-        want_bias and bias is not None,
-    )  # fmt: skip
+        given, _dense(inputs), arguments.params, want_bias and bias is not None
+    )
     empty = [dq.new_empty(0) for _ in range(3)]
     return (
         dq, dk, dv,
@@ -83,7 +83,7 @@ def _backward(
     )  # fmt: skip
 
 
-def _fake_backward(do, dlse, inputs, o, lse, arguments, want_bias, kernels):
+def _fake_backward(outputs, inputs, arguments, want_bias, kernels):
     return empty_gradients(inputs, (True, True, True, want_bias, True, True))
 
 
@@ -104,11 +104,10 @@ def _autograd_backward(ctx, wanted, do, dlse):
     seed = ctx.seed if device_seed is None else device_seed
     arguments = AttentionArguments._make((mask, score, *ctx.numbers, seed))
     inputs = AttentionInputs(q, k, v, bias, sinks, alibi_slopes)
-    return _attention_backward(do, dlse, inputs, o, lse, arguments, wanted[3], ctx.kernels)
+    return _attention_backward(OutputGradients(o, lse, do, dlse), inputs, arguments, wanted[3], ctx.kernels)
 
 
 _attention_backward = KernelOp("attention_backward", _backward, _fake_backward)
 attention = KernelOp(
-    "attention", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward,
-    differentiable=AttentionInputs._fields,
-)  # fmt: skip
+    "attention", _forward, _fake_forward, Gradient(_setup_context, _autograd_backward, AttentionInputs._fields)
+)

@@ -27,6 +27,19 @@ class AttentionInputs(NamedTuple):
     alibi_slopes: Tensor | None  # float32 (heads,) or (batch, heads)
 
 
+class OutputGradients(NamedTuple):
+    """What the forward pass returned, and the gradients of it."""
+
+    o: Tensor  # (batch, seqlen_q, heads, value_dim)
+    lse: Tensor  # float32 (batch, heads, seqlen_q)
+    do: Tensor  # as o, the last dim with stride 1
+    dlse: Tensor | None  # as lse
+
+
+# dq, dk, dv, dbias, dsinks, dslopes
+InputGradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
 class KernelFunctions(NamedTuple):
     """The mask and the score function as Triton functions, and the tensors they read as kernel arguments."""
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, InputGradients, OutputGradients
 
 
 class AttentionKernels(Protocol):
@@ -19,13 +19,11 @@ class AttentionKernels(Protocol):
         """
 
     def backward(
-        self, do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor,
-        params: AttentionParams, want_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        self, outputs: OutputGradients, inputs: AttentionInputs, params: AttentionParams, want_bias: bool
+    ) -> InputGradients:
         """Returns (dq, dk, dv, dbias, dsinks, dslopes) in the dtypes of the inputs.
 
-        `do` has o's shape and unit stride along its last dim, `dlse` lse's or is None; o and lse are what `forward`
-        returned. A gradient without its input is None, and so is dbias unless `want_bias`.
+        A gradient without its input is None, and so is dbias unless `want_bias`.
         """
 
 

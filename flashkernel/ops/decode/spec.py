@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashkernel.blocks.decode_cpp import CACHE_DTYPES
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.decode.configs import SHORT, too_large
@@ -392,9 +392,7 @@ PAGED_ATTENTION = declare(
         backends.triton(f"{_ROOM}.triton", _prefill, min_arch=80),
         backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
     ),
-    cases=_PREFILL_CASES,
-    benches=_prefill_benches(),
-    cost=_prefill_cost,
+    workload=Workload(_PREFILL_CASES, _prefill_benches(), _prefill_cost),
     tolerance=Tolerance(floor32=8.0),
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_packed"), Baseline("fa3", f"{_ROOM}.baselines:fa3_packed")),
     differentiable=False,

@@ -20,7 +20,7 @@ from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.core.arguments import as_rows, without_autocast
 from flashkernel.core.backends import installed
 from flashkernel.core.device import properties
-from flashkernel.core.library import KernelOp, empty_gradients
+from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS
 from flashkernel.ops.gemm.params import LinearExtras
@@ -212,9 +212,11 @@ def _pull_back(ctx, wanted, dy):
 
 _linear_backward = KernelOp("linear_backward", _backward, _fake_backward)
 _linear = KernelOp(
-    "linear", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("x", *PlainWeights._fields, *Biases._fields, "residual"),
-)  # fmt: skip
+    "linear",
+    _forward,
+    _fake_forward,
+    Gradient(_setup_context, _pull_back, ("x", *PlainWeights._fields, *Biases._fields, "residual")),
+)
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -265,7 +267,8 @@ def _pull_back_quantized(ctx, wanted, dy):
 
 
 _linear_quantized = KernelOp(
-    "linear_quantized", _forward_quantized, _fake_forward_quantized,
-    setup_context=_setup_context_quantized, backward=_pull_back_quantized,
-    differentiable=("x", *Biases._fields, "residual"),
-)  # fmt: skip
+    "linear_quantized",
+    _forward_quantized,
+    _fake_forward_quantized,
+    Gradient(_setup_context_quantized, _pull_back_quantized, ("x", *Biases._fields, "residual")),
+)

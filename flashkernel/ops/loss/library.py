@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.loss.params import LinearLossInputs, LossParams
 
@@ -42,10 +42,7 @@ def _pull_back(ctx, wanted, dloss, *_):
 
 
 cross_entropy_backward = KernelOp("cross_entropy_backward", _backward, _fake_backward)
-cross_entropy = KernelOp(
-    "cross_entropy", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("logits",),
-)  # fmt: skip
+cross_entropy = KernelOp("cross_entropy", _forward, _fake_forward, Gradient(_setup_context, _pull_back, ("logits",)))
 
 
 def _linear_forward(
@@ -113,6 +110,8 @@ def _pull_back_linear(ctx, wanted, dloss, *_):
 linear_cross_entropy_backward = KernelOp("linear_cross_entropy_backward", _linear_backward, _fake_linear_backward)
 scaled = KernelOp("scaled", _scaled, _fake_scaled)
 linear_cross_entropy = KernelOp(
-    "linear_cross_entropy", _linear_forward, _fake_linear_forward, setup_context=_setup_linear,
-    backward=_pull_back_linear, differentiable=("x", "weight", "bias"),
-)  # fmt: skip
+    "linear_cross_entropy",
+    _linear_forward,
+    _fake_linear_forward,
+    Gradient(_setup_linear, _pull_back_linear, ("x", "weight", "bias")),
+)

@@ -15,7 +15,7 @@ from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.launch import mark_written
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.reference import default_dtype
@@ -292,9 +292,11 @@ def _pull_back(ctx, wanted, dc, dz, _):
 
 _matmul_backward = KernelOp("matmul_backward", _backward, _fake_backward)
 _matmul = KernelOp(
-    "matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("a", "b", "up", "bias", "up_bias", "residual"),
-)  # fmt: skip
+    "matmul",
+    _forward,
+    _fake_forward,
+    Gradient(_setup_context, _pull_back, ("a", "b", "up", "bias", "up_bias", "residual")),
+)
 _matmul_into = KernelOp("matmul_into", _forward_into, _fake_forward_into, mutates=("out",))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, Gate, activation_width
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -366,9 +366,7 @@ MATMUL = declare(
             deprioritised=_cublas_is_faster,
         ),
     ),
-    cases=_CASES,
-    benches=_benches(),
-    cost=_cost,
+    workload=Workload(_CASES, _benches(), _cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
     random_case=_random_case,
     random_share=3,
@@ -476,9 +474,7 @@ MATMUL_DACT = declare(
     ),
     differentiable=False,
     written=_dact_written,
-    cases=_DACT_CASES,
-    benches=_dact_benches(),
-    cost=_dact_cost,
+    workload=Workload(_DACT_CASES, _dact_benches(), _dact_cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
     random_case=_random_dact,
     baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_dact"),),

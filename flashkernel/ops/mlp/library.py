@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.arguments import as_rows, without_autocast
-from flashkernel.core.library import KernelOp, empty_gradients
+from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.mlp.params import MainGrads, MlpParams, MlpTensors
 
@@ -105,7 +105,4 @@ _mlp_backward_in_place = KernelOp(
     "mlp_backward_in_place", _backward_in_place, _fake_backward_in_place,
     mutates=("preactivation", *MainGrads._fields),
 )  # fmt: skip
-mlp = KernelOp(
-    "mlp", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=MlpTensors._fields,
-)  # fmt: skip
+mlp = KernelOp("mlp", _forward, _fake_forward, Gradient(_setup_context, _pull_back, MlpTensors._fields))

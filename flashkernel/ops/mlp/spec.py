@@ -13,7 +13,7 @@ from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.weight import scales_shape
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.device import Device
 from flashkernel.core.op import FLOATS, Axes, Call, Case, Cost, Input, Tolerance, costs, count, normal
 from flashkernel.core.random_case import Rng
@@ -265,9 +265,7 @@ MLP = declare(
             deprioritised=_triton_is_faster,
         ),
     ),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     ranges={"rows": (0, 5, 1), "columns": (1, 60, 1), "inner": (1, 50, 1), "outputs": (1, 40, 1)},
     random_case=_random_case,
     random_share=3,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
 from flashkernel.blocks.weight import Weight
 from flashkernel.core.arguments import unit_stride, without_autocast
-from flashkernel.core.library import KernelOp, empty_gradients
+from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.moe.params import Experts
 from flashkernel.ops.moe.routing.router import Routing
@@ -152,6 +152,8 @@ _experts_backward_in_place = KernelOp(
     "moe_experts_backward_in_place", _backward_in_place, _fake_backward, mutates=("z",)
 )  # fmt: skip
 _experts = KernelOp(
-    "moe_experts", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("x", "weights", "gate_up_data", "down_data", "gate_up_bias", "down_bias"),
-)  # fmt: skip
+    "moe_experts",
+    _forward,
+    _fake_forward,
+    Gradient(_setup_context, _pull_back, ("x", "weights", "gate_up_data", "down_data", "gate_up_bias", "down_bias")),
+)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Case, Cost, Input, Tolerance, costs, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -193,9 +193,7 @@ MOE_EXPERTS = declare(
     reference=f"{_ROOM}.named:reference",
     inputs=_INPUTS,
     kernels=(backends.hopper(PRODUCTS), backends.triton(PRODUCTS, dtypes=FLOATS, min_arch=80)),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     sum_length=lambda case: case.axes["hidden"] + case.axes["inner"],
     ranges={"tokens": (0, 70, 1), "num_experts": (1, 8, 1), "hidden": (1, 50, 1), "inner": (1, 40, 1)},

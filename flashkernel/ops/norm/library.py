@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.arguments import as_rows
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 
 
@@ -81,6 +81,5 @@ def _pull_back(ctx, wanted, dy, dtotal, _dmean, _drstd):
 
 norm_backward = KernelOp("norm_backward", _backward, _fake_backward)
 norm = KernelOp(
-    "norm", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("x", "weight", "bias", "residual"),
-)  # fmt: skip
+    "norm", _forward, _fake_forward, Gradient(_setup_context, _pull_back, ("x", "weight", "bias", "residual"))
+)

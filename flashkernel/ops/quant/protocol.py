@@ -29,15 +29,9 @@ class QuantizeKernels(Protocol):
         """Returns (codes - zeros) * scales, [rows, width] in `dtype`; there is one scale, or one for each group."""
 
     def rms_norm_quantize(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        residual: Tensor | None,
-        code: str,
-        columns: int,
-        eps: float,
+        self, x: Tensor, weight: Tensor | None, residual: Tensor | None, code: str, columns: int, eps: float,
         offset: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (codes, scales, x + residual in x's dtype or empty)."""
 
     def glu_quantize(

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import GATES
 from flashkernel.blocks.weight import group_shape_of
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Input, Op, Tolerance, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -292,9 +292,7 @@ QUANTIZE = _declare(
         "x": Input(("*rows", "width"), draw=normal(1.0, 0.2)),
         "scale": _Scale(("*rows", "width"), dtype=torch.float32, draw=_positive(0.01), optional=True),
     },
-    cases=_QUANTIZE_CASES,
-    benches=_QUANTIZE_BENCHES,
-    cost=_cost,
+    workload=Workload(_QUANTIZE_CASES, _QUANTIZE_BENCHES, _cost),
     # torch.compile contracts to fma, and is timed beside us; tests/test_quant.py wants equal codes of our backends.
     tolerance=Tolerance(integer_steps=1),
     random_case=_random_quantize,
@@ -308,9 +306,7 @@ DEQUANTIZE = _declare(
         "scales": _Scale(("*rows", "width"), dtype=torch.float32, draw=_positive(0.002)),
         "zeros": _Scale(("*rows", "width"), dtype=_INT8, draw=_integers, optional=True),
     },
-    cases=_dequantize_cases(),
-    benches=_DEQUANTIZE_BENCHES,
-    cost=_dequantize_cost,
+    workload=Workload(_dequantize_cases(), _DEQUANTIZE_BENCHES, _dequantize_cost),
     random_case=_random_dequantize,
 )
 RMS_NORM_QUANTIZE = _declare(
@@ -322,9 +318,7 @@ RMS_NORM_QUANTIZE = _declare(
         "weight": Input(("width",), draw=normal(0.5, 1.0), optional=True),
         "residual": Input(("*rows", "width"), optional=True),
     },
-    cases=_NORM_CASES,
-    benches=_NORM_BENCHES,
-    cost=_cost,
+    workload=Workload(_NORM_CASES, _NORM_BENCHES, _cost),
     tolerance=_FUSED,
     width=(2, 300, 1),
     random_case=_random_fused,
@@ -337,9 +331,7 @@ GLU_QUANTIZE = _declare(
         "gate": Input(("*rows", "width"), draw=normal(2.0)),
         "up": Input(("*rows", "width"), draw=normal(2.0), optional=True),
     },
-    cases=_glu_cases(),
-    benches=_GLU_BENCHES,
-    cost=_glu_cost,
+    workload=Workload(_glu_cases(), _GLU_BENCHES, _glu_cost),
     tolerance=_FUSED,
     width=(2, 300, 2),
     random_case=_random_glu,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.masks import mask_rows
@@ -109,12 +109,6 @@ def _fake_softmax_pull(dy, y, scale, queries, kernels):
 argmax = KernelOp("argmax", _argmax_forward, _fake_argmax)
 reduce_backward = KernelOp("reduce_backward", _backward, _fake_backward)
 weighted_sum_backward = KernelOp("weighted_sum_backward", _weighted_pull, _fake_weighted_pull)
-reduce = KernelOp(
-    "reduce", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("x", "weight"),
-)  # fmt: skip
+reduce = KernelOp("reduce", _forward, _fake_forward, Gradient(_setup_context, _pull_back, ("x", "weight")))
 softmax_backward = KernelOp("softmax_backward", _softmax_pull, _fake_softmax_pull)
-softmax = KernelOp(
-    "softmax", _softmax_forward, _fake_softmax, setup_context=_setup_softmax, backward=_pull_back_softmax,
-    differentiable=("x",),
-)  # fmt: skip
+softmax = KernelOp("softmax", _softmax_forward, _fake_softmax, Gradient(_setup_softmax, _pull_back_softmax, ("x",)))

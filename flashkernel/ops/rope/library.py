@@ -4,7 +4,7 @@ from torch import Tensor
 
 from flashkernel.blocks.rope import Rotation
 from flashkernel.core.launch import mark_written
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 
 
@@ -46,7 +46,5 @@ def _pull_back(ctx, wanted, dq, dk):
     return rotated[0], rotated[1] if len(gradients) == 2 else None
 
 
-rope = KernelOp(
-    "rope", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back, differentiable=("q", "k")
-)
+rope = KernelOp("rope", _forward, _fake_forward, Gradient(_setup_context, _pull_back, ("q", "k")))
 rope_in_place = KernelOp("rope_in_place", _forward_in_place, _fake_forward_in_place, mutates=("q", "k"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Case, Cost, Draw, Input, count
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -151,9 +151,7 @@ ROPE = declare(
     backward=None,  # the gradient of a rotation is the inverse rotation
     inputs=_INPUTS,
     kernels=(backends.triton(f"{_ROOM}.triton"), backends.cuda(f"{_ROOM}.cuda")),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     random_case=_random_case,
     random_share=2,
     baselines=("eager", "compile", "liger"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Input
 from flashkernel.core.random_case import Rng
 from flashkernel.ops.sampling.configs import MAX_CHUNKS
@@ -189,9 +189,7 @@ SAMPLE = declare(
     "one token of each row of logits: temperature, top-k, top-p, min-p, penalties, biases, masks",
     inputs=_INPUTS,
     kernels=(backends.triton(f"{_ROOM}.triton", _supports),),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     baselines=("eager", "compile"),
     differentiable=False,
     backward=None,

@@ -25,7 +25,7 @@ from flashkernel.ops.attention.cuda.launch import (
     size_arguments,
     strides,
 )
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, InputGradients, OutputGradients
 
 _PREPROCESS_ARGUMENTS = (
     "pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, "
@@ -40,15 +40,10 @@ _POSTPROCESS_ARGUMENTS = "pointer, pointer, float32, int32, int32, int32, int32"
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    inputs: AttentionInputs,
-    o: Tensor,
-    lse: Tensor,
-    params: AttentionParams,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv, dbias, dsinks, dslopes); those without their input, and a bias gradient not wanted, are None."""
+    outputs: OutputGradients, inputs: AttentionInputs, params: AttentionParams, want_bias: bool
+) -> InputGradients:
+    """The gradients; those without their input, and a bias gradient not wanted, are None."""
+    o, lse, do, dlse = outputs
     q, k, v, do = (cuda.vectorised(x) for x in (inputs.q, inputs.k, inputs.v, do))
     inputs = inputs._replace(q=q, k=k, v=v)
     batch, seqlen_q, heads, head_dim = q.shape

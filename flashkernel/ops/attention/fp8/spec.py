@@ -11,7 +11,7 @@ from torch import Tensor
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.mask import Mask, causal, custom, sink_tokens, window
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Input, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.random_cases import random_fp8_case
@@ -156,9 +156,7 @@ ATTENTION_FP8 = declare(
         backends.hopper(f"{_ROOM}.hopper", _hopper, dtypes=(FP8,)),
         backends.triton(f"{_ROOM}.triton", _triton, dtypes=(FP8,), min_arch=89),
     ),
-    cases=_CASES,
-    benches=_benches(),
-    cost=_cost,
+    workload=Workload(_CASES, _benches(), _cost),
     # P is rounded to e4m3: the relative error is at most 1/16, half of its eps.
     tolerance=Tolerance(floor=0.5, through=FP8),
     differentiable=False,

@@ -32,7 +32,7 @@ from flashkernel.ops.attention.hopper.pipeline import TileTables
 from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
 from flashkernel.ops.attention.hopper.shape_buckets import head_tail
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, InputGradients, OutputGradients
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,15 @@ class BackwardPlan:
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    inputs: AttentionInputs,
-    o: Tensor,
-    lse: Tensor,
-    params: AttentionParams,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    outputs: OutputGradients, inputs: AttentionInputs, params: AttentionParams, want_bias: bool
+) -> InputGradients:
     """Returns the gradients (dq, dk, dv, None, dsinks, None).
 
     Args:
-        do: (batch, seqlen_q, heads, value_dim), gradient of o.
-        dlse: (batch, heads, seqlen_q) float32, gradient of lse; or None.
+        outputs: o and lse of the forward pass, and their gradients.
         inputs: q, k, v and the learned sinks; this backend serves no bias and no ALiBi slopes.
-        o: (batch, seqlen_q, heads, value_dim), output of the forward pass.
-        lse: (batch, heads, seqlen_q) float32, its log-sum-exp.
     """
-    q, k, v, _, sinks, _ = inputs
+    (q, k, v, _, sinks, _), (o, lse, do, dlse) = inputs, outputs
     if k.shape[1] == 0 or q.numel() == 0:
         return without_keys(dlse, q, k, v, sinks)
     return launch_backward(do, dlse, inputs, o, lse, params, _plan(q, k, v, params))

@@ -8,7 +8,7 @@ from flashkernel.blocks.mask import Mask
 from flashkernel.core.cuda import vectorised
 from flashkernel.ops.attention import cuda as plain
 from flashkernel.ops.attention.cuda.forward_launch import Rotary, launch_forward
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, OutputGradients
 from flashkernel.ops.attention.rotary.reference import rotated
 
 
@@ -25,7 +25,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv): attention's backward pass of the rotated q and k, then the rotation back, by torch."""
     inputs, params = _call(*rotated(q, k, cos, sin, interleaved), v, mask, scale)
-    dq, dk, dv, *_ = plain.backward(do, dlse, inputs, o, lse, params, False)
+    dq, dk, dv, *_ = plain.backward(OutputGradients(o, lse, do, dlse), inputs, params, False)
     return *rotated(dq, dk, cos, -sin, interleaved), dv
 
 

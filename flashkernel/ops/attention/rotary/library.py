@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import Source
 from flashkernel.core.arguments import unit_stride
-from flashkernel.core.library import KernelOp, empty_gradients
+from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.attention.library import empty_outputs
 
@@ -72,6 +72,5 @@ def _autograd_backward(ctx, wanted, do, dlse):
 
 _rotary_backward = KernelOp("rotary_attention_backward", _backward, _fake_backward)
 rotary_attention = KernelOp(
-    "rotary_attention", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward,
-    differentiable=("q", "k", "v"),
-)  # fmt: skip
+    "rotary_attention", _forward, _fake_forward, Gradient(_setup_context, _autograd_backward, ("q", "k", "v"))
+)

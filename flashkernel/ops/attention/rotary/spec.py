@@ -9,7 +9,7 @@ import torch
 
 from flashkernel.blocks.mask import causal, window
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Draw, Input, Tolerance
 from flashkernel.core.random_case import Rng
 
@@ -106,9 +106,7 @@ ROTARY_ATTENTION = declare(
     "softmax attention that rotates q and k (RoPE) as it loads them",
     inputs=_INPUTS,
     kernels=(backends.cuda(f"{_ROOM}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),),
-    cases=_CASES,
-    benches=_benches(),
-    cost=_cost,
+    workload=Workload(_CASES, _benches(), _cost),
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "positions": (40, 48, 1)},
     random_case=_random_case,

@@ -12,7 +12,7 @@ from flashkernel.blocks.tile_ranges import TileRanges, max_visible_keys, tile_ra
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.configs import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, AttentionConfig
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, InputGradients, OutputGradients
 from flashkernel.ops.attention.triton.arguments import (
     Bias,
     Dropout,
@@ -51,15 +51,10 @@ def forward(inputs: AttentionInputs, params: AttentionParams) -> tuple[Tensor, T
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    inputs: AttentionInputs,
-    o: Tensor,
-    lse: Tensor,
-    params: AttentionParams,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv, dbias, dsinks, dslopes); those without their input, and a bias gradient not wanted, are None."""
+    outputs: OutputGradients, inputs: AttentionInputs, params: AttentionParams, want_bias: bool
+) -> InputGradients:
+    """The gradients; those without their input, and a bias gradient not wanted, are None."""
+    o, lse, do, dlse = outputs
     stats = Statistics(lse, torch.empty_like(lse), dlse)
     gradients, dbias = _backward_queries(do, inputs, o, stats, params, want_bias)
     dk, dv = _backward_keys(do, inputs, stats, params)

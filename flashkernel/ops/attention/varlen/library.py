@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.arguments import unit_stride
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.attention.varlen.params import HeadShape, VarlenInputs, VarlenParams, schedule_size
 
@@ -79,6 +79,5 @@ def _autograd_backward(ctx, wanted, do, dlse):
 schedule = KernelOp("attention_varlen_schedule", _schedule, _fake_schedule)
 _varlen_backward = KernelOp("attention_varlen_backward", _backward, _fake_backward)
 attention_varlen = KernelOp(
-    "attention_varlen", _forward, _fake_forward, setup_context=_setup_context, backward=_autograd_backward,
-    differentiable=("q", "k", "v", "sinks"),
-)  # fmt: skip
+    "attention_varlen", _forward, _fake_forward, Gradient(_setup_context, _autograd_backward, ("q", "k", "v", "sinks"))
+)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Draw, Input, Tolerance
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -165,9 +165,7 @@ ATTENTION_VARLEN = declare(
         replace(backends.triton(f"{_ROOM}.by_mask:triton", support.triton, min_arch=80), composite=True),
         replace(backends.cuda(f"{_ROOM}.by_mask:cuda", support.cuda, _HALF, auto_devices=("cuda",)), composite=True),
     ),
-    cases=_CASES,
-    benches=_benches(),
-    cost=_cost,
+    workload=Workload(_CASES, _benches(), _cost),
     # Gradients start from probabilities and an output that were rounded to the inputs' dtype; the lse does not.
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     random_case=_random_case,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.arguments import unit_stride
-from flashkernel.core.library import KernelOp, empty_gradients
+from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 
@@ -113,6 +113,8 @@ def _fake_weight_gradient(x, dz, offsets, gather, tf32, kernels):
 grouped_weight_gradient = KernelOp("grouped_weight_gradient", _forward_weight_gradient, _fake_weight_gradient)
 _grouped_backward = KernelOp("grouped_matmul_backward", _backward, _fake_backward)
 grouped_matmul = KernelOp(
-    "grouped_matmul", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("x", "weights", "row_weights", "bias"),
-)  # fmt: skip
+    "grouped_matmul",
+    _forward,
+    _fake_forward,
+    Gradient(_setup_context, _pull_back, ("x", "weights", "row_weights", "bias")),
+)

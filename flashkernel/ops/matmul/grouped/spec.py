@@ -13,7 +13,7 @@ from flashkernel.blocks.epilogue import GATES, Gate
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, integers, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
@@ -257,9 +257,7 @@ GROUPED_MATMUL = declare(
         backends.hopper(f"{_ROOM}.hopper", eight_bit_gradients, (torch.bfloat16, torch.float16, FP8)),
         backends.triton(f"{_ROOM}.triton", triton_operands, dtypes=(*FLOATS, FP8), min_arch=80),
     ),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
     random_case=_random_groups,
     random_share=2,

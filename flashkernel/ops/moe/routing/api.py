@@ -68,7 +68,7 @@ def _route(
     chosen = choose(spec.MOE_ROUTE, backend, logits.device, logits.dtype, gradients)
     if chosen.composite:
         with without_autocast(logits):
-            return tuple(chosen.run(logits, router, bias, noise, token_ids))
+            return tuple(chosen.run(logits, router, bias=bias, noise=noise, token_ids=token_ids))
     weights, experts, *rest = library.moe_route(logits, bias, noise, token_ids, router.text, chosen.target)
     return experts, weights, *rest
 

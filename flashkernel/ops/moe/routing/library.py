@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flashkernel.core.library import KernelOp
+from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.moe.routing.router import Router
 
@@ -62,7 +62,4 @@ def _fake_sort(given, experts, capacity, kernels):
 
 moe_sort = KernelOp("moe_sort", _sort, _fake_sort)
 moe_route_backward = KernelOp("moe_route_backward", _backward, _fake_backward)
-moe_route = KernelOp(
-    "moe_route", _forward, _fake_forward, setup_context=_setup_context, backward=_pull_back,
-    differentiable=("logits", "noise"),
-)  # fmt: skip
+moe_route = KernelOp("moe_route", _forward, _fake_forward, Gradient(_setup_context, _pull_back, ("logits", "noise")))

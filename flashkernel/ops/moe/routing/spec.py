@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core import backends
-from flashkernel.core.declare import declare
+from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Case, Cost, Input, Tolerance, integers, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.ops.moe.routing.router import KINDS, Router
@@ -108,9 +108,7 @@ MOE_ROUTE = declare(
         "token_ids": Input(("tokens",), torch.int64, integers(1000), grad=False, optional=True),
     },
     kernels=(backends.triton(f"{_ROOM}.triton"),),
-    cases=_CASES,
-    benches=_BENCHES,
-    cost=_cost,
+    workload=Workload(_CASES, _BENCHES, _cost),
     tolerance=Tolerance(floor32=8.0),
     ranges={"tokens": (0, 70, 1), "experts": (40, 80, 40)},  # what groups and k of all cases fit
     random_case=_random_case,

@@ -12,13 +12,7 @@ from flashkernel.ops.moe.routing.router import Router, Routing
 __all__ = ["moe_route", "moe_sort"]
 
 
-def moe_route(
-    logits: Tensor,
-    router: Router,
-    bias: Tensor | None = None,
-    noise: Tensor | None = None,
-    token_ids: Tensor | None = None,
-) -> Routing:
-    """As the reference, of logits widened to float32."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return reference.moe_route(logits.to(wide), router, bias, None if noise is None else noise.to(wide), token_ids)
+def moe_route(logits: Tensor, router: Router, **given: Tensor | None) -> Routing:
+    """As the reference, of logits and noise widened to float32."""
+    wide, noise = torch.promote_types(logits.dtype, torch.float32), given.pop("noise", None)
+    return reference.moe_route(logits.to(wide), router, noise=None if noise is None else noise.to(wide), **given)

@@ -52,7 +52,6 @@ def produce_gathered(args, TRAITS: gl.constexpr):
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     NUM_CONSUMERS: gl.constexpr = TRAITS.NUM_CONSUMERS
-    BLOCK_M: gl.constexpr = ROWS * NUM_CONSUMERS
     HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
     DISTANCE: gl.constexpr = TRAITS.DISTANCE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [4, 8], [4, 1], [1, 0])
@@ -60,9 +59,8 @@ def produce_gathered(args, TRAITS: gl.constexpr):
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
     for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
-        tile = work_tile(index, cursor, schedule, BLOCK_M)
-        cursor, first_row = tile.cursor, tile.first_row
-        column = tile.column_tile * (TRAITS.BLOCK_N // HALVES)
+        tile = work_tile(index, cursor, schedule, TRAITS)
+        cursor, first_row, column = tile.cursor, tile.first_row, tile.column
         k_blocks = gl.where(cursor.group < schedule.groups, args.k_blocks, 0)
         addresses = _row_addresses(args, first_row, cursor.end, LAYOUT, TRAITS)
         others = addresses

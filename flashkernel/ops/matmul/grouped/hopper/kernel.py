@@ -115,15 +115,13 @@ def _produce(args, TRAITS: gl.constexpr):
     BLOCK_K: gl.constexpr = TRAITS.BLOCK_K
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     NUM_CONSUMERS: gl.constexpr = TRAITS.NUM_CONSUMERS
-    BLOCK_M: gl.constexpr = ROWS * NUM_CONSUMERS
     HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
     x, weights, schedule = args.x, args.weights, args.schedule
     cursor = schedule.first
     num_loaded = gl.to_tensor(0)
     for index in range(schedule.first_work_tile, schedule.num_work_tiles, gl.num_programs(0)):
-        tile = work_tile(index, cursor, schedule, BLOCK_M)
-        cursor, first_row = tile.cursor, tile.first_row
-        column = tile.column_tile * (TRAITS.BLOCK_N // HALVES)
+        tile = work_tile(index, cursor, schedule, TRAITS)
+        cursor, first_row, column = tile.cursor, tile.first_row, tile.column
         k_blocks = gl.where(cursor.group < schedule.groups, args.k_blocks, 0)
         active = gl.minimum((cursor.end - first_row + ROWS - 1) // ROWS, NUM_CONSUMERS)  # consumers with rows
         for block in range(k_blocks):

@@ -98,16 +98,18 @@ class WorkTile(NamedTuple):
 
     cursor: Any  # GroupCursor
     first_row: Any
-    column_tile: Any
+    column: Any  # of W; with GATE "halves", of each half
 
 
 @gluon.jit
-def work_tile(index, cursor, schedule, BLOCK_M: gl.constexpr):
+def work_tile(index, cursor, schedule, TRAITS: gl.constexpr):
     """Returns the WorkTile of an index; `cursor` is that of an earlier one."""
+    BLOCK_M: gl.constexpr = TRAITS.ROWS * TRAITS.NUM_CONSUMERS
+    COLUMNS: gl.constexpr = TRAITS.BLOCK_N // 2 if TRAITS.GATE == "halves" else TRAITS.BLOCK_N
     row_tile = index // schedule.n_tiles
     cursor = advance(cursor, row_tile, schedule, BLOCK_M)
     first_row = cursor.begin + (row_tile - cursor.tiles_before) * BLOCK_M
-    return WorkTile(cursor, first_row, column_tile(index, row_tile, schedule.n_tiles))
+    return WorkTile(cursor, first_row, column_tile(index, row_tile, schedule.n_tiles) * COLUMNS)
 
 
 @gluon.jit
