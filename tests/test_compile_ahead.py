@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from flashkernel.core import cache_key, compile_ahead, versions
-from flashkernel.core.device import KNOWN
+from flashkernel.core.device import KNOWN, pretend
 from flashkernel.core.launch import Launch
 from flashkernel.core.shapes import Model
 from flashkernel.engine import SamplingParams, precompile
@@ -105,6 +106,22 @@ def test_another_process_finds_what_was_compiled(tmp_path: Path, monkeypatch: py
         [sys.executable, "-c", _AGAIN, "12"], env=environment, capture_output=True, text=True, check=True
     )
     assert again.stdout.strip() == "BuildCounts(compiled=0, loaded=12, captured=0, tuned=0)"
+
+
+def test_a_model_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it, for a pretended GPU: processes, progress, the files that say that it was done."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "flashkernel"))
+    monkeypatch.setattr(precompile, "MIN_BYTES", 0)
+    monkeypatch.setattr(compile_ahead, "num_cores", lambda: 2)
+    sizes = replace(SIZES, max_num_seqs=2, max_num_batched_tokens=32)
+    told: list[tuple[str, int, int]] = []
+    with pretend(H200):
+        assert precompile.precompile(_model(), sizes, lambda *now: told.append(now))
+        assert not precompile.precompile(_model(), sizes, lambda *now: told.append(now))
+    assert told[0][0] == "starting compilers"
+    assert told[-1] == ("compiling in processes", told[-1][2], told[-1][2])
+    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == told[-1][2] == len(told) - 1 > 5
 
 
 def test_a_kernel_that_fails_is_reported() -> None:

@@ -32,7 +32,7 @@ class EngineCollector(Collector):
             ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
             ("kv_cache_used_blocks", "KV cache blocks that requests hold", stats.num_used_blocks),
             ("kv_cache_blocks", "KV cache blocks in all", stats.num_blocks),
-            ("compiled_in_service", "Kernels and graphs made since the start ended", stats.compiled_in_service),
+            ("compiled_in_service", "Kernels and graphs built since the start ended", stats.compiled_in_service),
         ):
             yield GaugeMetricFamily(f"flashkernel_{name}", about, value)
         for name, about, value in (

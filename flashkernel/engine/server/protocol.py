@@ -304,7 +304,9 @@ class ChatRequest(GenerationRequest):
         if isinstance(self.tool_choice, NamedTool):
             return StructuredOutputs(json_schema=json.dumps(forced[0].parameters or {"type": "object"}))
         tools = [function.model_dump(include={"name", "parameters"}) for function in forced]
-        return StructuredOutputs(json_schema=output_parsers.required_schema(tools, self.parallel_tool_calls is not False))
+        return StructuredOutputs(
+            json_schema=output_parsers.required_schema(tools, self.parallel_tool_calls is not False)
+        )
 
     def parser(self, template: str | None) -> OutputParser:
         """What the text is taken apart by."""
