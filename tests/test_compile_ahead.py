@@ -19,7 +19,9 @@ from flashkernel.core.device import KNOWN, pretend
 from flashkernel.core.launch import Launch
 from flashkernel.core.shapes import Model
 from flashkernel.engine import SamplingParams, precompile
+from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.dummy_weights import dummy_transformer
+from flashkernel.engine.model_loader import load_model
 from flashkernel.engine.model_runner import ModelRunner
 from flashkernel.engine.prompt_lookup import PromptLookup
 from flashkernel.engine.scheduler import Scheduler
@@ -68,6 +70,24 @@ def test_launches_are_told_apart_as_triton_does(format: str | None) -> None:
     assert all(len(keys) == 1 for keys in by_key.values())
     assert len(set.union(*by_key.values())) == len(by_key)
     assert len(compile_ahead.distinct(found)) >= len(by_key)
+
+
+ARCHITECTURES = [
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "phi3", "gemma3_text",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_found_on_the_meta_device(name: str, tmp_path: Path) -> None:
+    tiny_models = pytest.importorskip("tiny_models")
+    assert set(tiny_models.configs()) - {"llama3"} == set(ARCHITECTURES)
+    tiny_models.save(name, tmp_path)
+    model = load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.bfloat16)
+    sizes = replace(SIZES, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    found = compile_ahead.distinct(precompile.launches_of(precompile._describe(model), sizes, H200))
+    names = {compile_ahead.name_of(launch) for launch in found}
+    assert {"append_kv_kernel", "paged_prefill", "sample_rows"} <= names
+    assert len(names) > 5
 
 
 def test_an_address_that_is_not_aligned_is_another_kernel() -> None:
