@@ -143,10 +143,10 @@ class ModelRunner:
         for sequence in scheduled.admitted:
             self._set_sampling(sequence)
         sampled, assumed = scheduled.sampled, scheduled.assumed  # before tokens are in flight
-        for sequence in [one for one in sampled if one.grammar is not None]:
-            assert sequence.row is not None
-            assert sequence.grammar is not None
-            self.states.set_allowed(sequence.row, sequence.grammar.allowed_tokens())
+        restricted = [(one.row, one.grammar) for one in sampled if one.grammar is not None]
+        if restricted:
+            rows = [row for row, _ in restricted if row is not None]
+            self.states.set_allowed(rows, [grammar.allowed_tokens() for _, grammar in restricted])
         num_prefill_tokens = sum(chunk.count for chunk in scheduled.prefills)
         num_prefills = len(scheduled.prefills)
         shape = StepShape(len(scheduled.decodes), num_prefills, num_prefill_tokens)
