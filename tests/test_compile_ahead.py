@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from flashkernel.core import cache_key, compile_ahead, versions
-from flashkernel.core.device import KNOWN
+from flashkernel.core.device import KNOWN, pretend
 from flashkernel.core.launch import Launch
 from flashkernel.core.shapes import Model
 from flashkernel.engine import SamplingParams, precompile
+from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.dummy_weights import dummy_transformer
+from flashkernel.engine.model_loader import load_model
 from flashkernel.engine.model_runner import ModelRunner
 from flashkernel.engine.prompt_lookup import PromptLookup
 from flashkernel.engine.scheduler import Scheduler
@@ -69,6 +72,24 @@ def test_launches_are_told_apart_as_triton_does(format: str | None) -> None:
     assert len(compile_ahead.distinct(found)) >= len(by_key)
 
 
+ARCHITECTURES = [
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "phi3", "gemma3_text",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_found_on_the_meta_device(name: str, tmp_path: Path) -> None:
+    tiny_models = pytest.importorskip("tiny_models")
+    assert set(tiny_models.configs()) - {"llama3"} == set(ARCHITECTURES)
+    tiny_models.save(name, tmp_path)
+    model = load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.bfloat16)
+    sizes = replace(SIZES, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    found = compile_ahead.distinct(precompile.launches_of(precompile._describe(model), sizes, H200))
+    names = {compile_ahead.name_of(launch) for launch in found}
+    assert {"append_kv_kernel", "paged_prefill", "sample_rows"} <= names
+    assert len(names) > 5
+
+
 def test_an_address_that_is_not_aligned_is_another_kernel() -> None:
     whole = torch.empty(64, dtype=torch.int32, device="meta")
     kinds = [compile_ahead._kind(x, True, True) for x in (whole, whole[4:], whole[1:])]
@@ -105,6 +126,22 @@ def test_another_process_finds_what_was_compiled(tmp_path: Path, monkeypatch: py
         [sys.executable, "-c", _AGAIN, "12"], env=environment, capture_output=True, text=True, check=True
     )
     assert again.stdout.strip() == "BuildCounts(compiled=0, loaded=12, captured=0, tuned=0)"
+
+
+def test_a_model_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it, for a pretended GPU: processes, progress, the files that say that it was done."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path / "flashkernel"))
+    monkeypatch.setattr(precompile, "MIN_BYTES", 0)
+    monkeypatch.setattr(compile_ahead, "num_cores", lambda: 2)
+    sizes = replace(SIZES, max_num_seqs=2, max_num_batched_tokens=32)
+    told: list[tuple[str, int, int]] = []
+    with pretend(H200):
+        assert precompile.precompile(_model(), sizes, lambda *now: told.append(now))
+        assert not precompile.precompile(_model(), sizes, lambda *now: told.append(now))
+    assert told[0][0] == "starting compilers"
+    assert told[-1] == ("compiling in processes", told[-1][2], told[-1][2])
+    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == told[-1][2] == len(told) - 1 > 5
 
 
 def test_a_kernel_that_fails_is_reported() -> None:

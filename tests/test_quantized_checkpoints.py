@@ -108,7 +108,7 @@ def test_mxfp4_of_a_dense_model(tmp_path: Path) -> None:
 
 
 def _saves_as_released(folder: Path) -> None:
-    """A checkpoint in gpt-oss's released layout is loaded and saved without a change of one byte, by the command too."""
+    """A checkpoint in gpt-oss's released layout is loaded and saved without a changed byte, by the command too."""
     from typer.testing import CliRunner
 
     from flashkernel.cli import app

@@ -175,7 +175,7 @@ def test_a_row_forgets_its_last_request() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[:, 9] = 5.0
     assert _sample(logits, [SamplingParams(logit_bias={4: 9.5})], states=states).tolist() == [4]
-    states.set_allowed(0, np.array([1 << 6, 0], dtype=np.int32))
+    states.set_allowed([0], [np.array([1 << 6, 0], dtype=np.int32)])
     assert _sample(logits, [SamplingParams()], states=states).tolist() == [9]
     assert _sample(logits, [SamplingParams(presence_penalty=9.0)], tokens=([], [9]), states=states).tolist() == [0]
 

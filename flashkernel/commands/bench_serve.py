@@ -125,6 +125,7 @@ def _engine(
     model: str, device: str | None, dtype: str | None, temperature: float, options: dict[str, Any], bar: progress.Bar
 ) -> tuple[Serve, Callable[[], dict[str, Any]], str]:
     """An engine in this process: how it serves, the facts of its records, and its device."""
+    from flashkernel.core import build_counter
     from flashkernel.core import device as devices
     from flashkernel.engine import LLM
     from flashkernel.engine.dummy_weights import dummy_transformer
@@ -143,7 +144,11 @@ def _engine(
     more: dict[str, Any] = {} if model in generation.SHAPES else {"device": str(target), "dtype": dtype}
     llm = LLM(weights, start_progress=on_start, enable_prefix_caching=False, **more, **options)
     start_s = time.monotonic() - began
-    progress.log(f"{model}: ready after {start_s:.1f} s, {llm.engine.runner.num_graphs} graphs")
+    built = build_counter.counts()
+    progress.log(
+        f"{model}: ready after {start_s:.1f} s, {llm.engine.runner.num_graphs} graphs; this process compiled "
+        f"{built.compiled} kernels and loaded {built.loaded} that were compiled before"
+    )
 
     def facts() -> dict[str, Any]:
         stats = llm.engine.stats()

@@ -191,7 +191,10 @@ class LLMEngine:
             name = f"request-{self._num_requests}" if request_id is None else request_id
             if name in self._unfinished:
                 raise RequestError(f"request {name!r} is being served already; ids must differ")
-            sequence = Sequence(name, text, token_ids, params, max_tokens, streaming, detokenizer, grammar)
+            sequence = Sequence(
+                name, text, token_ids, params, max_tokens, streaming, detokenizer, grammar,
+                end_token_ids=self._ends(params),
+            )  # fmt: skip
             if self.scheduler.num_speculative_tokens and params.is_plain_greedy:
                 sequence.lookup = PromptLookup()
             self._unfinished[name] = sequence
@@ -356,7 +359,7 @@ class LLMEngine:
         elif logprob is not None:
             logprob = TokenLogprob(token_id, logprob.logprob, logprob.top_logprobs[: params.logprobs])
             sequence.logprobs.append(logprob)
-        stops = is_end = token_id in self._ends(params)
+        stops = is_end = token_id in sequence.end_token_ids
         if sequence.grammar is not None:
             sequence.grammar.advance(token_id)
             stops = stops or sequence.grammar.finished

@@ -143,10 +143,10 @@ class ModelRunner:
         for sequence in scheduled.admitted:
             self._set_sampling(sequence)
         sampled, assumed = scheduled.sampled, scheduled.assumed  # before tokens are in flight
-        for sequence in sampled:
-            if sequence.grammar is not None:
-                assert sequence.row is not None
-                self.states.set_allowed(sequence.row, sequence.grammar.allowed_tokens())
+        restricted = [(one.row, one.grammar) for one in sampled if one.grammar is not None]
+        if restricted:
+            rows = [row for row, _ in restricted if row is not None]
+            self.states.set_allowed(rows, [grammar.allowed_tokens() for _, grammar in restricted])
         num_prefill_tokens = sum(chunk.count for chunk in scheduled.prefills)
         num_prefills = len(scheduled.prefills)
         shape = StepShape(len(scheduled.decodes), num_prefills, num_prefill_tokens)
@@ -218,7 +218,8 @@ class ModelRunner:
         arrays["rows"][rows.size : num_logits] = self._padding_row
         arrays["decode_rows"][:num_decodes] = rows[:num_decodes]
         arrays["decode_rows"][num_decodes : shape.num_decodes] = self._padding_row
-        token_indices = np.array([one.num_tokens - one.num_prompt_tokens for one in sampled], dtype=np.int64)
+        known = [len(one.token_ids) + one.num_in_flight - one.num_prompt_tokens for one in sampled]
+        token_indices = np.array(known, dtype=np.int64)
         self.settings.write(arrays, rows, token_indices, num_logits)
         counts = self._write_prefills(arrays, scheduled, shape, num_logits)
         tensors = self._buffers.copy_to_device(shape.num_prefill_tokens)

@@ -68,7 +68,8 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bo
     # A process of its own forks the workers: this one has used the GPU.
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder, "work.pickle")
-        work.write_bytes(pickle.dumps((_describe(model), sizes, properties(model.device), workers)))
+        on_gpu = model.device.type == "cuda"  # its driver's library is needed for launchers
+        work.write_bytes(pickle.dumps((_describe(model), sizes, properties(model.device), workers, on_gpu)))
         start = "import sys; from flashkernel.engine import precompile; precompile.run_workers(sys.argv[1])"
         command = [sys.executable, "-c", start, str(work)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env.of_child()) as process:
@@ -94,9 +95,9 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bo
 
 def run_workers(path: str) -> None:
     """Compiles what a file describes; prints a line of JSON for each kernel."""
-    payload, sizes, device, workers = pickle.loads(Path(path).read_bytes())
+    payload, sizes, device, workers, with_launchers = pickle.loads(Path(path).read_bytes())
     launches = compile_ahead.distinct(launches_of(payload, sizes, device))
-    found = compile_ahead.compile_all(launches, device.arch, workers, with_launchers=True)
+    found = compile_ahead.compile_all(launches, device.arch, workers, with_launchers)
     for done, compiled in enumerate(found, 1):
         failures = [f"{compiled.name}: {compiled.failure}"] if compiled.failure else []
         print(json.dumps({"done": done, "total": len(launches), "failures": failures}), flush=True)

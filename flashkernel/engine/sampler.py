@@ -137,10 +137,11 @@ class SamplingStates:
             for column, (name, dtype) in zip(zip(*entries), kinds.items()):
                 self.tensors[name][row, : len(column)] = self.to_device(np.array(column, dtype=dtype))
 
-    def set_allowed(self, row: int, words: np.ndarray) -> None:
-        """Sets the tokens that may be sampled next: bit t % 32 of word t // 32; words int32."""
-        self._need("allowed")[row].copy_(self.to_device(words), non_blocking=True)
-        self.tensors["restricted"][row] = 1
+    def set_allowed(self, rows: Sequence[int], words: Sequence[np.ndarray]) -> None:
+        """Sets the tokens that may be sampled next in `rows`: bit t % 32 of word t // 32; words int32, for each row."""
+        indices = self.to_device(np.array(rows, dtype=np.int64))
+        self._need("allowed").index_copy_(0, indices, self.to_device(np.stack(words)))
+        self.tensors["restricted"].index_fill_(0, indices, 1)
 
     def _reset(self, row: int) -> None:
         self._used.discard(row)

@@ -108,19 +108,20 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step; it may be empty. Blocks for its tokens are allocated."""
         output, before = SchedulerOutput(), self.num_preemptions
-        self._schedule_decodes(output)
-        self._schedule_drafts(output)
+        ready = [one for one in self.running if one.can_decode]
+        drafting = [one for one in ready if one.lookup is not None] if self.num_speculative_tokens else []
+        self._schedule_decodes([one for one in ready if one.lookup is None] if drafting else ready, output)
+        self._schedule_drafts(drafting, output)
         budget = self.max_num_batched_tokens - output.num_tokens
-        for sequence in list(self.running):
-            if budget and not sequence.has_sampled and sequence.row is not None:
+        for sequence in [one for one in self.running if not one.has_sampled]:
+            if budget and sequence.row is not None:
                 budget -= self._schedule_prefill(sequence, budget, output)
         if self.num_preemptions == before:
             self._admit(output, budget)
         self._commit(output.decodes)  # only now is it certain that they are computed
         return output
 
-    def _schedule_decodes(self, output: SchedulerOutput) -> None:
-        ready = [one for one in self.running if one.can_decode and one.lookup is None]
+    def _schedule_decodes(self, ready: list[Sequence], output: SchedulerOutput) -> None:
         while ready:
             try:
                 self.cache.grow(np.array([one.row for one in ready]))
@@ -130,10 +131,10 @@ class Scheduler:
                 ready = [one for one in ready if one.row is not None]
         output.decodes = ready
 
-    def _schedule_drafts(self, output: SchedulerOutput) -> None:
+    def _schedule_drafts(self, drafting: list[Sequence], output: SchedulerOutput) -> None:
         """Schedules sequences that decode with drafts; a draft takes only blocks and rows of logits that are free."""
         cache, spare = self.cache, self.max_num_seqs - len(self.running)
-        for sequence in [one for one in self.running if one.can_decode and one.lookup is not None]:
+        for sequence in drafting:
             row = sequence.row
             if row is None or sequence.lookup is None:  # preempted for one before it
                 continue
@@ -228,9 +229,12 @@ class Scheduler:
 
     def _commit(self, sequences: list[Sequence]) -> None:
         """Gives the prefix cache the tokens that the host has read since the last step: at most one for each."""
+        if not self.cache.prefix_caching:
+            return
         rows, token_ids = [], []
-        for one in sequences:
-            if one.num_committed < min(len(one.token_ids), int(self.cache.lengths[one.row])):
+        lengths = self.cache.lengths[np.array([one.row for one in sequences], dtype=np.int64)].tolist()
+        for one, length in zip(sequences, lengths):
+            if one.num_committed < length and one.num_committed < len(one.token_ids):
                 rows.append(one.row)
                 token_ids.append(one.token_ids[one.num_committed])
                 one.num_committed += 1

@@ -27,6 +27,7 @@ class Sequence:
     grammar: Grammar | None = None  # which tokens may come next
     lookup: PromptLookup | None = None  # drafts its tokens; they are then read before the next step
     draft_rejected: bool = False  # while the tokens of a draft are read
+    end_token_ids: frozenset[int] = frozenset()  # tokens that end the text
     num_prompt_tokens: int = 0
     seed: int = 0
     row: int | None = None  # of the page table; None unless it runs
@@ -52,8 +53,9 @@ class Sequence:
     @property
     def can_decode(self) -> bool:
         """Whether the next step may compute the last token. A grammar and a draft need to know it first."""
-        waits = (self.grammar is not None or self.lookup is not None) and self.num_in_flight > 0
-        return self.has_sampled and self.num_tokens < self.max_tokens and not waits
+        if not self.has_sampled or len(self.token_ids) + self.num_in_flight >= self.max_tokens:
+            return False
+        return not self.num_in_flight or (self.grammar is None and self.lookup is None)
 
     def output(self, error: str | None = None) -> RequestOutput:
         """The result of the finished request."""

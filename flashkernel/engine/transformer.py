@@ -126,8 +126,10 @@ class Transformer:
         layers = []
         for layer in self.layers:
             stacks = {name: getattr(layer, name) for name in ("gate_up_proj", "down_proj")}
-            plain = {name: x for name, x in stacks.items() if isinstance(x, Tensor)}
-            layers.append(replace(layer, **{name: Weight.quantize(x, "mxfp4") for name, x in plain.items()}))
+            found: dict[str, Any] = {
+                name: Weight.quantize(x, "mxfp4") for name, x in stacks.items() if isinstance(x, Tensor)
+            }
+            layers.append(replace(layer, **found))
         return Transformer(self.config, self.weights, layers)
 
     def forward(self, model_input: ModelInput, pages: list[LayerPages]) -> Tensor:

@@ -39,7 +39,10 @@ class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
         """Puts the weight into the order that the kernels of its device read, for activations in `dtype`."""
         from flashkernel.engine.weight_order import kernel_order
 
-        self._hold(kernel_order(self.weight, dtype))
+        weight = self.weight
+        found = kernel_order(weight, dtype)
+        if found is not weight:
+            self._hold(found)
 
     def get_extra_state(self) -> str:
         """The layout in rows, so that tensors of another one are not loaded."""
@@ -54,7 +57,8 @@ class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
 
     def _hold(self, weight: Weight) -> None:
         self._context = (weight.format, weight.group_shape, weight.activation_dtype)
-        self.data, self.scales, self.zeros = weight.data, weight.scales, weight.zeros
+        for name in ("data", "scales", "zeros"):
+            setattr(self, name, getattr(weight, name))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
