@@ -15,7 +15,7 @@ from flashkernel.blocks import mask as masks
 from flashkernel.core import tune
 from flashkernel.ops.attention.cuda.backward_configs import BACKWARD, BackwardConfig
 from flashkernel.ops.attention.cuda.backward_launch import backward
-from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
+from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, OutputGradients
 from flashkernel.ops.attention.reference import attention as reference
 from tests.cuda_emulator import emulated, unavailable
 from tests.in_turn import in_turn
@@ -100,9 +100,8 @@ def _check(call: Call, arch: int, config: BackwardConfig | None = None) -> None:
     params = AttentionParams(call.mask, scale, call.softcap, score, call.dropout, 7)
     override = tune.override(BACKWARD, config) if config is not None else torch.enable_grad()
     with emulated(arch), override:
-        actual = backward(
-            do, dlse, inputs, expected.o.to(call.dtype), expected.lse.float(), params, inputs.bias is not None
-        )  # fmt: skip
+        outputs = OutputGradients(expected.o.to(call.dtype), expected.lse.float(), do, dlse)
+        actual = backward(outputs, inputs, params, inputs.bias is not None)
     for name, x, found, truth, torch_own in zip(
         AttentionInputs._fields, inputs, actual, expected.gradients, rounded.gradients
     ):
@@ -224,9 +223,8 @@ def test_hidden_by_bias(arch: int) -> None:
     expected = _expected(hidden, inputs, do, None, torch.float64)
     params = AttentionParams(None, 1 / 8, 0.0, None, 0.0, 0)
     with emulated(arch):
-        dq, dk, dv, dbias, _, _ = backward(
-            do, None, inputs._replace(bias=bias), expected.o.to(call.dtype), expected.lse.float(), params, True
-        )
+        outputs = OutputGradients(expected.o.to(call.dtype), expected.lse.float(), do, None)
+        dq, dk, dv, dbias, _, _ = backward(outputs, inputs._replace(bias=bias), params, True)
     for found, truth in zip((dq, dk, dv), expected.gradients):
         assert truth is not None
         torch.testing.assert_close(found.double(), truth, rtol=2e-3, atol=2e-3)
@@ -248,9 +246,9 @@ def test_strides(arch: int) -> None:
     v = torch.cat([inputs.v.flatten().new_zeros(1), inputs.v.flatten()])[1:].view(inputs.v.shape)
     params = AttentionParams(call.mask, 1 / 8, 0.0, None, 0.0, 0)
     upstream = do.transpose(1, 2).contiguous().transpose(1, 2)
-    o, lse = expected.o.to(call.dtype), expected.lse.float()
+    outputs = OutputGradients(expected.o.to(call.dtype), expected.lse.float(), upstream, None)
     with emulated(arch):
-        found = backward(upstream, None, inputs._replace(q=q, k=k, v=v), o, lse, params, False)
+        found = backward(outputs, inputs._replace(q=q, k=k, v=v), params, False)
     for gradient, truth in zip(found, expected.gradients):
         if gradient is not None and truth is not None:
             torch.testing.assert_close(gradient.double(), truth, rtol=2e-3, atol=3e-3)

@@ -127,14 +127,14 @@ def test_every_kind_of_config(dq: Forward, backward: BackwardConfig) -> None:
     with tune.override(BACKWARD_DQ, dq), tune.override(BACKWARD, backward):
         check_case(ATTENTION, case)
         check_case(ATTENTION_VARLEN, packed)
-    assert backward in set(BACKWARD.space(devices.KNOWN["h200"], {}))
+    assert backward in set(BACKWARD.space(devices.KNOWN["h200"], {"head_dim": 64, "value_dim": 64}))
 
 
 def test_wide_heads_by_config() -> None:
     config = WideBackwardConfig(2, "dq_kernel")
     with tune.override(WIDE_BACKWARD, config):
         check_case(ATTENTION, Case("wide", _axes(1, (200, 330), (4, 2), (192, 128)), {"mask": causal()}))
-    assert config in set(WIDE_BACKWARD.space(devices.KNOWN["h200"], {}))
+    assert config in set(WIDE_BACKWARD.space(devices.KNOWN["h200"], {"head_dim": 192, "value_dim": 128}))
 
 
 @pytest.mark.parametrize(
