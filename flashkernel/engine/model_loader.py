@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel import Weight
+from flashkernel.core.huge_pages import HugePages
 from flashkernel.engine.architectures import StoredWeight, architecture_of
 from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import ModelConfig, ModelError
@@ -87,7 +88,7 @@ class _WeightLoader:
     ) -> None:
         self.checkpoint, self.config, self.device, self.dtype = checkpoint, config, device, dtype
         self.keep_stored, self.dequantizes = quantization is None, quantization == "plain"
-        self.reader = WeightReader(checkpoint)
+        self.reader, self.pages = WeightReader(checkpoint), HugePages()
 
     def load(self, table: Mapping[str, StoredWeight], prefix: str) -> dict[str, Any]:
         return {name: self._weight(stored, prefix) for name, stored in table.items()}
@@ -122,7 +123,7 @@ class _WeightLoader:
     def _kept(self, weight: Weight | tuple[Weight, ...]) -> Projection:
         """The weight as a GGUF file has it where kernels of the device read it, else dequantized.
 
-        On a CPU x is rounded to int8 in blocks of 32 columns, as llama.cpp does.
+        On a CPU x is rounded to int8 in blocks of 32 columns, as llama.cpp does, and weights lie in huge pages.
         """
         if isinstance(weight, tuple):
             found: Any = tuple([self._kept(part) for part in weight])
@@ -132,7 +133,7 @@ class _WeightLoader:
         kept = replace(weight, activation_dtype=torch.int8 if rounds else None).to(self.device)
         x = torch.empty((1, weight.shape[1]), dtype=self.dtype, device=self.device)
         if self.keep_stored and fk.explain(_linear, x, kept).chosen not in ("torch", "reference"):
-            return kept
+            return Weight.from_tensors(list(map(self.pages.place, kept.tensors)), kept.layout) if rounds else kept
         return weight.dequantize(self.dtype).to(self.device)
 
     def _concatenated(self, names: list[str]) -> Any:
