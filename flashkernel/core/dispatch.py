@@ -195,6 +195,11 @@ def choose(
     return found
 
 
+def is_scoped() -> bool:
+    """Whether a `use_backend` scope is in force."""
+    return _forced.get() is not None
+
+
 def _scoped(op: Op, requested: str | None) -> str | None:
     """The backend that the call requests, else that `use_backend` does."""
     if requested is not None:

@@ -86,6 +86,7 @@ class Transformer:
     def __init__(self, config: ModelConfig, weights: ModelWeights, layers: list[LayerWeights]) -> None:
         self.config, self.weights, self.layers = config, weights, layers
         self.linear_calls: dict[Any, Any] = {}  # of forward_pass.TorchForwardPass, by weight
+        self.cpu_backends: dict[torch.dtype, dict[str, str]] = {}  # of forward_pass.select, by the dtype of KV pages
 
     @property
     def device(self) -> torch.device:
