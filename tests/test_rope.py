@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_turn import on_machines
 
+from flashkernel.blocks.rope import Rotation
 from flashkernel.core import device as devices
 from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Case
@@ -436,7 +437,7 @@ def _launch(case: Case, dtype: torch.dtype, gpu: str):
     positions = meta(*axes["tokens"], dtype=torch.int64) if "positions" in case.present else None
     interleaved = case.options.get("interleaved", False)
     with devices.pretend(devices.KNOWN[gpu]), collect_launches() as launches:
-        kernels.forward(q, k, *tables, rates, positions, 1.0, dim, interleaved, inverse=False)
+        kernels.forward(q, k, Rotation(*tables, rates, positions, 1.0, dim, interleaved), inverse=False)
     return launches[0]
 
 
