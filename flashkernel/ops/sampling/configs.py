@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, power_of_2
+from flashkernel.core.versions import triton_version
 
 MAX_CHUNKS = 256  # chunk sums of a row are read at once
 
@@ -39,10 +40,12 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> SampleConfig:
-    """4 values a thread in the search: with its sums, two programs of 16 warps fit the registers of an SM."""
+    """4 values a thread in the search: with its sums, two programs of 16 warps fit the registers of an SM. Triton 3.9
+    spills with 64 registers: there they have 8 warps."""
     vocab = max(16, power_of_2(shape["vocab"]))
-    chunk = min(vocab, max(2048, vocab // MAX_CHUNKS))
-    warps = max(1, min(16, chunk // 128))
+    most_warps = 8 if (triton_version() or (0, 0)) >= (3, 9) else 16
+    chunk = min(vocab, max(128 * most_warps, vocab // MAX_CHUNKS))
+    warps = max(1, min(most_warps, chunk // 128))
     return SampleConfig(chunk, max(1, min(8, chunk // 512)), warps, 4)
 
 
