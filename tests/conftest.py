@@ -64,19 +64,33 @@ def _mend_interpreter() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The compile tier does not import files that have nothing for it."""
-    tier = config.option.markexpr.split()[:1]
-    if tier in (["compile"], ["every_arch"]) and collection_path.match("test_*.py"):
-        return "mark.compile" not in collection_path.read_text() or None
+    """The compile and GPU tiers do not import files that have nothing for them."""
+    mark = {"compile": "mark.compile", "every_arch": "mark.compile", "gpu": "mark.gpu"}
+    tier = config.option.markexpr.partition(" ")[0]
+    if tier in mark and collection_path.match("test_*.py"):
+        return mark[tier] not in collection_path.read_text() or None
     return None
 
 
+def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The order in which every worker begins with its share of the long tests.
+
+    xdist gives each worker a run of neighbours; a test of a minute that begins last keeps the others waiting.
+    """
+    ranks = {"test_random_calls": 0, "test_citizenship": 1, "test_matrix": 3}
+    ordered = sorted(items, key=lambda item: ranks.get(item.path.stem, 2))
+    return [item for worker in range(workers) for item in ordered[worker::workers]]
+
+
+@pytest.hookimpl(trylast=True)  # of what -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--whole-matrix"):
         left_out = [item for item in items if item.get_closest_marker("whole_matrix")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker("whole_matrix")]
+    if HAS_GPU and config.option.markexpr.startswith("gpu"):
+        items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -331,7 +331,7 @@ def test_wrong_inputs(change: dict, message: str) -> None:
 @pytest.mark.parametrize("programs", [1, 131, 132, 264, 1000])
 def test_shared_tiles_on_a_gpu(programs: int) -> None:
     """Bit-equal on repeat, on another stream and in a graph; the counters are zeros between launches."""
-    from flashkernel.ops.gemm import triton as kernels
+    from flashkernel.ops.gemm import counters
 
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16) / 64
@@ -352,7 +352,7 @@ def test_shared_tiles_on_a_gpu(programs: int) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(captured, first)
-    for table in kernels._tables.values():
+    for table in counters._tables.values():
         assert not table.any()
 
 

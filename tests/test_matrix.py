@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashkernel.core.check import verify
+from flashkernel.core.check import verify, wanted_gradients
 from flashkernel.core.op import Backend, Case, Op, grid_of_cases
 from flashkernel.ops import registry
 
@@ -51,7 +51,11 @@ def test_matrix(op: Op, case: Case, dtype: torch.dtype, backend: Backend, device
     inputs = op.make_inputs(case, dtype, device)
     if reason := _declines(op, case, inputs, backend):
         pytest.skip(f"{backend.name} declines: {reason}")
-    failures = [report.message for report in verify(op, case, dtype, backend.name, device) if not report.ok]
+    wanted = wanted_gradients(op, case, inputs)
+    leaves = {name: value.detach().requires_grad_(name in wanted) for name, value in inputs.items()}
+    gradients = _declines(op, case, leaves, backend) is None  # else the forward pass alone is checked
+    reports = verify(op, case, dtype, backend.name, device, gradients=gradients)
+    failures = [report.message for report in reports if not report.ok]
     assert not failures, "\n".join(failures)
 
 

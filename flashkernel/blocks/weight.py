@@ -295,9 +295,9 @@ def scales_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
 
 
 def _rebuilt(tensors: list[Tensor], layout: Layout) -> Weight:
-    data, *rest = tensors
-    zeros = rest.pop() if layout.zeros else None
-    return Weight(data, rest[0] if rest else None, zeros, layout.format, layout.group_shape, layout.activation_dtype)
+    scales = tensors[1] if len(tensors) > 1 else None
+    zeros = tensors[2] if layout.zeros else None
+    return Weight(tensors[0], scales, zeros, layout.format, layout.group_shape, layout.activation_dtype)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -12,10 +12,17 @@ from flashkernel.core import cpp as cpp_loader
 from flashkernel.core import cuda as cuda_loader
 from flashkernel.core import env
 from flashkernel.core.op import FLOATS, Backend, Call
+from flashkernel.core.tracing import assume_constant_result
 from flashkernel.core.versions import INSTALL_TRITON
 
 Supports = Callable[[Call], "str | None"]
-installed = cache(find_spec)
+
+
+@assume_constant_result
+@cache
+def installed(module: str) -> bool:
+    """Whether a module can be imported; it is not imported."""
+    return find_spec(module) is not None
 
 
 def _anything(call: Call) -> str | None:
@@ -41,7 +48,7 @@ def triton(
     """
 
     def answer(call: Call) -> str | None:
-        if installed("triton") is None:
+        if not installed("triton"):
             return f"triton is not installed; {INSTALL_TRITON}"
         if call.device.kind != "cuda" and not env.interpreting():
             return "it needs a CUDA GPU (or TRITON_INTERPRET=1, for tests)"
@@ -59,9 +66,9 @@ def hopper(
     """Gluon kernels for sm_90 only, with TMA and asynchronous warpgroup matrix products (wgmma)."""
 
     def answer(call: Call) -> str | None:
-        if installed("triton") is None:
+        if not installed("triton"):
             return f"triton is not installed; {INSTALL_TRITON}"
-        if installed("triton.experimental.gluon") is None:
+        if not installed("triton.experimental.gluon"):
             return f"this version of triton has no Gluon; {INSTALL_TRITON}"
         if call.device.kind != "cuda" or call.device.arch != 90:
             return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"

@@ -266,7 +266,7 @@ def verify(
     tolerance = op.tolerance_of(case, dtype)
     ours = not callable(implementation)  # a baseline need not keep the rule for float16 to be compared with
     rounded_before = case.through or op.tolerance.through or op.tolerance.of_inputs == "all"
-    half_rule = ours and not rounded_before and draws == 1
+    half_rule = ours and case.half_rule and not rounded_before and draws == 1
     reports = [
         compare(name, actual.outputs[name], exact.outputs[name], torch_run.outputs[name], tolerance,
                 _rounded_dtype(op, case, dtype, False), half_rule)

@@ -58,7 +58,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     Args:
         kernel: A `triton.jit` or `gluon.jit` function.
         grid: Number of programs along up to three dimensions.
-        args: The kernel's positional arguments; the first is a tensor or a tensor descriptor.
+        args: The kernel's positional arguments; one of them is a tensor or a tensor descriptor.
         constants: Its constexpr arguments, and Triton's launch options (`num_warps`, `num_stages`, ...).
     """
     collected = _collected.get()
@@ -83,8 +83,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """Launch and return the compiled kernel."""
-    first = args[0][0] if isinstance(args[0], tuple) else args[0]
-    device = first.device if isinstance(first, torch.Tensor) else first.base.device  # or a tensor descriptor
+    device = _device(args)
     if not env.interpreting():
         cache_key.settle(kernel)
         constants = versions.compile_options(device_properties(device).arch) | constants
@@ -92,6 +91,17 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
         with torch.cuda.device(device):
             return kernel[grid](*args, **constants)
     return kernel[grid](*args, **constants)
+
+
+def _device(args: tuple[Any, ...]) -> torch.device:
+    """The device of the first tensor, or tensor descriptor, among the arguments of a launch."""
+    for arg in args:
+        first = arg[0] if isinstance(arg, tuple) and arg else arg
+        if isinstance(first, torch.Tensor):
+            return first.device
+        if hasattr(first, "base"):
+            return first.base.device
+    raise TypeError("launch: no argument is a tensor or a tensor descriptor")
 
 
 def _launch_record(

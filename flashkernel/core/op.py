@@ -84,6 +84,7 @@ class Case:
     gradients: bool = True
     check_axes: Axes = field(default_factory=dict)  # smaller axes for the check of a benchmark too large for float64
     through: torch.dtype | None = None  # as `Tolerance.through`, of this case
+    half_rule: bool = True  # float16 results of order one are exact to HALF_LIMIT; not if inputs are rounded to 8 bits
 
     def at(self, **axes: Any) -> Case:
         return replace(self, axes={**self.axes, **axes})
@@ -207,7 +208,7 @@ class Op:
     benches: tuple[Case, ...]
     cost: Callable[[Case, torch.dtype], Mapping[str, Cost]]  # by direction: "fwd", "bwd"
     tolerance: Tolerance = Tolerance()
-    # How many products a sum adds, for float32 results of 16-bit inputs: tensor cores truncate as they add.
+    # How many products a sum adds, for the roundings of float32 sums (`tolerance_of`).
     sum_length: Callable[[Case], int] | None = None
     baselines: tuple[Baseline, ...] = ()
     differentiable: bool = True
@@ -237,13 +238,16 @@ class Op:
         """The tolerance of a case whose inputs have `dtype`.
 
         Tensor cores add 16 products at a time to a float32 sum and truncate it: half a rounding each time, of a sum
-        that has half its final size on average. This shows where the result is not rounded to 16 bits.
+        that has half its final size on average. This shows where the result is not rounded to 16 bits. A float32 sum of
+        K float32 products makes K roundings of either sign: a random walk of about sqrt(K) / 8 roundings of the largest
+        sum among those of a matrix.
         """
         eight_bits = any(other.itemsize == 1 for other in case.dtype_of.values())
-        if self.sum_length is None or dtype.itemsize != 2 or eight_bits:
+        if self.sum_length is None or (dtype.itemsize == 2 and eight_bits):
             return self.tolerance
+        length = self.sum_length(case)
         floor = self.tolerance.floor if self.tolerance.floor32 is None else self.tolerance.floor32
-        return replace(self.tolerance, floor32=floor + self.sum_length(case) / 64)
+        return replace(self.tolerance, floor32=floor + (length / 64 if dtype.itemsize == 2 else math.sqrt(length) / 8))
 
     def backend(self, name: str) -> Backend:
         for backend in self.backends:

@@ -228,7 +228,7 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 def _has_kernel(weight: Weight) -> bool:
     known = weight.format.removesuffix(SUFFIX) in DEQUANTIZED
-    return known and weight.ndim == 2 and weight.group_shape[0] in (1, -1) and installed("triton") is not None
+    return known and weight.ndim == 2 and weight.group_shape[0] in (1, -1) and installed("triton")
 
 
 def _dequantized(data: Tensor, others: list[Tensor], layout: str, dtype: torch.dtype) -> Tensor:

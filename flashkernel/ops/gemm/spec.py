@@ -260,8 +260,12 @@ def _fp8(name: str, scales: str, present: tuple[str, ...] = (), axes: Axes | Non
 
 
 def _format(name: str, format: str, present: tuple[str, ...] = (), axes: Axes | None = None, **options: Any) -> Case:
-    """A case with a weight in a format that is dequantized; sizes drawn at random need not divide its groups."""
-    return replace(_case(name, present, axes, format=format, **options), gradients=False)
+    """A case with a weight in a format that is dequantized; sizes drawn at random need not divide its groups.
+
+    Where x is rounded to 8 bits, a tie falls to either side: a step of its scale, whatever the dtype.
+    """
+    case = _case(name, present, axes, format=format, **options)
+    return replace(case, gradients=False, half_rule="activation_dtype" not in options)
 
 
 _CASES = (
@@ -518,6 +522,7 @@ LINEAR = Op(
     cases=_CASES,
     benches=_benches(),
     cost=_cost,
+    sum_length=lambda case: case.axes["inner"],
     # Even, because a packed weight holds two columns for each of the output.
     ranges={"rows": (0, 5, 1), "columns": (2, 60, 2), "inner": (1, 90, 1)},
     random_case=_random_case,

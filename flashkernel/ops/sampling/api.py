@@ -117,7 +117,8 @@ def _check(
     """ValueError for a tensor of another shape (-1 is any size), dtype or device."""
     if given is None:
         return
-    fits = given.ndim == len(shape) and all(wanted in (-1, size) for wanted, size in zip(shape, given.shape))
+    sizes = zip(shape, given.shape)
+    fits = given.ndim == len(shape) and all(wanted == -1 or wanted == size for wanted, size in sizes)
     if not fits or given.dtype not in dtypes or given.device != logits.device:
         wanted = ", ".join("*" if size == -1 else str(size) for size in shape)
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -155,6 +155,7 @@ def quantized_linear(backends: tuple[Backend, ...]) -> Op:
         benches=_benches(),
         random_case=_random_case,
         cost=_cost,
+        sum_length=lambda case: case.axes["inner"],
         baselines=tuple(
             Baseline(name, f"{_ROOM}.quantized.baselines:{name}", forward_only=True)
             for name in ("cublas", "marlin", "machete", "cutlass_fp8")
