@@ -18,11 +18,15 @@ from flashkernel.core.versions import INSTALL_TRITON
 Supports = Callable[[Call], "str | None"]
 
 
-@assume_constant_result
 @cache
+def _is_installed(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+@assume_constant_result  # not of the cached function itself: dynamo traces through the cache
 def installed(module: str) -> bool:
     """Whether a module can be imported; it is not imported."""
-    return find_spec(module) is not None
+    return _is_installed(module)
 
 
 def _anything(call: Call) -> str | None:

@@ -59,8 +59,10 @@ def _multiply(
     block_k = 128 // x.element_size()
     only_k_major = x.element_size() != 2
     x_operand, a_k_major = (x[None], True) if gather is not None else load_operand(x[None], 1, only_k_major)
-    weights_operand, b_k_major = load_operand(weights, 2, only_k_major)
     parts = 2 if params.gate == "halves" else 1  # gate and up have an accumulator each, and a chunk
+    # TMA begins at multiples of 16 bytes of the inner dim; up begins n / 2 columns behind gate.
+    unaligned_up = parts == 2 and (n // 2) * weights.element_size() % 16 != 0
+    weights_operand, b_k_major = load_operand(weights, 2, only_k_major or unaligned_up)
     box_n = config.block_n // parts
     aligned = n % 16 == 0 and y.shape[1] % 16 == 0
     chunk_elements = _CHUNK_ELEMENTS if aligned else _UNALIGNED_ELEMENTS
