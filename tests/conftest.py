@@ -3,11 +3,12 @@
 What runs where, so that `make test` is short on two cores:
 
 - The generated matrix (test_matrix.py): on the CPU every case of every operator in all dtypes for the torch backend and
-  in one of its dtypes in turn under Triton's interpreter; on a GPU the whole product.
+  in one of its dtypes in turn under Triton's interpreter; on a GPU Triton and Hopper kernels in float32 and one of the
+  16-bit dtypes in turn, the others in all.
 - The emulators: every CUDA C++ test for one architecture in turn (sm_75 or sm_80), every config of Hopper attention's
   backward pass with one mask in turn. `--whole-matrix` has the products.
 - torch.compile (test_citizenship.py): on the CPU every case once, with dynamic shapes for the kernels of the first; on
-  a GPU the first one with static and with dynamic shapes.
+  a GPU every case with static shapes, the first with dynamic ones too.
 - The compile tier: `make compile-test` has every input and option of a kernel in some benchmark case,
   `make compile-test-configs` the sizes, tiles and combinations beside them, `make compile-test-cuda` CUDA C++ for every
   architecture. CI runs the first and the last.

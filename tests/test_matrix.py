@@ -1,7 +1,7 @@
 """The generated matrix: every operator, case, dtype and backend, forward and backward, on the CPU and on the GPU.
 
-Under Triton's interpreter a case runs in one of its dtypes in turn, and in all with `--whole-matrix`: a kernel has all
-dtypes, a case one of them. The GPU tier has the whole product.
+Under Triton's interpreter a case runs in one of its dtypes in turn, on a GPU in float32 and one of the 16-bit dtypes in
+turn (CUDA C++ and torch in all): a kernel has all dtypes, a case some of them. `--whole-matrix` has the product.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ def _runs_on(backend: Backend, device: str, dtype: torch.dtype) -> bool:
     return backend.name in ("torch", "cpp") or (backend.name == "triton" and dtype != torch.bfloat16)
 
 
-def _in_turn(op: Op, case: Case, dtype: torch.dtype) -> bool:
-    """Whether this dtype is the case's turn under the interpreter."""
-    dtypes = [one for one in case.dtypes if one != torch.bfloat16]
-    return dtype == dtypes[op.cases.index(case) % len(dtypes)]
+def _in_turn(op: Op, case: Case, dtype: torch.dtype, backend: Backend, device: str) -> bool:
+    """Whether this dtype is the case's turn. What costs is compiling a kernel, or interpreting one."""
+    if device == "cpu":
+        dtypes = [one for one in case.dtypes if one != torch.bfloat16]
+        return backend.name != "triton" or dtype == dtypes[op.cases.index(case) % len(dtypes)]
+    halves = [one for one in case.dtypes if one.itemsize == 2]
+    if backend.name not in ("triton", "hopper") or dtype not in halves:
+        return True
+    return dtype == halves[op.cases.index(case) % len(halves)]
 
 
 def _matrix() -> Iterator[object]:
@@ -37,7 +42,7 @@ def _matrix() -> Iterator[object]:
                     if backend.name != "reference" and _runs_on(backend, device, dtype):
                         name = str(dtype).removeprefix("torch.")
                         marks = [pytest.mark.gpu] if device == "cuda" else []
-                        if device == "cpu" and backend.name == "triton" and not _in_turn(op, case, dtype):
+                        if not _in_turn(op, case, dtype, backend, device):
                             marks.append(pytest.mark.whole_matrix)
                         yield pytest.param(
                             op, case, dtype, backend, device,

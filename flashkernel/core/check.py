@@ -273,8 +273,8 @@ def verify(
         for name in exact.outputs
     ]  # fmt: skip
     reports += [
-        compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name], tolerance,
-                _rounded_dtype(op, case, dtype, True))
+        compare(f"d{name}", actual.gradients[name], exact.gradients[name], torch_run.gradients[name],
+                tolerance.of_gradient(name), _rounded_dtype(op, case, dtype, True))
         for name in wanted
     ]  # fmt: skip
     if draws > 1 and any(not report.ok and math.isfinite(report.error) for report in reports):
@@ -348,6 +348,7 @@ def _largest_limits(
                     continue
                 rounded = _coarser(value.dtype, _rounded_dtype(op, case, dtype, gradients))
                 tolerance = op.tolerance_of(case, dtype)
+                tolerance = tolerance.of_gradient(name) if gradients else tolerance
                 limit = _limit(rounded, getattr(exact, kind)[name].double(), getattr(torch_run, kind)[name], tolerance)
                 limits[prefix + name] = max(limits.get(prefix + name, 0.0), limit)
     return limits
