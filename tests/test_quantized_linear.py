@@ -200,7 +200,7 @@ def test_a_gated_layer_emulated() -> None:
 
 @needs_nvrtc
 @pytest.mark.compile
-@pytest.mark.parametrize("rows, format, symmetric", [(1, "int4", True), (64, "int4", False), (4096, "mxfp4", True)])
+@pytest.mark.parametrize("rows, format, symmetric", [(16, "int4", True), (64, "int4", False), (4096, "mxfp4", True)])
 def test_compiled_for_hopper(rows: int, format: str, symmetric: bool) -> None:
     weight = Weight.quantize(torch.empty(512, 512, device="meta"), format, "1x32", symmetric=symmetric).tiled()
     x, y = (torch.empty(rows, 512, dtype=BF16, device="meta") for _ in range(2))

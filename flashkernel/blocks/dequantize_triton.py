@@ -128,28 +128,45 @@ def dequantize_rows(
 
 
 @triton.jit
+def _tile_codes(words, FORMAT: tl.constexpr):
+    """Codes [64, 64] of a tile from its 32-bit words, in memory order.
+
+    A word of 4-bit codes is [warp, g, t, j] and holds [e, c, h] from its highest bit down to its lowest; one of 8 bits
+    is [j // 2, warp, g, t, j % 2, c] and holds [e, h]. They are row (warp, h, g) and column (j, c, t, e).
+    """
+    if FORMAT == "int8":
+        halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+        codes = tl.join(halves & 255, (halves >> 8) & 255)  # [..., e, h]
+        codes = tl.reshape(codes, (2, 4, 8, 4, 2, 2, 2, 2))
+        codes = tl.reshape(tl.permute(codes, (1, 7, 2, 0, 4, 5, 3, 6)), (64, 64))
+        return codes.to(tl.int8)
+    else:
+        halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)  # e
+        bytes_ = tl.join(halves & 255, halves >> 8)  # c
+        codes = tl.join(bytes_ & 15, bytes_ >> 4)  # h
+        codes = tl.reshape(codes, (4, 8, 4, 4, 2, 2, 2))
+        return tl.reshape(tl.permute(codes, (0, 6, 1, 3, 5, 2, 4)), (64, 64)).to(tl.uint8)
+
+
+@triton.jit
 def dequantize_tiles(
     data, scales, zeros, out, inner, groups,
-    FORMAT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """64 rows and BLOCK_K columns of a matrix in tiles. A thread reads the byte of its element; a tile stays in L1."""
-    block, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K
-    row, column = tl.arange(0, 64), first + tl.arange(0, BLOCK_K)  # within the 64 rows; of the matrix
-    warp, g, h = row // 16, row % 8, row // 8 % 2
-    j, c, t, e = column // 16 % 4, column // 8 % 2, column // 2 % 4, column % 2
-    thread = (warp * 32 + g * 4)[:, None] + t[None, :]
-    TILE_BYTES: tl.constexpr = 4096 if FORMAT == "int8" else 2048
-    tile = data + (block * (inner // 64) + column // 64)[None, :] * TILE_BYTES
-    if FORMAT == "int8":
-        place = (j // 2 * 2048 + j % 2 * 8 + 4 * c + 2 * e)[None, :] + thread * 16 + h[:, None]
-        codes = tl.load(tile + place)
+    """A tile of 64 rows and 64 columns of a matrix in tiles. Its bytes are read in order, 16 by a thread."""
+    block, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    WORDS: tl.constexpr = 1024 if FORMAT == "int8" else 512
+    words = tl.load(data + (block * (inner // 64) + tile) * WORDS + tl.arange(0, WORDS))
+    codes = _tile_codes(words, FORMAT)
+    row, column = tl.arange(0, 64), tile * 64 + tl.arange(0, 64)  # within the 64 rows; of the matrix
+    place = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+    if GROUP == 32:
+        group = (tile * 2 + tl.arange(0, 64) // 32)[None, :]
     else:
-        byte = tl.load(tile + thread * 16 + (4 * j + 2 * e + c)[None, :])
-        codes = (byte >> (4 * h)[:, None].to(tl.uint8)) & 15
-    group = column // GROUP if GROUP > 0 else column * 0
-    place = (block * groups + group)[None, :] * 64 + (warp * 16 + g * 2 + h)[:, None]
-    scale = tl.load(scales + place)
-    zero = tl.load(zeros + place) if ZEROS else scale
+        group = (tile * 64 // GROUP if GROUP > 0 else 0) + tl.zeros([1, 1], tl.int32)
+    where = (block * groups + group) * 64 + place[:, None]
+    scale = tl.load(scales + where)
+    zero = tl.load(zeros + where) if ZEROS else scale
     values = scaled_codes(codes, scale, zero, FORMAT, ZEROS)
     tl.store(out + (block * 64 + row[:, None]) * inner + column[None, :], values)
 
@@ -171,9 +188,8 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     }  # fmt: skip
     tensors = (data, scales, scales if zeros is None else zeros, out)
     if weight.format.endswith(SUFFIX):
-        launch(
-            dequantize_tiles, (rows // TILE, inner // TILE), *tensors, inner, scales.shape[1], BLOCK_K=TILE, **constants
-        )
+        grid = rows // TILE, inner // TILE
+        launch(dequantize_tiles, grid, data.view(torch.int32), *tensors[1:], inner, scales.shape[1], **constants)
         return out
     block_n, block_k = 16, 256
     launch(

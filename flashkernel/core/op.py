@@ -120,18 +120,17 @@ class Tolerance:
     of_inputs: str = ""
     through: torch.dtype | None = None  # what results are rounded to on the way, where that is narrower than both
     integer_steps: int = 0  # how far integers may be off: 1 where they are rounded results, which fall to either side
-    cancelling: tuple[str, ...] = ()  # inputs whose gradients are sums of terms that cancel (`of_gradient`)
+    cancelling: tuple[str, ...] = ()  # inputs whose gradients are sums of terms that cancel, with a floor32
 
     def of_gradient(self, name: str) -> Tolerance:
         """The tolerance of an input's gradient.
 
-        Terms that cancel leave a sum much smaller than its roundings' scale, and torch's own error is one draw of them
-        in a tensor of few elements: four times the error is allowed.
+        Terms that cancel leave a sum much smaller than the scale of their roundings. In float32 nothing else hides
+        that, and torch's own error is one draw of it: four times the floor is allowed.
         """
-        if name not in self.cancelling:
+        if name not in self.cancelling or self.floor32 is None:
             return self
-        floor32 = None if self.floor32 is None else 4 * self.floor32
-        return replace(self, factor=4 * self.factor, floor=4 * self.floor, floor32=floor32)
+        return replace(self, floor32=4 * self.floor32)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,8 @@ def candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) ->
     kind = options.device.type
     answer = selection.explain_case(op, case, dtype, properties(options.device))
     for verdict in sorted(answer.verdicts, key=lambda verdict: verdict.backend != answer.chosen):
+        if all(backend.name != verdict.backend for backend in op.backends):
+            continue  # of an operator that this one calls
         # On a CPU Triton runs in its interpreter, which is for tests; its times mean nothing.
         named = op.backend(verdict.backend)
         default = named.name != "reference" and (kind == "cuda" or kind in named.auto_devices)

@@ -13,7 +13,10 @@ FEW_TOKENS = 64  # up to so many tokens, an expert's rows fit one tile and its w
 
 @dataclass(frozen=True)
 class FewTokensConfig:
-    """Tile of a weight (rows are outputs, columns inputs), pipeline stages, warps, and parts of the summed dim."""
+    """Columns of the result and of the weight at a time, pipeline stages, warps, and parts of the summed dim.
+
+    With a gate, a column of the result takes two rows of the weight.
+    """
 
     block_n: int
     block_k: int
@@ -37,8 +40,8 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> FewTokensConfig:
         while splits < 8 and active * ceil_div(shape["n"], block_n) * splits < 6 * device.sms:
             splits *= 2
     block_k = 64 if shape["k"] % 128 else 128
-    if wide and not shape["interleaved"]:  # the rows of x weigh as much as a narrow tile of the weight
-        block_n = 64
+    if wide:  # the rows of x weigh as much as a narrow tile of the weight
+        block_n = 32 if shape["gated"] else 64
     if shape["bits"] == 4:  # a stage has a quarter of the bytes: more of them hide the same latency
         return FewTokensConfig(block_n, 128, 8, 4, splits)
     return FewTokensConfig(block_n, block_k, 4, 4, splits)
@@ -62,15 +65,15 @@ def _valid(config: FewTokensConfig, device: Device, shape: Mapping[str, int]) ->
         return f"block_k is {config.block_k}; a scale of MXFP4 is for 32 columns"
     if config.splits > 1 and not shape["splittable"]:
         return f"{config.splits} splits; the sum goes into an activation"
-    wide = config.block_n * (2 if shape["interleaved"] else 1)
-    tile = (wide * shape["bits"] // 8 + shape["block_m"] * 2) * config.block_k
+    tall = config.block_n * (2 if shape["gated"] else 1)
+    tile = (tall * shape["bits"] // 8 + shape["block_m"] * 2) * config.block_k
     if device.shared_per_block and tile * max(1, config.num_stages - 1) > device.shared_per_block:
         return f"{config} needs {tile * (config.num_stages - 1)} bytes of shared memory"
     return None
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
-    names = ("experts", "n", "k", "bits", "gated", "interleaved", "splittable", "block_m")
+    names = ("experts", "n", "k", "bits", "gated", "splittable", "block_m")
     return (power_of_2(shape["rows"]), *(shape[name] for name in names))
 
 

@@ -67,8 +67,22 @@ def _with_stages(
     return replace(one, stages=min(MOST_STAGES, stages))
 
 
+def _few_rows_heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig | None:
+    """A config of few_rows.cu, if it has one: 8 warps where a sum has several slices, and half the stages that fit."""
+    found = few_rows_configs(device, shape, max(8, power_of_2(shape["rows"])))
+    if not found:
+        return None
+    one = next((other for other in found if other.warps == 8 and found[0].slices == other.slices > 1), found[0])
+    one = replace(one, stages=max(2, one.stages // 2) if one.stages > 3 else one.stages)
+    return one if few_rows_problem(one, device, shape) is None else None
+
+
 def _heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig:
     rows = shape["rows"]
+    if rows <= 8 or (rows <= 16 and shape["columns"] * shape["parts"] >= 128 * device.sms):
+        few = _few_rows_heuristic(device, shape)
+        if few is not None:
+            return few
     blocks = 2 if shape["inner"] % (2 * TILE) == 0 else 1
     if rows <= 64:  # four warpgroups share x; for 8 bits and many rows they have no registers
         column_tiles = ceil_div(shape["columns"] * shape["parts"], 4 * TILE)

@@ -1,9 +1,9 @@
 """Experts for few tokens: two launches over the experts that have rows, and one that adds each token's rows.
 
-Few tokens are bound by the bytes of the weights. A program multiplies a tile of one expert's weight by all rows of that
-expert, so that each weight that is used is read once and no other is. The grid has a program for each tile of as many
-experts as there may be rows: its size depends on the shapes alone, and a CUDA graph can hold it. Programs of experts
-without rows leave at once.
+Few tokens are bound by the bytes of the weights. A program multiplies a tile of one expert's weight by a block of that
+expert's rows; nearly always that is all of them, so that each weight that is used is read once and no other is. The
+grid has a program for each tile of as many blocks of rows as there may be: its size depends on the shapes alone, and a
+CUDA graph can hold it. Programs without rows leave at once.
 
 The product is computed transposed, weight times rows: the weight's tile is the wide operand, and the rows, padded to
 16, the narrow one. MXFP4 weights are read as they are stored: the even columns of x multiply the low halves of the
@@ -28,15 +28,17 @@ from flashkernel.ops.moe.triton.combine import combine
 
 
 @triton.jit
-def _expert_of_slot(offsets, slot, experts, EXPERTS: tl.constexpr):
-    """(expert, first row, row behind the last) of the slot-th expert that has rows; no rows if there are fewer."""
+def _rows_of_slot(offsets, slot, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first row, row behind the expert's last) of the slot-th block of rows; no rows if there are fewer."""
     index = tl.arange(0, EXPERTS)
     begin = tl.load(offsets + index, mask=index < experts, other=0)
     end = tl.load(offsets + index + 1, mask=index < experts, other=0)
-    used = (end > begin).to(tl.int32)
-    mine = (used > 0) & (tl.cumsum(used, 0) - 1 == slot)
+    blocks = tl.cdiv(end - begin, BLOCK_M)
+    behind = tl.cumsum(blocks, 0)
+    mine = (behind - blocks <= slot) & (slot < behind)
+    first = begin + (slot - (behind - blocks)) * BLOCK_M
     expert = tl.sum(tl.where(mine, index, 0), 0)
-    return expert, tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
+    return expert, tl.sum(tl.where(mine, first, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
 
 
 @triton.jit
@@ -95,18 +97,20 @@ def _product(
 
 @triton.jit
 def few_tokens_kernel(
-    x, gather, weights, scales, bias, y, offsets, x_stride, weight_strides, scale_strides, bias_strides, experts, N, K,
+    x, gather, weights, scales, bias, y, offsets, x_stride, weight_strides, scale_strides, bias_strides, experts, K,
     columns, rows, split_k,
     PRECISION: tl.constexpr, MXFP4: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y[split, row] = activation(x[gather[row]] W[expert]^T + bias), for BLOCK_N columns and all rows of an expert.
+    """y[split, row] = activation(x[gather[row]] W[expert]^T + bias), for BLOCK_N columns and BLOCK_M rows of an expert.
 
-    Strides of weights, scales and biases: those of the experts first. A grid of (tiles, experts that may have rows,
-    splits of K); the bias belongs to the first split.
+    Strides of weights, scales and biases: those of the experts first. A grid of (tiles, blocks of rows that there may
+    be, splits of K); the bias belongs to the first split. With a gate, a tile has gate and up of each column in turn.
     """
     split = tl.program_id(2)
-    expert, begin, end = _expert_of_slot(offsets, tl.program_id(1), experts, EXPERTS)
+    expert, first, end = _rows_of_slot(offsets, tl.program_id(1), experts, EXPERTS, BLOCK_M)
+    if first >= end:
+        return
     expert = expert.to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # of y
     in_columns = column < columns
@@ -115,46 +119,35 @@ def few_tokens_kernel(
     if MXFP4:
         scale = scales + expert * scale_strides[0]
     first_k, last_k = split * split_k, tl.minimum((split + 1) * split_k, K)
-    for first in tl.range(begin, end, BLOCK_M):
-        row = first + tl.arange(0, BLOCK_M)
-        in_rows = row < end
-        x_row = row.to(tl.int64)
-        if gather is not None:
-            x_row = tl.load(gather + row, mask=in_rows, other=0).to(tl.int64)
-        if GATE == "interleaved":
-            n_index = 2 * tl.program_id(0) * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-            value = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
-        else:
-            n_index = column
-            value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        in_n = n_index < (N if GATE == "interleaved" else columns)
-        value = _product(
-            value, x, x_row, in_rows, weight, scale, n_index.to(tl.int64), in_n, first_k, last_k, K, x_stride,
-            (weight_strides[1], weight_strides[2]), (scale_strides[1], scale_strides[2]),
-            PRECISION, MXFP4, BLOCK_K, NUM_STAGES,
-        )  # fmt: skip
-        if bias is not None:
-            there = bias + expert * bias_strides[0] + n_index * bias_strides[1]
-            value += tl.load(there, mask=in_n & (split == 0), other=0.0).to(tl.float32)[:, None]
-        value = tl.trans(value)  # [BLOCK_M, ...]
-        up = value
-        if GATE == "halves":
-            up_index = column + columns
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = _product(
-                up, x, x_row, in_rows, weight, scale, up_index.to(tl.int64), in_n, first_k, last_k, K, x_stride,
-                (weight_strides[1], weight_strides[2]), (scale_strides[1], scale_strides[2]),
-                PRECISION, MXFP4, BLOCK_K, NUM_STAGES,
-            )  # fmt: skip
-            if bias is not None:
-                there = bias + expert * bias_strides[0] + up_index * bias_strides[1]
-                up += tl.load(there, mask=in_n, other=0.0).to(tl.float32)[:, None]
-            up = tl.trans(up)
-        if GATE == "interleaved":
-            value, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N, 2]))
-        value = apply_epilogue(value, up, row, column, column, in_rows, in_columns, y, y, 0, y, 0, ACTIVATION)
-        place = (split * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(y + place, value.to(y.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+    row = first + tl.arange(0, BLOCK_M)
+    in_rows = row < end
+    x_row = row.to(tl.int64)
+    if gather is not None:
+        x_row = tl.load(gather + row, mask=in_rows, other=0).to(tl.int64)
+    if GATE == "":
+        n_index = column
+        in_n = in_columns
+        value = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        pair, part = tl.program_id(0) * BLOCK_N + tl.arange(0, 2 * BLOCK_N) // 2, tl.arange(0, 2 * BLOCK_N) % 2
+        n_index = 2 * pair + part if GATE == "interleaved" else pair + part * columns
+        in_n = pair < columns
+        value = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
+    value = _product(
+        value, x, x_row, in_rows, weight, scale, n_index.to(tl.int64), in_n, first_k, last_k, K, x_stride,
+        (weight_strides[1], weight_strides[2]), (scale_strides[1], scale_strides[2]),
+        PRECISION, MXFP4, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    if bias is not None:
+        there = bias + expert * bias_strides[0] + n_index * bias_strides[1]
+        value += tl.load(there, mask=in_n & (split == 0), other=0.0).to(tl.float32)[:, None]
+    value = tl.trans(value)  # [BLOCK_M, ...]
+    up = value
+    if GATE != "":
+        value, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N, 2]))
+    value = apply_epilogue(value, up, row, column, column, in_rows, in_columns, y, y, 0, y, 0, ACTIVATION)
+    place = (split * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
 def serves(x: Tensor, routing: Routing, experts: Experts) -> bool:
@@ -183,23 +176,25 @@ def _launch(
     """[splits, rows, columns]; rows behind the last group are not written."""
     packed = isinstance(weight, Weight)
     data, scales = (weight.data, weight.scales) if isinstance(weight, Weight) else (weight, None)
-    experts, n, k = weight.shape
+    experts, _, k = weight.shape
     rows = routing.tokens.shape[0]
-    # Twice the average; an expert with more rows reads its weight again, from the L2 cache.
+    # Twice the average; an expert with more rows has several blocks of them, whose programs share the L2 cache.
     block_m = max(16, min(tune.power_of_2(tokens), tune.power_of_2(tune.ceil_div(2 * rows, experts))))
     shape = {
         "experts": experts, "rows": rows, "n": columns, "k": k, "bits": 4 if packed else 8 * data.element_size(),
-        "gated": bool(gate), "interleaved": gate == "interleaved", "splittable": not activation, "block_m": block_m,
+        "gated": bool(gate), "splittable": not activation, "block_m": block_m,
     }  # fmt: skip
     config = tune.pick(FEW, device.properties(x.device), shape)
     split_k = tune.ceil_div(tune.ceil_div(k, config.splits), config.block_k) * config.block_k
     splits = tune.ceil_div(k, split_k)
+    active = min(experts, rows)
+    blocks = active + (rows - active) // block_m  # at most: each expert begins one
     y = torch.empty((splits, rows, columns), dtype=dtype, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     launch(
-        few_tokens_kernel, (tune.ceil_div(columns, config.block_n), min(experts, rows), splits), x, gather, data,
+        few_tokens_kernel, (tune.ceil_div(columns, config.block_n), blocks, splits), x, gather, data,
         scales, bias, y, routing.offsets, x.stride(0), data.stride(), (0, 0, 0) if scales is None else scales.stride(),
-        (0, 0) if bias is None else bias.stride(), experts, n, k, columns, rows, split_k,
+        (0, 0) if bias is None else bias.stride(), experts, k, columns, rows, split_k,
         PRECISION=precision, MXFP4=packed, GATE=gate, ACTIVATION=activation, EXPERTS=tune.power_of_2(experts),
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
