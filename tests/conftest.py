@@ -2,9 +2,8 @@
 
 What runs where, so that `make test` is short on two cores:
 
-- The generated matrix (test_matrix.py): on the CPU every case of every operator in all dtypes for the torch backend and
-  in one of its dtypes in turn under Triton's interpreter; on a GPU Triton and Hopper kernels in float32 and one of the
-  16-bit dtypes in turn, the others in all.
+- The generated matrix (test_matrix.py): every case of every operator in all dtypes for the torch backend and CUDA C++,
+  in one of its dtypes in turn for Triton and Hopper kernels; on a GPU their first case in all.
 - The emulators: every CUDA C++ test for one architecture in turn (sm_75 or sm_80), every config of Hopper attention's
   backward pass with one mask in turn. `--whole-matrix` has the products.
 - torch.compile (test_citizenship.py): on the CPU every case once, with dynamic shapes for the kernels of the first; on

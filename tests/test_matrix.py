@@ -1,7 +1,7 @@
 """The generated matrix: every operator, case, dtype and backend, forward and backward, on the CPU and on the GPU.
 
-Under Triton's interpreter a case runs in one of its dtypes in turn, on a GPU in float32 and one of the 16-bit dtypes in
-turn (CUDA C++ and torch in all): a kernel has all dtypes, a case some of them. `--whole-matrix` has the product.
+Triton and Hopper kernels run a case in one of its dtypes in turn, on a GPU the first case in all (CUDA C++ and torch
+run all): a kernel has all dtypes, a case one of them. `--whole-matrix` has the product.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _runs_on(backend: Backend, device: str, dtype: torch.dtype) -> bool:
 
 def _in_turn(op: Op, case: Case, dtype: torch.dtype, backend: Backend, device: str) -> bool:
     """Whether this dtype is the case's turn. What costs is compiling a kernel, or interpreting one."""
-    if device == "cpu":
-        dtypes = [one for one in case.dtypes if one != torch.bfloat16]
-        return backend.name != "triton" or dtype == dtypes[op.cases.index(case) % len(dtypes)]
-    halves = [one for one in case.dtypes if one.itemsize == 2]
-    if backend.name not in ("triton", "hopper") or dtype not in halves:
+    place = op.cases.index(case)
+    if backend.name not in ("triton", "hopper") or (device == "cuda" and place == 0):
         return True
-    return dtype == halves[op.cases.index(case) % len(halves)]
+    served = [one for one in case.dtypes if _runs_on(backend, device, one)]
+    if backend.name == "hopper":  # declines float32 and float64
+        served = [one for one in served if one.itemsize == 2] or served
+    return dtype == served[place % len(served)]
 
 
 def _matrix() -> Iterator[object]:

@@ -190,6 +190,8 @@ class Baseline:
 
     `target(op, case)` gives a function of the operator's signature. It may raise ImportError (the library is not
     installed) or ValueError (the library does not support the case).
+
+    A function that computes something more precise has an attribute `checked`: what is compared with the reference.
     """
 
     name: str

@@ -174,7 +174,7 @@ def candidates(op: Op, case: Case, dtype: torch.dtype, options: BenchOptions) ->
         else:
             taken = _options_taken(function, case.options)
             dropped = set(case.options) - set(taken)
-            checked = partial(_without, function, dropped)
+            checked = partial(_without, getattr(function, "checked", function), dropped)
             yield Candidate(baseline.name, "baseline", function, taken, checked, baseline.forward_only)
 
 

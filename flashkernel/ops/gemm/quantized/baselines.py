@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.checkpoint_layouts import write_gptq
-from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight import Layout, Weight, rounded_activations
 from flashkernel.blocks.weight_formats.tiles import FORMATS
 from flashkernel.core.op import Case, Op
 
@@ -35,7 +35,11 @@ def _supported(case: Case, *layouts: str) -> None:
 
 
 def cublas(op: Op, case: Case) -> Callable[..., Tensor]:
-    """The dequantized weight in x's dtype, through torch."""
+    """The dequantized weight in x's dtype, through torch.
+
+    Where the layout wants x in 8 bits, x is rounded for the check alone: what is timed is the product that the
+    quantized one replaces.
+    """
     if case.present:
         raise ValueError("benchmarked without zeros and a bias")
     dtype = torch.bfloat16
@@ -44,7 +48,14 @@ def cublas(op: Op, case: Case) -> Callable[..., Tensor]:
         matrix = weight.dequantize(dtype)
         return lambda x: F.linear(x, matrix)
 
-    return _prepared(prepare)
+    def prepare_checked(weight: Weight) -> Product:
+        product = prepare(weight)
+        return lambda x: product(rounded_activations(x, weight))
+
+    run = _prepared(prepare)
+    if Layout.parse(case.options["layout"]).activation_dtype is not None:
+        run.checked = _prepared(prepare_checked)  # type: ignore[attr-defined]
+    return run
 
 
 def _gptq(weight: Weight) -> tuple[Tensor, Tensor]:
