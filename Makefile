@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 NEWEST := $(VENV)/newest
 DOCS_READY := $(VENV)/.docs-ready
 JOBS ?= auto
-JOBS_CPU ?= $(shell expr $$(nproc) + 1)# one more than cores: some tests wait for servers and timeouts
-JOBS_GPU ?= $(shell nproc)# processes that share the GPU: most of their time is spent compiling, a core each
+CORES := env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc# which answers 1 where OMP_NUM_THREADS is 1
+JOBS_CPU ?= $(shell expr $$($(CORES)) + 1)# one more than cores: some tests wait for servers and timeouts
+JOBS_GPU ?= $(shell $(CORES))# processes that share the GPU: most of their time is spent compiling, a core each
 GPU ?= h200# the folder under results/
 
 .PHONY: help demo test cpu-test compile-test compile-test-configs compile-test-cuda compile-test-newest lint format docs wheel server gpu-test gpu-test-turing sanitize sanitize-cuda bench e2e tables clean
