@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; children would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):  # workers share the cores: one thread each, and for what they start
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not HAS_GPU and not config.option.markexpr.startswith("compile"):

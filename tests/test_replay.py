@@ -223,6 +223,19 @@ def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) ->
     assert len(repeated) == 2
 
 
+def test_a_backward_pass_of_torch_products_is_repeated(repeated: list[Any]) -> None:
+    """The gradients of a linear layer without bias and activation: two products, and no launch of this library."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, weight = torch.randn(5, 16, requires_grad=True), torch.randn(7, 16, requires_grad=True)
+        dy = torch.randn(5, 7)
+        found = torch.autograd.grad(fk.linear(x, weight, backend="triton"), (x, weight), dy)
+        for gradient, wanted in zip(found, (dy @ weight, dy.t() @ x)):
+            torch.testing.assert_close(gradient, wanted)
+    source = next(recording.source for recording in repeated if "operation" in recording.source)
+    assert source.count("empty(") == 6  # for the gradients that are not wanted; those of wanted ones are the products
+
+
 def test_memory_is_given_back_when_it_is_not_needed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of kernels, each with an output of its own: two are alive at a time, as when not repeated."""
     inner = norm.norm.forward.function

@@ -45,12 +45,15 @@ SHARED_MEMORY = "two of its arguments begin at the same address"
 TRANSIENT_REASONS = {SHARED_MEMORY}  # another call of the same shapes may be recorded all the same
 
 
-def record(function: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any, Recording | str]:
+def record(
+    function: Callable[[], Any], tensors: Sequence[Tensor], launches: bool = True
+) -> tuple[Any, Recording | str]:
     """Run a call and record it.
 
     Args:
         function: The call, without arguments.
         tensors: The call's tensor arguments, in order.
+        launches: Whether a call that launches none of this library's kernels is uncacheable.
 
     Returns:
         The call's result, and its recording or the reason why there is none.
@@ -58,7 +61,7 @@ def record(function: Callable[[], Any], tensors: Sequence[Tensor]) -> tuple[Any,
     recorder = CallRecorder(tensors)
     with recorder, launch.observe(recorder):
         result = function()
-    return result, recorder.recording(result)
+    return result, recorder.recording(result, launches)
 
 
 class Recording:
@@ -69,6 +72,7 @@ class Recording:
 
         self._knobs = knobs.runtime
         num_inputs = len(inputs)
+        steps = _without_unused_allocations(steps, result)
         self.steps = list(zip(steps, _last_used(steps, num_inputs, result)))
         out = SourceWriter(inputs[0].get_device())
         persistent = [tensor for step in steps if isinstance(step, LaunchStep) for tensor in step.persistent]
@@ -101,6 +105,13 @@ class Recording:
 
 def _views(result: View | tuple[View, ...] | None) -> tuple[View, ...]:
     return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
+def _without_unused_allocations(steps: list[Step], result: Any) -> list[Step]:
+    """The steps but for allocations that no other step and no result uses."""
+    used = {view.slot for view in _views(result)}
+    used |= {slot for step in steps if not isinstance(step, AllocationStep) for slot in step.slots()}
+    return [step for step in steps if not isinstance(step, AllocationStep) or step.slot in used]
 
 
 def _allocate_in_result_shape(steps: list[Step], result: Any) -> None:
@@ -180,9 +191,9 @@ class CallRecorder(TorchDispatchMode):
             raise CannotRecord(record)
         return LaunchStep(record, self)
 
-    def recording(self, result: Any) -> Recording | str:
+    def recording(self, result: Any, launches: bool) -> Recording | str:
         """The recording, or the reason why there is none."""
-        if self.reason is None and not any(isinstance(step, LaunchStep) for step in self.steps):
+        if launches and self.reason is None and not any(isinstance(step, LaunchStep) for step in self.steps):
             self.reason = "it launches no kernel of this library"
         if self.reason is None:
             try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _METHODS = {_aten.zero_.default: "zero_", _aten.fill_.Scalar: "fill_", _aten.copy_.default: "copy_"}
+_FUNCTIONS = {_aten.mm.default: torch.mm, _aten.mm.out: torch.mm, _aten.addmm.default: torch.addmm,
+              _aten.addmm.out: torch.addmm}  # half the host time of a call of the overload  # fmt: skip
 
 
 class CannotRecord(Exception):
@@ -135,7 +137,8 @@ class OperationStep:
             out.line(f"{args[0]}.{method}({', '.join(args[1:])})")
             return
         target = "" if self.slot is None else f"v{self.slot} = "
-        out.line(f"{target}{out.name(self.function, 'operation')}({', '.join(args)})")
+        function = out.name(_FUNCTIONS.get(self.function, self.function), "operation")
+        out.line(f"{target}{function}({', '.join(args)})")
 
 
 class LaunchStep:

@@ -128,7 +128,9 @@ class LaunchCache:
                 result = self.function(*args, **kwargs)
             entry = _operator_call(applied, tensors, result)
         else:
-            result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors)
+            # A public function without launches has called torch, which needs no help; a backward pass may be all
+            # products of torch, and the Python around them costs the host more than they do.
+            result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors, launches=self.public)
             entry = Uncacheable(recorded) if isinstance(recorded, str) else recorded
         retry = isinstance(entry, Uncacheable) and entry.reason in rec.TRANSIENT_REASONS
         self.entries[key] = -RETRY_AFTER if retry else entry
