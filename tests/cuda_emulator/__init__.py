@@ -42,7 +42,8 @@ from flashkernel.core.cuda import ARGUMENT_TYPES, Kernel
 from flashkernel.core.driver import TensorMap
 
 FOLDER = Path(__file__).parent
-REPLACED = ("ptx.cuh", "hopper_ptx.cuh", "wgmma_registers.cuh")  # headers with PTX instructions, by models of them
+# Headers with PTX instructions, by models of them.
+REPLACED = ("ptx.cuh", "hopper_ptx.cuh", "wgmma_registers.cuh", "wgmma_shared.cuh")
 ARCH = 80  # of the GPU that launchers see
 FLAGS = (
     "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-w",

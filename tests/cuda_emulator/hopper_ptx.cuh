@@ -1,4 +1,4 @@
-// The functions of flashkernel/blocks/cuda/hopper_ptx.cuh on a CPU, but for products of two matrices in shared memory.
+// The functions of flashkernel/blocks/cuda/hopper_ptx.cuh on a CPU, but for rung 7's product.
 
 #pragma once
 

@@ -13,28 +13,38 @@ void commit_products() {
     me.product_ends.push_back(me.products.size());
 }
 
+// An element of a matrix that a descriptor describes: rows along K, in the 128-byte swizzle.
+template <typename T>
+float element_in_shared(unsigned long long descriptor, unsigned row, unsigned k) {
+    const unsigned start = static_cast<unsigned>(descriptor & 0x3fff) << 4;
+    const unsigned stride = static_cast<unsigned>(descriptor >> 32 & 0x3fff) << 4;
+    const unsigned at = start + row / 8 * stride + row % 8 * 128 + 2 * k;
+    unsigned short bits;
+    memcpy(&bits, shared_bytes(swizzled_address(at), 2, "wgmma"), 2);
+    return element_of(bits, T());
+}
+
 template <typename T>
 void multiply_warpgroup(size_t which) {
     Thread& me = *machine.current;
-    const unsigned quad = me.lane / 4 * 4, pair = me.lane % 4 * 2;
-    float left[2][16];  // of this thread's rows, from the four lanes that share them
-    for (unsigned other = 0; other < 4; ++other)
-        for (int i = 0; i < 4; ++i)
-            for (int j = 0; j < 2; ++j)
-                left[i % 2][2 * other + i / 2 * 8 + j] = element_of(
-                    static_cast<unsigned short>(me.warp->threads[quad + other].products[which].left[i] >> 16 * j), T());
     const WarpgroupProduct& mine = me.products[which];
-    const unsigned start = static_cast<unsigned>(mine.right & 0x3fff) << 4;
-    const unsigned stride = static_cast<unsigned>(mine.right >> 32 & 0x3fff) << 4;
+    const unsigned quad = me.lane / 4 * 4, pair = me.lane % 4 * 2, row = threadIdx.x % 128 / 32 * 16 + me.lane / 4;
+    float left[2][16];  // of this thread's rows; from registers: of the four lanes that share them
+    if (mine.left_in_shared)
+        for (unsigned half = 0; half < 2; ++half)
+            for (unsigned k = 0; k < 16; ++k)
+                left[half][k] = element_in_shared<T>(mine.left_descriptor, row + 8 * half, k);
+    else
+        for (unsigned other = 0; other < 4; ++other)
+            for (int i = 0; i < 4; ++i)
+                for (int j = 0; j < 2; ++j)
+                    left[i % 2][2 * other + i / 2 * 8 + j] = element_of(
+                        static_cast<unsigned short>(me.warp->threads[quad + other].products[which].left[i] >> 16 * j),
+                        T());
     for (int i = 0; i < mine.count; ++i) {
         const unsigned column = i / 4 * 8 + pair + i % 2;
         float sum = mine.accumulate ? mine.sums[i] : 0.f;
-        for (unsigned k = 0; k < 16; ++k) {
-            unsigned short bits;
-            const unsigned at = start + column / 8 * stride + column % 8 * 128 + 2 * k;
-            memcpy(&bits, shared_bytes(swizzled_address(at), 2, "wgmma"), 2);
-            sum += left[i % 4 / 2][k] * element_of(bits, T());
-        }
+        for (unsigned k = 0; k < 16; ++k) sum += left[i % 4 / 2][k] * element_in_shared<T>(mine.right, column, k);
         mine.sums[i] = sum;
     }
 }

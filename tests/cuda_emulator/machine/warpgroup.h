@@ -1,4 +1,4 @@
-// Instructions of a warpgroup: products whose left matrix is in registers, setmaxnreg; and stmatrix.
+// Instructions of a warpgroup: products, setmaxnreg; and stmatrix.
 
 #pragma once
 

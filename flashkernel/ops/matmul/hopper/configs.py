@@ -21,6 +21,7 @@ _CHUNK_BYTES = 8192  # of a chunk: larger ones take more registers than the epil
 GROUP_M = 8
 _BARRIER_BYTES = 1024  # mbarriers, and alignment of the buffers
 _MAX_SPLITS = 16
+TILE_WIDTHS = (96, 160, 192, 224)  # columns of tiles in CUDA C++ (tile_width.cu)
 # Fitted to the times of 24 products of Llama-3's and gpt-oss's projections in all configs (README.md).
 _MMA_RATE = 3680  # bytes of K, times rows and columns of C: per clock cycle and SM
 _L2_RATE = 78  # bytes per clock cycle and SM
@@ -69,12 +70,14 @@ class HopperMatmul(HopperTile):
         group_m: tiles of rows that are worked on at the same time (L2 swizzle).
         num_splits: parts of K, which are summed by a second kernel.
         stream_k: the tiles that do not divide evenly among the programs are shared out along K.
+        tile_width: the kernel in CUDA C++, whose tiles have 128 rows and one of TILE_WIDTHS columns.
     """
 
     pingpong: bool = False
     group_m: int = GROUP_M
     num_splits: int = 1
     stream_k: bool = False
+    tile_width: bool = False
 
     @property
     def block_m(self) -> int:
@@ -106,6 +109,11 @@ def _shared_bytes(config: HopperMatmul) -> int:
     return config.num_stages * _stage_bytes(config) + staged + _BARRIER_BYTES
 
 
+def tile_width_shared_bytes(config: HopperMatmul) -> int:
+    """Returns the shared memory of a block of tile_width.cu: the stages, and two mbarriers for each."""
+    return config.num_stages * (_stage_bytes(config) + 16)
+
+
 def _blocks(shape: Mapping[str, int]) -> int:
     return ceil_div(shape["k"] * shape["bytes"], 128)
 
@@ -119,7 +127,21 @@ def num_streamed(tiles: int, num_programs: int) -> int:
     return tiles % num_programs
 
 
+def _valid_tile_width(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> str | None:
+    if not shape.get("tile_width"):
+        return f"{config}: tile_width.cu multiplies 16-bit operands with rows along K, without gates or scales"
+    if config.block_n not in TILE_WIDTHS or config.rows != 64 or config.num_consumers != 2 or config.num_stages < 2:
+        return f"{config}: tile_width.cu has tiles of 2 x 64 rows and {TILE_WIDTHS} columns, and at least 2 stages"
+    if config.pingpong or config.stream_k or config.num_splits > 1 or config.group_m != GROUP_M:
+        return f"{config}: tile_width.cu has consumers that share a tile, never splits K and groups rows by 16"
+    if tile_width_shared_bytes(config) > device.shared_per_block:
+        return f"{config} needs {tile_width_shared_bytes(config)} bytes; a block has {device.shared_per_block}"
+    return None
+
+
 def _valid(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> str | None:
+    if config.tile_width:
+        return _valid_tile_width(config, device, shape)
     needed = _shared_bytes(config)
     if needed > device.shared_per_block:
         return f"{config} needs {needed} bytes of shared memory; a block has {device.shared_per_block}"
@@ -236,11 +258,16 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[HopperMatmul]:
                 if not config.pingpong:
                     yield replace(config, num_stages=num_stages, group_m=group_m, stream_k=True)
 
+    if shape.get("tile_width"):
+        for width in TILE_WIDTHS:
+            one = HopperMatmul(64, width, 2, 1, tile_width=True)
+            yield replace(one, num_stages=device.shared_per_block // tile_width_shared_bytes(one))
+
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     # N and K stay exact: how they divide among the SMs is what the choice depends on.
     rows = shape["m"] if shape["m"] % 64 == 0 and shape["m"] <= 1024 else power_of_2(shape["m"])
-    kinds = (shape["block_scaled"], shape["integer"], shape.get("gated", 0), shape.get("quantized", 0))
+    kinds = (shape.get(name, 0) for name in ("block_scaled", "integer", "gated", "quantized", "tile_width"))
     return (shape["batch"], rows, shape["n"], shape["k"], shape["bytes"], *kinds)
 
 

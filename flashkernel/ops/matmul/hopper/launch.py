@@ -12,6 +12,7 @@ from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
+from flashkernel.ops.matmul.hopper import tile_width
 from flashkernel.ops.matmul.hopper.configs import (
     CONSUMER_REGISTERS,
     HOPPER_MATMUL,
@@ -115,9 +116,12 @@ def _run(a: Tensor, b: Tensor, up: Tensor | None, scaling: _Scaling, epilogue: E
         "batch": batch, "m": m, "n": n * matrices, "k": k, "bytes": a.element_size(),
         "block_scaled": int(scaling.kind == "block"), "integer": int(a.dtype == torch.int8),
         "gated": int(up is not None), "quantized": int(epilogue.block_scales is not None),
+        "tile_width": int(scaling.kind == "" and tile_width.serves(a, b, epilogue)),
     }  # fmt: skip
     config: HopperMatmul = tune.pick(HOPPER_MATMUL, device.properties(a.device), shape)
-    if config.num_splits == 1:
+    if config.tile_width:
+        tile_width.multiply(a, b, epilogue, config)
+    elif config.num_splits == 1:
         _multiply(a, b, up, scaling, epilogue, config)
     else:
         partials = padded_empty((config.num_splits * batch * matrices, m, n), torch.float32, a.device)
