@@ -14,7 +14,9 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Epilogue, Operands
 from flashkernel.core import cuda, tune
 from flashkernel.core import device as devices
+from flashkernel.lab import tuning
 from flashkernel.lab.cuda_resources import Instance, compile_nvcc, has_nvcc, ptxas_report
+from flashkernel.ops import registry
 from flashkernel.ops.matmul import hopper
 from flashkernel.ops.matmul.hopper import configs, tile_width
 from flashkernel.ops.matmul.hopper.configs import HOPPER_MATMUL, TILE_WIDTHS, HopperMatmul
@@ -116,6 +118,14 @@ def test_the_search_space() -> None:
     for wrong in (replace(found[0], block_n=128), replace(found[0], pingpong=True), replace(found[0], num_stages=9)):
         assert HOPPER_MATMUL.valid(wrong, H200, _shape())
     assert HOPPER_MATMUL.valid(found[0], H200, _shape(tile_width=0))
+
+
+@needs_nvrtc
+def test_a_search_compiles_them_ahead() -> None:
+    op = registry()["matmul"]
+    case = next(case for case in op.benches if case.name == "llama-70b-qkv-512")
+    found = [kernel.name for kernel in tuning.kernels_of_space(op, case, BF16, H200, "hopper")]
+    assert [name.split(", ")[1] for name in found] == [str(width) for width in TILE_WIDTHS]
 
 
 @needs_nvrtc

@@ -38,8 +38,8 @@ class TuningResult:
 
 
 def kernels_of_space(op: Op, case: Case, dtype: torch.dtype, gpu: Device, backend: str | None) -> list[cuda.Kernel]:
-    """The CUDA C++ kernels that a search for a case launches on such a GPU: of all valid configs, forward. No GPU is
-    needed: inputs are shapes, and launches are recorded."""
+    """The CUDA C++ kernels that a search for a case launches on such a GPU: of all valid configs, forward; Triton's
+    are compiled by the search itself. No GPU is needed: inputs are shapes, and launches are recorded."""
     options = {**case.options, "backend": backend}
     call = partial(_call, op, options, [], shapes_only(op, case, dtype))
     with device.pretend(gpu), collect_launches(), cuda.recorded_launches() as launches:
@@ -48,8 +48,6 @@ def kernels_of_space(op: Op, case: Case, dtype: torch.dtype, gpu: Device, backen
                 call()
         except BackendError:  # it does not serve this call
             return []
-        if not launches:
-            return []  # Triton's kernels are compiled by the search itself
         for (tunable, _), shape in seen.items():
             for config in tunable.space(gpu, shape):
                 # Where two launches of a call share a tunable, a config may be valid for one of them alone.
