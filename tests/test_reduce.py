@@ -341,8 +341,13 @@ def _instances(element: str, vector: int) -> list[str]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-@pytest.mark.parametrize("element, vector", [("float", 4), ("__half", 8), ("__nv_bfloat16", 8)])
+@pytest.mark.parametrize(
+    "element, vector, arch",
+    [
+        ("float", 4, "sm_90"), ("__half", 8, "sm_75"), ("__nv_bfloat16", 8, "sm_90"),
+        *(pytest.param(*case, marks=pytest.mark.every_arch) for case in (("float", 4, "sm_75"), ("__half", 8, "sm_90"))),
+    ],
+)  # fmt: skip
 def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str) -> None:
     from compiled import disassemble
 

@@ -16,6 +16,7 @@ MOST_BLOCKS = {8: 7, 16: 4, 32: 1}  # by tokens: of a warp there, without spills
 MOST_STAGES = 12
 MOST_FEW_ROWS = 5  # configs of few_rows.cu that a search times
 _PITCH = 4 * (TILE + 4)
+_WORTH_WHOLE = 0.65  # of the SMs busy: from there on a search also times tiles that are never cut
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ def few_rows_configs(
     return sorted(found, key=lambda one: (one.slices * one.warps * one.blocks, one.slices, -one.warps))
 
 
+def _full_waves(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) -> float:
+    """The share of SMs that whole tiles keep busy."""
+    outputs = TILE * config.warpgroups * config.height // shape["parts"]
+    tiles = ceil_div(shape["rows"], config.tokens) * ceil_div(shape["columns"], outputs)
+    return tiles / (ceil_div(tiles, device.sms) * device.sms)
+
+
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig]:
     """Few, because each is compiled: 1 to 4 seconds."""
     least = max(8, power_of_2(min(shape["rows"], 256)))
@@ -158,7 +166,10 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig
             for blocks in (1, 2):
                 near = least // 2 <= tokens <= least and (tokens <= 64 or warpgroups == 2)
                 if near and shape["inner"] % (blocks * TILE) == 0:
-                    yield _with_stages(tokens, warpgroups, blocks, device, shape)
+                    one = _with_stages(tokens, warpgroups, blocks, device, shape)
+                    yield one
+                    if _full_waves(one, device, shape) >= _WORTH_WHOLE:
+                        yield replace(one, stream_k=False)
     if least >= 128 and shape["parts"] == 1:  # a third less of x and weights from L2 than 256 tokens by 128 outputs
         yield _with_stages(128, 2, 1, device, shape, height=2)
 
