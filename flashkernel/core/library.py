@@ -74,14 +74,16 @@ class KernelOp:
         fake: Gives empty outputs of the right shapes and dtypes.
         gradient: How it is differentiated; None: it is not.
         mutates: Names of the flat arguments that `forward` writes to.
+        torch_alone: Some calls run torch's operators alone. They are recorded as others are; without this, a call that
+            launches nothing is not, since what it did may have gone unseen (C++ on a CPU).
     """
 
-    def __init__(self, name, forward, fake, gradient: Gradient | None = None, *, mutates=()):
+    def __init__(self, name, forward, fake, gradient: Gradient | None = None, *, mutates=(), torch_alone=False):
         self.name = name
         self.arguments = ArgumentGroups(forward)
         self.flatten = self.arguments.flatten if self.arguments.grouped else None
         flat = self.arguments.flat(forward)
-        self.forward = LaunchCache(flat, name)
+        self.forward = LaunchCache(flat, name, torch_alone=torch_alone)
         self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", flat, mutates_args=mutates)
         self.registered.register_fake(self.arguments.flat(fake))
         self.function = None

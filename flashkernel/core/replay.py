@@ -59,8 +59,10 @@ class Uncacheable:
 class LaunchCache:
     """The recorded calls of a function that takes tensors and plain values and launches kernels."""
 
-    def __init__(self, function: Callable[..., Any], name: str, public: bool = False) -> None:
-        self.function, self.name, self.public = function, name, public
+    def __init__(
+        self, function: Callable[..., Any], name: str, public: bool = False, torch_alone: bool = False
+    ) -> None:
+        self.function, self.name, self.public, self.torch_alone = function, name, public, torch_alone
         # By key: how often it was seen (int), a Recording, an _OperatorCall, or Uncacheable.
         self.entries: dict[tuple[Any, ...], Any] = {}
         _caches.append(self)
@@ -128,9 +130,7 @@ class LaunchCache:
                 result = self.function(*args, **kwargs)
             entry = _operator_call(applied, tensors, result)
         else:
-            # A public function without launches has called torch, which needs no help; a backward pass may be all
-            # products of torch, and the Python around them costs the host more than they do.
-            result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors, launches=self.public)
+            result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors, not self.torch_alone)
             entry = Uncacheable(recorded) if isinstance(recorded, str) else recorded
         retry = isinstance(entry, Uncacheable) and entry.reason in rec.TRANSIENT_REASONS
         self.entries[key] = -RETRY_AFTER if retry else entry

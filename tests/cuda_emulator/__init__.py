@@ -17,7 +17,7 @@ It does not see bank conflicts, registers or timing.
         flashkernel.softmax(torch.randn(4, 100), backend="cuda")
 
 `emulated(75)` builds what a Turing GPU executes; launchers choose their tiles for it. `emulated(90)` builds what a
-Hopper GPU executes, with the tiles of an A100.
+Hopper GPU executes, with its shared memory; launchers that ask `cuda.target` choose tiles for an A100.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import torch
 
 from flashkernel.core import cuda, dispatch, env, nvrtc, replay_switch
 from flashkernel.core.cuda import ARGUMENT_TYPES, Kernel
+from flashkernel.core.device import KNOWN
 from flashkernel.core.driver import TensorMap
 
 FOLDER = Path(__file__).parent
@@ -85,7 +86,7 @@ def emulated(arch: int | None = None) -> Iterator[None]:
 
 def launch(kernel: Kernel, grid: Any, block: Any, args: Sequence[Any], shared: int) -> None:
     """Run all blocks of a launch; EmulationError where a GPU would fail or hang."""
-    limit = cuda.target(torch.device("cpu")).shared_per_block
+    limit = (KNOWN["h200"] if cuda.virtual_arch() == 90 else cuda.target(torch.device("cpu"))).shared_per_block
     if shared > limit:
         raise EmulationError(f"{kernel.name}: {shared} bytes of shared memory; a block has at most {limit}")
     library = _library(kernel, kernel.module.older_arch() or ARCH)

@@ -60,6 +60,13 @@ __device__ inline void tma_load_2d(unsigned target, const TensorMap& map, int x,
         ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
+// The same of a four-dimensional tensor.
+__device__ inline void tma_load_4d(unsigned target, const TensorMap& map, int x, int y, int z, int w, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+        : "memory");
+}
 // `bytes` contiguous bytes of device memory; both addresses and the size are multiples of 16.
 __device__ inline void bulk_load(unsigned target, const void* source, unsigned bytes, unsigned barrier) {
     asm volatile(
@@ -81,6 +88,9 @@ __device__ inline void set_max_registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// Makes what this thread stored to shared memory visible to wgmma and TMA; a barrier must follow.
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // A barrier of some of a block's threads; 0 is __syncthreads()'s own.
 __device__ inline void named_barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -94,6 +104,11 @@ __device__ inline void stmatrix_transposed(unsigned address, const unsigned (&r)
                  : "memory");
 }
 
+__device__ inline float2 load_shared_2_floats(unsigned address) {
+    float2 values;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(values.x), "=f"(values.y) : "r"(address) : "memory");
+    return values;
+}
 __device__ inline unsigned load_shared_4(unsigned address) {
     unsigned value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

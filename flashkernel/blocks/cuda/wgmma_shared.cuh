@@ -1,9 +1,9 @@
 // wgmma products of two matrices in shared memory, for sm_90a: tiles of any width that is a multiple of 32 columns.
 //
 // c [64 x N, float32] = a [64 x 16] b [16 x N] + (accumulate ? c : 0), started by the 128 threads of a warpgroup. a and b
-// are descriptors (hopper_ptx.cuh) of matrices whose rows lie along K: a's 64 rows, and b's N columns as rows. With
-// g = lane / 4 and t = lane % 4, c[4 j + 2 half + e] of a thread of warp w is column 8 j + 2 t + e of row
-// 16 w + g + 8 half.
+// are descriptors (hopper_ptx.cuh) of matrices whose rows lie along K: a's 64 rows, and b's N columns as rows. Of
+// wgmma_shared_n_major, b's rows lie along N. With g = lane / 4 and t = lane % 4, c[4 j + 2 half + e] of a thread of warp w
+// is column 8 j + 2 t + e of row 16 w + g + 8 half.
 
 #pragma once
 
@@ -34,27 +34,29 @@
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 
 // SUMS: N / 2, a thread's sums. A, B, ACCUMULATE: the operands behind them.
-#define WGMMA_SHARED(N, SUMS, TYPES, A, B, ACCUMULATE) \
+#define WGMMA_SHARED(N, SUMS, TYPES, N_MAJOR, A, B, ACCUMULATE) \
     asm volatile( \
         "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ACCUMULATE ", 0;\n\t" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" LIST_##SUMS "}, " A ", " B \
-        ", p, 1, 1, 0, 0;\n\t}" \
+        ", p, 1, 1, 0, " #N_MAJOR ";\n\t}" \
         : FLOATS_##SUMS(c) \
         : "l"(a), "l"(b), "r"(accumulate))
-#define WGMMA_SHARED_TYPES(N, SUMS, A, B, ACCUMULATE) \
-    __device__ inline void wgmma_shared( \
+#define WGMMA_SHARED_TYPES(NAME, N, SUMS, ...) \
+    __device__ inline void NAME( \
         float (&c)[SUMS], unsigned long long a, unsigned long long b, int accumulate, __half) { \
-        WGMMA_SHARED(N, SUMS, "f16.f16", A, B, ACCUMULATE); \
+        WGMMA_SHARED(N, SUMS, "f16.f16", __VA_ARGS__); \
     } \
-    __device__ inline void wgmma_shared( \
+    __device__ inline void NAME( \
         float (&c)[SUMS], unsigned long long a, unsigned long long b, int accumulate, __nv_bfloat16) { \
-        WGMMA_SHARED(N, SUMS, "bf16.bf16", A, B, ACCUMULATE); \
+        WGMMA_SHARED(N, SUMS, "bf16.bf16", __VA_ARGS__); \
     }
 
-WGMMA_SHARED_TYPES(96, 48, "%48", "%49", "%50")
-WGMMA_SHARED_TYPES(160, 80, "%80", "%81", "%82")
-WGMMA_SHARED_TYPES(192, 96, "%96", "%97", "%98")
-WGMMA_SHARED_TYPES(224, 112, "%112", "%113", "%114")
+WGMMA_SHARED_TYPES(wgmma_shared, 64, 32, 0, "%32", "%33", "%34")
+WGMMA_SHARED_TYPES(wgmma_shared, 96, 48, 0, "%48", "%49", "%50")
+WGMMA_SHARED_TYPES(wgmma_shared, 160, 80, 0, "%80", "%81", "%82")
+WGMMA_SHARED_TYPES(wgmma_shared, 192, 96, 0, "%96", "%97", "%98")
+WGMMA_SHARED_TYPES(wgmma_shared, 224, 112, 0, "%112", "%113", "%114")
+WGMMA_SHARED_TYPES(wgmma_shared_n_major, 64, 32, 1, "%32", "%33", "%34")
 
 #undef FLOATS_16
 #undef FLOATS_32

@@ -210,7 +210,7 @@ def _pull_back(ctx, wanted, dy):
         return _linear_backward(dy, x, PlainWeights(*saved[:3]), Biases(*saved[3:]), *ctx.settings, wanted)
 
 
-_linear_backward = KernelOp("linear_backward", _backward, _fake_backward)
+_linear_backward = KernelOp("linear_backward", _backward, _fake_backward, torch_alone=True)
 _linear = KernelOp(
     "linear",
     _forward,

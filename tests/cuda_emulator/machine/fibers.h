@@ -35,7 +35,7 @@ struct WarpgroupProduct {  // a started wgmma, as one thread knows it
     unsigned long long right;
     bool accumulate, is_half;  // half or bfloat16
     int count;                 // of sums
-    bool left_in_shared = false;
+    bool left_in_shared = false, right_n_major = false;
     unsigned long long left_descriptor = 0;
 };
 

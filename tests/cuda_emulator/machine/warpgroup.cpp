@@ -13,12 +13,14 @@ void commit_products() {
     me.product_ends.push_back(me.products.size());
 }
 
-// An element of a matrix that a descriptor describes: rows along K, in the 128-byte swizzle.
+// An element of a matrix that a descriptor describes, in the 128-byte swizzle: column `column` of row `row` as they lie in
+// memory. Rows of more than 64 elements go on in the next block, `leading` bytes further.
 template <typename T>
-float element_in_shared(unsigned long long descriptor, unsigned row, unsigned k) {
+float element_in_shared(unsigned long long descriptor, unsigned row, unsigned column) {
     const unsigned start = static_cast<unsigned>(descriptor & 0x3fff) << 4;
+    const unsigned leading = static_cast<unsigned>(descriptor >> 16 & 0x3fff) << 4;
     const unsigned stride = static_cast<unsigned>(descriptor >> 32 & 0x3fff) << 4;
-    const unsigned at = start + row / 8 * stride + row % 8 * 128 + 2 * k;
+    const unsigned at = start + column / 64 * leading + row / 8 * stride + row % 8 * 128 + column % 64 * 2;
     unsigned short bits;
     memcpy(&bits, shared_bytes(swizzled_address(at), 2, "wgmma"), 2);
     return element_of(bits, T());
@@ -44,7 +46,9 @@ void multiply_warpgroup(size_t which) {
     for (int i = 0; i < mine.count; ++i) {
         const unsigned column = i / 4 * 8 + pair + i % 2;
         float sum = mine.accumulate ? mine.sums[i] : 0.f;
-        for (unsigned k = 0; k < 16; ++k) sum += left[i % 4 / 2][k] * element_in_shared<T>(mine.right, column, k);
+        for (unsigned k = 0; k < 16; ++k)
+            sum += left[i % 4 / 2][k] * (mine.right_n_major ? element_in_shared<T>(mine.right, k, column)
+                                                            : element_in_shared<T>(mine.right, column, k));
         mine.sums[i] = sum;
     }
 }

@@ -20,6 +20,7 @@ from flashkernel.ops.attention.hopper.shape_buckets import (
 
 _SHORT_CONTEXT = 1024  # visible keys, up to which a third warpgroup computes dQ
 _DQ_MODES = ("atomic", "tma_reduce", "dq_warpgroup", "dq_kernel")
+WINDOW = "window"  # the dq_mode of window_backward.cu
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class BackwardConfig:
         kv_stages: work tiles whose K and V are in shared memory. With two, the next work tile's are loaded meanwhile.
         dq_mode: how dQ is added to its float32 accumulator. "atomic": by both warpgroups, half of a block each, from
             registers. "tma_reduce": likewise, through shared memory by TMA. "dq_warpgroup": by a third warpgroup.
-            "dq_kernel": not at all; a kernel of its own computes dQ in a fixed order (backward_dq_kernel.py).
+            "dq_kernel": not at all; a kernel of its own computes dQ in a fixed order (backward_dq_kernel.py). "window":
+            not at all; under a narrow causal window one kernel computes all gradients (window_backward.cu).
         split_heads: of heads such as 80 or 96, only columns with data are multiplied (head_split.py).
         block_n: keys of a work tile.
     """
@@ -49,7 +51,14 @@ class BackwardConfig:
     block_n: ClassVar[int] = 128
 
 
+WINDOW_CONFIG = BackwardConfig(64, 4, fold_lse=False, fold_delta=False, kv_stages=4, dq_mode=WINDOW)
+
+
 def _valid(config: BackwardConfig, device: Device, shape: Mapping[str, int]) -> str | None:
+    if config.dq_mode == WINDOW:
+        if not shape.get("window"):
+            return "dq_mode window is for a causal window of at most 129 keys, heads of 64 and as many queries as keys"
+        return None if config == WINDOW_CONFIG else f"window_backward.cu has one config, {WINDOW_CONFIG}"
     head_dim, value_dim = block(shape["head_dim"]), block(shape["value_dim"])
     widest = max(head_dim, value_dim)
     if widest > 128:
@@ -103,6 +112,8 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> BackwardConfig:
 
 
 def _space(device: Device, shape: Mapping[str, int]) -> Iterator[BackwardConfig]:
+    if shape.get("window"):
+        yield WINDOW_CONFIG
     for block_m in (64, 128):
         for num_stages, kv_stages in ((2, 2), (3, 2), (2, 1), (3, 1)):
             for fold_lse, fold_delta in ((False, False), (False, True), (True, True)):
@@ -113,7 +124,11 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[BackwardConfig]
                         )  # fmt: skip
 
 
-BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _space, _valid, bucket)
+def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
+    return (*bucket(shape), int(shape.get("window", 0) > 0))
+
+
+BACKWARD = Tunable("attention_hopper_backward", BackwardConfig, _heuristic, _space, _valid, _bucket)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
+from flashkernel.ops.attention.hopper import window_backward
 from flashkernel.ops.attention.hopper.backward_common import BackwardTraits
 from flashkernel.ops.attention.hopper.backward_configs import (
     BACKWARD,
     WIDE_BACKWARD,
+    WINDOW,
     BackwardConfig,
     WideBackwardConfig,
     block,
@@ -70,7 +72,24 @@ def backward(
     (q, k, v, _, sinks, _), (o, lse, do, dlse) = inputs, outputs
     if k.shape[1] == 0 or q.numel() == 0:
         return without_keys(dlse, q, k, v, sinks)
-    return launch_backward(do, dlse, inputs, o, lse, params, _plan(q, k, v, params))
+    shape = config_shape(q, k, v, params)
+    config = backward_config(shape, params, q.device)
+    if config.dq_mode == WINDOW:
+        return _window(do, dlse, inputs, o, lse, params, shape["window"])
+    return launch_backward(do, dlse, inputs, o, lse, params, _plan(q, k, v, params, shape, config))
+
+
+def _window(
+    do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor, params: AttentionParams,
+    window: int,
+) -> InputGradients:  # fmt: skip
+    """Launches preprocess (delta), and the kernel that computes dq, dk and dv under a narrow window."""
+    q, k, v, _, sinks, _ = inputs
+    padded = tune.ceil_div(q.shape[1], window_backward.BLOCK) * window_backward.BLOCK
+    lse_delta = torch.empty((2, q.shape[0], q.shape[2], padded), dtype=torch.float32, device=q.device)
+    dsinks = _preprocess(do, dlse, sinks, o, lse, lse_delta, None, None, LOG2E)
+    dq, dk, dv = window_backward.launch(do, q, k, v, lse_delta, window, params.scale)
+    return dq, dk, dv, None, None if sinks is None or dsinks is None else dsinks.sum((0, 2)).to(sinks.dtype), None
 
 
 def launch_backward(
@@ -120,20 +139,23 @@ def without_keys(
 
 def _preprocess(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, lse_delta: Tensor,
-    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, plan: BackwardPlan,
+    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, plan: BackwardPlan | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Fills lse_delta, and delta where it is given; zeroes dq_accum. Returns the gradient of the sinks in parts,
     [batch, heads, blocks]."""
+    query_blocks, table_block = None, 64
+    if plan is not None and plan.query_blocks is not None:
+        query_blocks, table_block = plan.query_blocks, plan.config.block_m
     batch, seqlen_q, heads, value_dim = o.shape
     padded, block_m = lse_delta.shape[3], 64
     blocks = padded // block_m
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
         attention_backward_preprocess, (heads * blocks * batch,),
-        o, do, lse, dlse, sinks, lse_delta, delta, dq_accum, dsinks, plan.query_blocks, *do.stride()[:3], heads,
+        o, do, lse, dlse, sinks, lse_delta, delta, dq_accum, dsinks, query_blocks, *do.stride()[:3], heads,
         seqlen_q, padded, lse_scale, HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m,
-        TABLE_BLOCK=block_m if plan.query_blocks is None else plan.config.block_m, VALUE_DIM=value_dim,
-        BLOCK_DV=block(value_dim), BLOCK_D=1 if dq_accum is None else dq_accum.shape[3],
+        TABLE_BLOCK=table_block, VALUE_DIM=value_dim, BLOCK_DV=block(value_dim),
+        BLOCK_D=1 if dq_accum is None else dq_accum.shape[3],
         PDL=pdl_options(device.properties(o.device))["PDL"], num_warps=4,
     )  # fmt: skip
     return dsinks
@@ -186,11 +208,12 @@ def _dq(
     return dq
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardPlan:
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, shape: dict[str, int],
+    config: BackwardConfig | WideBackwardConfig,
+) -> BackwardPlan:  # fmt: skip
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
-    shape = config_shape(q, k, v, params)
-    config = backward_config(shape, params, q.device)
     ranges = block_ranges(
         params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, 1, q.device, transposed=True
     )
@@ -263,7 +286,7 @@ def backward_config(
         wide: WideBackwardConfig = tune.pick(WIDE_BACKWARD, properties, shape)
         return replace(wide, dq_mode="dq_kernel") if params.deterministic else wide
     config: BackwardConfig = tune.pick(BACKWARD, properties, shape)
-    if params.deterministic:
+    if params.deterministic and config.dq_mode != WINDOW:
         config = replace(config, dq_mode="dq_kernel")
     if params.softcap != 0 or params.scale == 0:
         return replace(config, fold_lse=False, fold_delta=False)

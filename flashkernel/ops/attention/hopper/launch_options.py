@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashkernel.core import device
 from flashkernel.ops.attention.hopper.block_ranges import every_row_visible, mean_visible_keys
+from flashkernel.ops.attention.hopper.window_backward import served_window
 from flashkernel.ops.attention.params import AttentionParams
 
 LOG2E = 1.4426950408889634
@@ -24,6 +25,7 @@ def config_shape(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> di
         "value_dim": v.shape[3], "group_size": heads // k.shape[2], "fixed_max": int(can_fix_max(q, k, params)),
         "masked": int(params.mask is not None),
         "has_tables": int(params.mask is not None and len(params.mask.tables) > 0),
+        "window": served_window(q, k, v, params),
     }  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Residual, Scale
 from flashkernel.blocks.epilogue_cuda import cuda_steps
-from flashkernel.core import cuda
 from flashkernel.core.cuda import TYPES, Module
+from flashkernel.core.device import properties
 from flashkernel.core.driver import TensorMap
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.matmul.hopper.configs import HopperMatmul, tile_width_shared_bytes
@@ -70,7 +70,7 @@ def multiply(a: Tensor, b: Tensor, epilogue: EpilogueTensors, config: HopperMatm
     )
     instance = f"matmul_tile_width<{TYPES[a.dtype]}, {config.block_n}, {config.num_stages}>"
     code.kernel(instance, _ARGUMENTS).launch(
-        min(cuda.target(a.device).sms, row_tiles * column_tiles), THREADS,
+        min(properties(a.device).sms, row_tiles * column_tiles), THREADS,
         (
             _tensor_map(a[0], config.block_m), _tensor_map(b[0].t(), config.block_n), bias, residual, c,
             0 if residual is None else residual.stride(1), c.stride(1), m, n, k, row_tiles, column_tiles,
