@@ -166,7 +166,7 @@ class FusedMLP(nn.Module):
 
         Args:
             module: The MLP.
-            options: activation (where the module's own cannot be recognised), recompute, fuse_wgrad_accumulation and
+            options: activation (where the module's own cannot be recognized), recompute, fuse_wgrad_accumulation and
                 backend, as of FusedMLP.
 
         Example:

@@ -148,7 +148,7 @@ class Barrier:
         self.ready = False
 
     def stores_done(self) -> None:
-        assert self.ready, "a barrier is used before it is initialised"
+        assert self.ready, "a barrier is used before it is initialized"
         assert self.pending >= 0, "a barrier is arrived at more often than it counts"
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1

@@ -10,7 +10,7 @@ import flashkernel as fk
 from flashkernel.core import tune
 from flashkernel.ops.sampling import triton as kernels
 from flashkernel.ops.sampling.configs import SAMPLE, SampleConfig
-from flashkernel.ops.sampling.params import IN_PROMPT, Settings
+from flashkernel.ops.sampling.params import IN_PROMPT, SampleParams
 from flashkernel.ops.sampling.reference import kept, philox, uniform
 
 BACKENDS = ["reference", "torch", "triton"]
@@ -190,7 +190,7 @@ def test_the_search_takes_as_many_passes_as_it_needs(
         tokens = fk.sample(
             logits, seeds, positions, temperature=temperature, top_k=top_k, top_p=top_p, backend="triton"
         )
-    settings = Settings(seeds, positions, temperature.double(), top_k, top_p.double())
+    settings = SampleParams(seeds, positions, temperature.double(), top_k, top_p.double())
     expected = fk.sample(
         logits, seeds, positions, temperature=temperature, top_k=top_k, top_p=top_p, backend="reference"
     )

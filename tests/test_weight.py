@@ -313,7 +313,7 @@ class _Ternary:
     def shape(self, data: Tensor) -> torch.Size:
         return data.shape
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         return None
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -199,7 +199,7 @@ class Mask(Traced):
         return "\n".join("".join(glyphs[code] for code in line) for line in codes)
 
     def image(self, path: Any, seqlen_q: int = 256, seqlen_k: int | None = None, tile: int = 32) -> None:
-        """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are coloured by
+        """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are colored by
         whether a kernel skips, masks or just computes them."""
         try:
             import matplotlib

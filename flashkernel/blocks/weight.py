@@ -74,9 +74,9 @@ class Weight:
     activation_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        problem = format_named(self.format).problem(self)
-        if problem is not None:
-            raise ValueError(f"Weight: {problem}")
+        error = format_named(self.format).error(self)
+        if error is not None:
+            raise ValueError(f"Weight: {error}")
 
     @staticmethod
     def quantize(
@@ -95,7 +95,7 @@ class Weight:
                 (128x128), or a size such as "1x64". None: what suits the format, "row" for those of 8 bits, "1x32" for
                 "mxfp4", and for "int4" the widest of "1x128", "1x64", "1x32" and "row" that divides a row.
             activation_dtype: As in `Weight`.
-            symmetric: False gives zero points to "int8" and "int4", for values that are not centred at 0.
+            symmetric: False gives zero points to "int8" and "int4", for values that are not centered at 0.
         """
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or tensor.ndim < 2:
             raise ValueError(
@@ -342,7 +342,7 @@ class WeightFormat(Protocol):
     def shape(self, data: Tensor) -> torch.Size:
         """The matrix's shape, which packed data does not have."""
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         """What is wrong with a Weight's tensors; None if they fit."""
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ instance, `module.kernel("row_sum<__nv_bfloat16>")`; each is compiled separately
     SUM = Module(Path(__file__).with_name("kernel.cu")).kernel("row_sum<float>", "pointer, pointer, int32")
     SUM.launch((rows,), (256,), (x, out, x.shape[1]))
 
-Launches neither synchronise nor allocate and may be captured into a CUDA graph, even the first one. Compiling needs
+Launches neither synchronize nor allocate and may be captured into a CUDA graph, even the first one. Compiling needs
 NVRTC and the CUDA headers but no GPU: `Module.compile(name, arch)` gives the code for any architecture.
 
 `built_for(75)`, or FLASHKERNEL_CUDA_ARCH=75, compiles every kernel to PTX for that older architecture, which the driver
@@ -125,7 +125,7 @@ def virtual_arch() -> int | None:
     return _built_for.get() or env.cuda_arch()
 
 
-def vectorised(x: torch.Tensor) -> torch.Tensor:
+def vectorized(x: torch.Tensor) -> torch.Tensor:
     """The tensor, copied where 16-byte loads cannot read its rows."""
     unit = 16 // x.element_size()
     apart = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
@@ -348,9 +348,9 @@ class Kernel:
 
     def load(self, index: int) -> Any:
         """Compile (or take from the disk) and load for the GPU of this index; launches do it themselves."""
-        place = (index, self.module.older_arch())
+        key = (index, self.module.older_arch())
         with _load_lock, torch.cuda.device(index), _loading_allowed():
-            if place not in self._loaded:
+            if key not in self._loaded:
                 _adopt_context(index)
                 major, minor = torch.cuda.get_device_capability(index)
                 arch = 10 * major + minor
@@ -361,8 +361,8 @@ class Kernel:
                 kernel = code.get_kernel(compiled.names[self.name])
                 self._check_declaration(kernel)
                 _driver("cuKernelGetFunction", kernel.handle)  # loads the code now, not at a launch inside a capture
-                self._loaded[place] = kernel
-        return self._loaded[place]
+                self._loaded[key] = kernel
+        return self._loaded[key]
 
     def pack(self, args: Sequence[Any], index: int) -> list[Any]:
         """Arguments as cuda-core takes them: pointers as ints, scalars as ctypes or numpy values."""

@@ -38,7 +38,7 @@ def traced(tensor: Tensor) -> bool:
 
 
 def empty_gradients(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Uninitialised gradients of `given`, as a fake backward function returns them; without elements if not wanted."""
+    """Uninitialized gradients of `given`, as a fake backward function returns them; without elements if not wanted."""
     first = next(tensor for tensor in given if tensor is not None)
     return tuple(
         tensor.new_empty(tensor.shape) if tensor is not None and want else first.new_empty(0)

@@ -243,7 +243,7 @@ ATTENTION = declare(
     "softmax attention with any mask, sinks, bias, softcap, ALiBi and dropout",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", support.hopper, deprioritised=support.slower_than_triton),
+        backends.hopper(f"{_ROOM}.hopper", support.hopper, deprioritized=support.slower_than_triton),
         backends.triton(f"{_ROOM}.triton", support.triton, min_arch=80),
         backends.cuda(f"{_ROOM}.cuda", support.cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
     ),
@@ -252,7 +252,7 @@ ATTENTION = declare(
     cost=_cost,
     # Gradients start from probabilities and an output that were rounded to the inputs' dtype; the lse does not.
     # Softmax's gradient adds up to zero over a row: what is summed from it is summed from terms that cancel.
-    tolerance=Tolerance(floor32=16.0, of_inputs="gradients", cancelling=("q", "k", "bias", "alibi_slopes")),
+    tolerance=Tolerance(floor32=16.0, of_inputs="gradients", canceling=("q", "k", "bias", "alibi_slopes")),
     # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "value_dim": (8, 40, 8)},
     random_case=random_case,

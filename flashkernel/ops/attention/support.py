@@ -7,7 +7,7 @@ import torch
 from flashkernel.core.op import Call
 from flashkernel.ops.attention.configs import too_wide
 
-FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a warp-specialised pipeline is full
+FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a warp-specialized pipeline is full
 
 
 def triton(call: Call) -> str | None:

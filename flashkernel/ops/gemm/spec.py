@@ -19,22 +19,22 @@ from flashkernel.core import backends, cuda
 from flashkernel.core.op import Axes, Baseline, Call, Case, Cost, Input, Op, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS, Model
-from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS, TILE_ROWS, VECTOR_ROWS
+from flashkernel.ops.gemm.configs import DEQUANTIZED, MAX_ROWS, TILE_ROWS, VECTOR_ROWS
 from flashkernel.ops.gemm.quantized.spec import quantized_linear
 
 _ROOM = "flashkernel.ops.gemm"
 _HALF = (torch.bfloat16,)
 _AND = " and "  # between the layouts of several weights
-_FEW, _SOME, _MANY = f"1 to {VECTOR_ROWS}", f"{VECTOR_ROWS + 1} to {MOST_ROWS}", f"over {MOST_ROWS}"
+_FEW, _SOME, _MANY = f"1 to {VECTOR_ROWS}", f"{VECTOR_ROWS + 1} to {MAX_ROWS}", f"over {MAX_ROWS}"
 
 
 def row_class(rows: int) -> str:
     """All that the choice of a backend asks of the number of rows."""
-    return _FEW if rows <= VECTOR_ROWS else _SOME if rows <= MOST_ROWS else _MANY
+    return _FEW if rows <= VECTOR_ROWS else _SOME if rows <= MAX_ROWS else _MANY
 
 
-_CUBLAS = f"beyond {MOST_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
-_DEQUANTIZED = f"beyond {MOST_ROWS} rows a weight that is not multiplied in 8 bits is dequantized, for cuBLAS"
+_CUBLAS = f"beyond {MAX_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
+_DEQUANTIZED = f"beyond {MAX_ROWS} rows a weight that is not multiplied in 8 bits is dequantized, for cuBLAS"
 _DEQUANTIZED_TILES = f"beyond {TILE_ROWS} rows cuBLAS gains more time than a pass that dequantizes the weight takes"
 _INT8_GROUPS = (GRANULARITIES["tensor"], GRANULARITIES["row"])
 _FP8_GROUPS = (*_INT8_GROUPS, GRANULARITIES["block"])
@@ -179,7 +179,7 @@ def _hopper(call: Call) -> str | None:
         return _tiles(call)
     if given is not None:
         return "it reads weights in tiles (Weight.tiled), and weights in fp8 with x in fp8"
-    return None if call.facts["rows"] == _MANY else f"up to {MOST_ROWS} rows have kernels of their own"
+    return None if call.facts["rows"] == _MANY else f"up to {MAX_ROWS} rows have kernels of their own"
 
 
 def _cublas_is_faster(call: Call) -> str | None:
@@ -506,14 +506,14 @@ LINEAR = Op(
     reference=f"{_ROOM}.named:reference",
     inputs=_INPUTS,
     backends=(
-        replace(backends.hopper(f"{_ROOM}.dense:linear", _hopper, deprioritised=_cublas_is_faster), composite=True),
-        replace(backends.triton(f"{_ROOM}.triton", _rows), deprioritised=_cublas_is_faster),
+        replace(backends.hopper(f"{_ROOM}.dense:linear", _hopper, deprioritized=_cublas_is_faster), composite=True),
+        replace(backends.triton(f"{_ROOM}.triton", _rows), deprioritized=_cublas_is_faster),
         backends.cuda(
             f"{_ROOM}.cuda",
             _reads_cuda,
             dtypes=(torch.float16, torch.bfloat16),
             auto_devices=("cuda",),
-            deprioritised=_others_are_faster,
+            deprioritized=_others_are_faster,
         ),
         backends.cpp(f"{_ROOM}.cpp", _cpp),
         backends.torch_native(f"{_ROOM}.torch:linear"),

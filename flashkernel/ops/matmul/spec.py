@@ -363,7 +363,7 @@ MATMUL = declare(
         ),
         replace(
             backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
-            deprioritised=_cublas_is_faster,
+            deprioritized=_cublas_is_faster,
         ),
     ),
     workload=Workload(_CASES, _benches(), _cost),

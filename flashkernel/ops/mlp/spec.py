@@ -258,11 +258,11 @@ MLP = declare(
     kernels=(
         backends.hopper(PRODUCTS, _hopper),
         replace(
-            backends.triton(PRODUCTS, _triton, dtypes=FLOATS), deprioritised=_cublas_is_faster
+            backends.triton(PRODUCTS, _triton, dtypes=FLOATS), deprioritized=_cublas_is_faster
         ),
         backends.cuda(
             PRODUCTS, _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",),
-            deprioritised=_triton_is_faster,
+            deprioritized=_triton_is_faster,
         ),
     ),
     workload=Workload(_CASES, _BENCHES, _cost),

@@ -101,8 +101,8 @@ def _norm(name: str, summary: str, cases: tuple[Case, ...]) -> Op:
 
 RMS_NORM = _norm(
     "rms_norm",
-    "root-mean-square normalisation, with residual add",
+    "root-mean-square normalization, with residual add",
     (*_CASES, Case("offset", {"rows": 4, "width": 80}, {"offset": 1.0, "eps": 1e-3}, present=("weight",))),
 )
-LAYER_NORM = _norm("layer_norm", "layer normalisation, with residual add", _CASES)
+LAYER_NORM = _norm("layer_norm", "layer normalization, with residual add", _CASES)
 OPS = (RMS_NORM, LAYER_NORM)

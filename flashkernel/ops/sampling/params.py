@@ -11,7 +11,7 @@ LOWEST = -1e30  # logits at or below it have probability 0, as -inf has
 INVALID = -1  # in place of a token where a row's largest logit is NaN or infinite
 
 
-class Settings(NamedTuple):
+class SampleParams(NamedTuple):
     """Sampling settings of each row, [rows] each; None leaves that setting out."""
 
     seeds: Tensor  # int64
@@ -40,8 +40,8 @@ class States(NamedTuple):
         return self.token_counts is None and self.bias_ids is None and self.allowed is None
 
 
-def from_keywords(seeds: Tensor, positions: Tensor, given: dict[str, Any]) -> tuple[Settings, States]:
+def from_keywords(seeds: Tensor, positions: Tensor, given: dict[str, Any]) -> tuple[SampleParams, States]:
     """The arguments of `sample` behind the logits."""
-    settings = {name: value for name, value in given.items() if name in Settings._fields}
+    settings = {name: value for name, value in given.items() if name in SampleParams._fields}
     states = {name.removeprefix("state_"): value for name, value in given.items() if name not in settings}
-    return Settings(seeds, positions, **settings), States(**states)
+    return SampleParams(seeds, positions, **settings), States(**states)

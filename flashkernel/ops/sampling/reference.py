@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import IN_PROMPT, INVALID, LOWEST, Settings, States, from_keywords
+from flashkernel.ops.sampling.params import IN_PROMPT, INVALID, LOWEST, SampleParams, States, from_keywords
 
 _WORD = 0xFFFFFFFF
 _ROUNDS, _MULTIPLIERS, _WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -36,7 +36,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     return (philox(seeds, positions) >> 8).double() * 2.0**-24
 
 
-def adjusted(logits: Tensor, settings: Settings, states: States) -> Tensor:
+def adjusted(logits: Tensor, settings: SampleParams, states: States) -> Tensor:
     """Logits with penalties, biases and the mask of allowed tokens."""
     rows = torch.arange(logits.shape[0], device=logits.device) if states.rows is None else states.rows
     if states.token_counts is not None and settings.penalties is not None:
@@ -66,7 +66,7 @@ def adjusted(logits: Tensor, settings: Settings, states: States) -> Tensor:
     return logits
 
 
-def kept(logits: Tensor, settings: Settings) -> Tensor:
+def kept(logits: Tensor, settings: SampleParams) -> Tensor:
     """Tokens that top-k, top-p and min-p keep, in this order; equal logits stay or go together. Bool, as logits."""
     temperature = _column(settings.temperature, logits, 1.0)
     largest = logits.amax(-1, keepdim=True)

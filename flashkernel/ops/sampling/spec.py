@@ -136,7 +136,7 @@ _CASES = (
 
 
 def _random_case(rng: Rng, case: Case) -> Case:
-    """Settings by themselves; penalties with counts, ids with values."""
+    """SampleParams by themselves; penalties with counts, ids with values."""
     present = {name for name in _TRUNCATE if rng.maybe()}
     states = rng.call.randint(1, 4)
     for group in (("penalties", "token_counts"), ("bias_ids", "bias_values"), ("allowed",)):

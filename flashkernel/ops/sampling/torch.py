@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import INVALID, LOWEST, Settings, from_keywords
+from flashkernel.ops.sampling.params import INVALID, LOWEST, SampleParams, from_keywords
 from flashkernel.ops.sampling.reference import adjusted, kept, uniform
 
 
@@ -38,7 +38,7 @@ def _none(wanted: Tensor) -> bool:
     return wanted.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(wanted.any())
 
 
-def _truncates(settings: Settings) -> bool:
+def _truncates(settings: SampleParams) -> bool:
     given = ((settings.top_k, 0), (settings.min_p, 0.0))
     asks = [values > least for values, least in given if values is not None]
     if settings.top_p is not None:

@@ -1,7 +1,7 @@
 """Sampling in Triton: two launches, whatever the rows' settings are.
 
 `chunk_stats` has a program for each chunk of each row. It applies penalties, biases and the mask of allowed tokens, and
-reduces the chunk to its maximum, the place of it, and the sum of its exponentials. `sample_rows` has a program for each
+reduces the chunk to its maximum, its index, and the sum of its exponentials. `sample_rows` has a program for each
 row. A greedy row takes the best chunk's maximum. A row without top-k, top-p and min-p draws a chunk by the chunks' sums
 and reads that chunk alone. Other rows search for the threshold that the kept logits exceed.
 
@@ -21,9 +21,9 @@ from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.sampling.configs import SAMPLE
-from flashkernel.ops.sampling.params import Settings, States
+from flashkernel.ops.sampling.params import SampleParams, States
 
-GROUP = 4  # neighbouring columns of a thread
+GROUP = 4  # neighboring columns of a thread
 CAPACITY = 8192  # logits that are bisected in registers
 _LOWEST = tl.constexpr(-1e30)
 _IN_PROMPT = tl.constexpr(1 << 30)
@@ -34,8 +34,8 @@ _NEAR = tl.constexpr(0.025)  # share of the row to either side of the estimate t
 _FAR = tl.constexpr(0.08)  # 128,256 fit CAPACITY, and so does what lies between _NEAR and _FAR
 
 
-class RowSettings(NamedTuple):
-    """Settings of each row, [rows] each; penalties [rows, 3]."""
+class RowParams(NamedTuple):
+    """SampleParams of each row, [rows] each; penalties [rows, 3]."""
 
     seeds: Any
     positions: Any
@@ -62,7 +62,7 @@ class ChunkStats(NamedTuple):
     """[rows, chunks] each: largest logit and its column, sum of exponentials below it, number of logits."""
 
     largest: Any
-    place: Any
+    argmax: Any
     total: Any
     count: Any
 
@@ -83,7 +83,7 @@ def _exp(x, largest, temperature):
 
 
 @triton.jit
-def _penalised(x, column, inside, row, state, vocab, settings, states):
+def _penalized(x, column, inside, row, state, vocab, settings, states):
     """Logits after the row's penalties."""
     repetition = tl.load(settings.penalties + row * 3)
     presence = tl.load(settings.penalties + row * 3 + 1)
@@ -152,7 +152,7 @@ def chunk_stats(
     inside = column < vocab
     x = tl.load(logits + row * row_stride + column, mask=inside, other=-_INFINITY).to(tl.float32)
     if settings.penalties is not None:
-        x = _penalised(x, column, inside, row, state, vocab, settings, states)
+        x = _penalized(x, column, inside, row, state, vocab, settings, states)
     if states.bias_ids is not None:
         x = _biased(x, column, row, state, entries, settings, states)
     if states.allowed is not None:  # noqa: SIM102
@@ -164,14 +164,14 @@ def chunk_stats(
         tl.store(changed + row * vocab + column, x, mask=inside & kept)
     x = tl.where(inside & (x != x), _INFINITY, x)  # NaN voids the row, as an infinity does
     x = tl.where(x > _LOWEST, x, -_INFINITY)
-    largest, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    largest, argmax = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     temperature = _read(settings.temperature, row, 1.0)
     scale = tl.where(temperature > 0, temperature, 1.0)
     # A chunk without logits has the sum 0; an infinite maximum voids the row before its sum is read.
     exponentials = tl.where(x > -_INFINITY, _exp(x, largest, scale), 0.0)
     where = row * chunks + chunk
     tl.store(stats.largest + where, largest)
-    tl.store(stats.place + where, chunk * CHUNK + place)
+    tl.store(stats.argmax + where, chunk * CHUNK + argmax)
     tl.store(stats.total + where, tl.sum(exponentials, 0))
     tl.store(stats.count + where, tl.sum((x > -_INFINITY).to(tl.int32), 0))
 
@@ -332,8 +332,8 @@ def _threshold(base, collected, vocab, largest, temperature, low, target, share,
             taken = ((x > from_low) & (x <= to_high)).to(tl.int32)
             by_lane = tl.sum(taken, 1)
             before = tl.cumsum(by_lane, 0) - by_lane
-            place = found + before[:, None] + tl.cumsum(taken, 1) - taken
-            tl.store(collected + place, x, mask=(taken != 0) & (place < CAPACITY))
+            slot = found + before[:, None] + tl.cumsum(taken, 1) - taken
+            tl.store(collected + slot, x, mask=(taken != 0) & (slot < CAPACITY))
             found += tl.sum(by_lane, 0)
         if not COUNT:  # the share of what lies above the first `low`
             target = tl.where(target > 0, target, share * tl.sum(s0, 0))
@@ -357,19 +357,19 @@ def _threshold(base, collected, vocab, largest, temperature, low, target, share,
             low, high = _step(low, high, to_high, s7, target)
             spread *= 32.0
             from_low, to_high, estimated = low, high, False
-            # Neighbouring floats have no pivot between them: the logits left are equal, and are kept.
+            # Neighboring floats have no pivot between them: the logits left are equal, and are kept.
             searching = (low != low_before) | (high != high_before) | ((low <= _LOWEST) & (spread < 1e35))
     return low
 
 
 @triton.jit
-def _first_above(weights, place, target, END: tl.constexpr):
-    """The first place whose cumulated weight exceeds the target, else the last with a weight; and the sum before it."""
+def _first_above(weights, index, target, END: tl.constexpr):
+    """The first index whose cumulated weight exceeds the target, else the last with a weight; and the sum before it."""
     running = tl.cumsum(weights, 0)
-    best = tl.min(tl.where((running > target) & (weights > 0), place, END), 0)
-    last = tl.max(tl.where(weights > 0, place, -1), 0)
+    best = tl.min(tl.where((running > target) & (weights > 0), index, END), 0)
+    last = tl.max(tl.where(weights > 0, index, -1), 0)
     best = tl.where(best == END, last, best)
-    return best, tl.sum(tl.where(place < best, weights, 0.0), 0)
+    return best, tl.sum(tl.where(index < best, weights, 0.0), 0)
 
 
 @triton.jit
@@ -407,7 +407,7 @@ def sample_rows(
     there = chunk < chunks
     maxima = tl.load(stats.largest + row * chunks + chunk, mask=there, other=-_INFINITY)
     largest, best = tl.max(maxima, 0, return_indices=True, return_indices_tie_break_left=True)
-    token = tl.load(stats.place + row * chunks + best)
+    token = tl.load(stats.argmax + row * chunks + best)
     temperature = _read(settings.temperature, row, 1.0)
     if tl.abs(largest) == _INFINITY:
         token = -1
@@ -454,7 +454,7 @@ def sample_rows(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def forward(logits: torch.Tensor, settings: Settings, states: States) -> torch.Tensor:
+def forward(logits: torch.Tensor, settings: SampleParams, states: States) -> torch.Tensor:
     """int64 [rows] of logits [rows, vocab] with unit stride along the row."""
     rows, vocab = logits.shape
     props = device.properties(logits.device)
@@ -469,7 +469,7 @@ def forward(logits: torch.Tensor, settings: Settings, states: States) -> torch.T
         torch.empty((rows, chunks), **new), torch.empty((rows, chunks), **integers),  # type: ignore[call-overload]
     )  # fmt: skip
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    given = RowSettings(
+    given = RowParams(
         settings.seeds, settings.positions, settings.temperature, settings.top_k, settings.top_p, settings.min_p,
         settings.penalties,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
-from flashkernel.blocks.tile_ranges import max_visible_keys, tile_ranges
+from flashkernel.blocks.tile_ranges import tile_ranges
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import TRITON, AttentionConfig
@@ -124,10 +124,7 @@ def forward(
     seqlen_k, value_dim = k.shape[1], v.shape[3]
     o = torch.empty((batch, seqlen_q, heads, value_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    shape = {
-        "queries": seqlen_q, "keys": seqlen_k, "span": max_visible_keys(mask, batch, heads, seqlen_q, seqlen_k),
-        "head_dim": head_dim, "value_dim": value_dim,
-    }  # fmt: skip
+    shape = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "value_dim": value_dim}
     config: AttentionConfig = tune.pick(TRITON, device.properties(q.device), shape)
     ranges, _ = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
     functions = AttentionParams(mask, scale, softcap, None, 0.0, 0).functions()

@@ -36,7 +36,7 @@ from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, I
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
+class BackwardLaunch:
     """How the backward kernels are launched.
 
     Attributes:
@@ -70,36 +70,36 @@ def backward(
     (q, k, v, _, sinks, _), (o, lse, do, dlse) = inputs, outputs
     if k.shape[1] == 0 or q.numel() == 0:
         return without_keys(dlse, q, k, v, sinks)
-    return launch_backward(do, dlse, inputs, o, lse, params, _plan(q, k, v, params))
+    return launch_backward(do, dlse, inputs, o, lse, params, _backward_launch(q, k, v, params))
 
 
 def launch_backward(
     do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor, params: AttentionParams,
-    plan: BackwardPlan,
+    options: BackwardLaunch,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:  # fmt: skip
     """Launches three kernels: preprocess (delta, and zeros in dq_accum), the main kernel (dk, dv, dq_accum) and
     postprocess (dq from dq_accum), or instead of it the kernel of dQ. Returns what `backward` does."""
     q, k, v, _, sinks, _ = inputs
-    config, q_blocks = plan.config, plan.q_blocks
+    config, q_blocks = options.config, options.q_blocks
     batch, seqlen_q, heads, head_dim = q.shape
     padded = q_blocks * config.block_m
     lse_delta = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     lse_scale = 1 / params.scale if config.fold_lse else LOG2E  # S is scaled after -LSE has been folded in
-    if plan.dq is not None:
+    if options.dq is not None:
         delta = torch.empty_like(lse)
-        dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, delta, None, lse_scale, plan)
-        dk, dv = _main(do, q, k, v, lse_delta, None, params, plan)
-        dq = _dq(do, q, k, v, lse, delta, params, plan.descriptor, *plan.dq)
+        dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, delta, None, lse_scale, options)
+        dk, dv = _main(do, q, k, v, lse_delta, None, params, options)
+        dq = _dq(do, q, k, v, lse, delta, params, options.descriptor, *options.dq)
         summed = None if dsinks_partial is None else dsinks_partial.sum((0, 2))
         return dq, dk, dv, None, None if sinks is None or summed is None else summed.to(sinks.dtype), None
     dq_accum = torch.empty((batch, heads, padded, block(head_dim)), dtype=torch.float32, device=q.device)
-    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, None, dq_accum, lse_scale, plan)
+    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, None, dq_accum, lse_scale, options)
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
-    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, plan)
+    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, options)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         attention_backward_postprocess, (heads * q_blocks * batch,),
-        dq_accum, dq, dsinks_partial, dsinks, plan.query_blocks, params.scale, heads, seqlen_q, q_blocks,
+        dq_accum, dq, dsinks_partial, dsinks, options.query_blocks, params.scale, heads, seqlen_q, q_blocks,
         0 if dsinks_partial is None else dsinks_partial.shape[2],
         HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, BLOCK_D=block(head_dim), BLOCK_M=config.block_m,
         DQ_MODE=config.dq_mode, num_warps=8, **pdl_options(device.properties(q.device)),
@@ -120,7 +120,7 @@ def without_keys(
 
 def _preprocess(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, lse_delta: Tensor,
-    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, plan: BackwardPlan,
+    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, options: BackwardLaunch,
 ) -> Tensor | None:  # fmt: skip
     """Fills lse_delta, and delta where it is given; zeroes dq_accum. Returns the gradient of the sinks in parts,
     [batch, heads, blocks]."""
@@ -130,9 +130,9 @@ def _preprocess(
     dsinks = None if sinks is None else torch.empty((batch, heads, blocks), dtype=torch.float32, device=o.device)
     launch(
         attention_backward_preprocess, (heads * blocks * batch,),
-        o, do, lse, dlse, sinks, lse_delta, delta, dq_accum, dsinks, plan.query_blocks, *do.stride()[:3], heads,
+        o, do, lse, dlse, sinks, lse_delta, delta, dq_accum, dsinks, options.query_blocks, *do.stride()[:3], heads,
         seqlen_q, padded, lse_scale, HAS_DLSE=dlse is not None, HAS_SINKS=sinks is not None, BLOCK_M=block_m,
-        TABLE_BLOCK=block_m if plan.query_blocks is None else plan.config.block_m, VALUE_DIM=value_dim,
+        TABLE_BLOCK=block_m if options.query_blocks is None else options.config.block_m, VALUE_DIM=value_dim,
         BLOCK_DV=block(value_dim), BLOCK_D=1 if dq_accum is None else dq_accum.shape[3],
         PDL=pdl_options(device.properties(o.device))["PDL"], num_warps=4,
     )  # fmt: skip
@@ -141,26 +141,26 @@ def _preprocess(
 
 def _main(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, dq_accum: Tensor | None,
-    params: AttentionParams, plan: BackwardPlan,
+    params: AttentionParams, options: BackwardLaunch,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Adds dQ / scale to dq_accum, if there is one, and returns (dk, dv)."""
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    config, descriptor = plan.config, plan.descriptor
+    config, descriptor = options.config, options.descriptor
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     mask, _, _, _, mask_tables = params.functions()
     traits = _traits(config, params, head_dim, value_dim, device.properties(q.device))
-    if plan.query_blocks is not None:
+    if options.query_blocks is not None:
         traits = traits._replace(VARLEN=True, MASK_RELATIVE=False)
     q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
     launch(
-        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (plan.programs,),
+        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (options.programs,),
         reduce_descriptor(dq_accum) if dq_accum is not None and config.dq_mode == "tma_reduce" else dq_accum,
         descriptor(q, q_box), descriptor(do, q_box), descriptor(k, kv_box), descriptor(v, kv_box),
         vector_descriptor(lse_delta, config.block_m), descriptor(dk, kv_box), descriptor(dv, kv_box),
-        mask_tables, *plan.tables, batch * kv_heads, kv_heads, heads // kv_heads, plan.q_blocks, seqlen_q, seqlen_k,
-        params.scale * LOG2E, params.scale, params.softcap,
+        mask_tables, *options.tables, batch * kv_heads, kv_heads, heads // kv_heads, options.q_blocks, seqlen_q,
+        seqlen_k, params.scale * LOG2E, params.scale, params.softcap,
         MASK=mask, TRAITS=traits, num_warps=4, launch_pdl=traits.PDL,
     )  # fmt: skip
     return dk, dv
@@ -186,7 +186,7 @@ def _dq(
     return dq
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardPlan:
+def _backward_launch(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardLaunch:
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     shape = config_shape(q, k, v, params)
@@ -203,7 +203,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> BackwardP
         dq_config = unpacked_by_head(tune.pick(BACKWARD_DQ, device.properties(q.device), shape), params)
         kv_bytes = seqlen_k * (k.shape[3] + v.shape[3]) * k.element_size()
         dq = dq_config, schedule_forward(params.mask, q, k, dq_config, kv_bytes, UNMASKED_KV_HEADS, dq_config.pad_front)
-    return BackwardPlan(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m), dq=dq)
+    return BackwardLaunch(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m), dq=dq)
 
 
 def _traits(

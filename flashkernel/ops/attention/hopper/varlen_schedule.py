@@ -2,13 +2,13 @@
 
 A work tile never crosses the end of a sequence. The launch finds for each work tile its sequence and the blocks that it
 visits, in closed form (query i is aligned with key i + seqlen_k - seqlen_q, and sees from `left` keys before that one
-to `right` behind it), and its place in the order, longest first: how many work tiles of each sequence are longer
-follows from the lengths alone. Programs need nothing from each other, and nothing waits for the device.
+to `right` behind it), and its rank, longest first: how many work tiles of each sequence are longer follows from the
+lengths alone. Programs need nothing from each other, and the host never waits for the device.
 
-Each persistent program of the kernels gets a list of work tiles. Heads are worked on in groups: neighbouring work tiles
-of a sequence and head then run at the same time, and read the same blocks from L2. Within a group the work tiles, in
-their order, go to the programs in turns, from the first to the last and back. Groups are alike, so every group begins
-with another program: who got the longest work tiles of one group gets shorter ones of the next.
+Each persistent program of the kernels gets a list of work tiles. Heads are worked on in groups: neighboring work tiles
+of a sequence and head then run at the same time, and read the same blocks from L2. Within a group the work tiles go to
+the programs round-robin, longest first, in alternating direction. Each group starts at another program, so that a
+program with the longest work tiles of one group gets shorter ones of the next.
 
 The tokens behind the last sequence count as one more sequence, hidden from each other: kernels then write their zeros.
 
@@ -198,23 +198,23 @@ def _make_tiles(lengths, records, left, right, max_tiles, program, TILE: tl.cons
     exists = index < tl.minimum(total, max_tiles)
     q_start, q_len, k_start, k_len = _sequences(lengths, sequence, TRANSPOSED)
     tile = index - first_index
-    # The place in the order: by cost, then by sequence; those of its own sequence by their number.
+    # Rank: by cost, then by sequence; work tiles of the same sequence by their number.
     cost = _cost(q_len, k_len, tile, right, TILE)
-    place = tile if TRANSPOSED else _num_tiles(q_len, k_len, TILE) - 1 - tile
+    rank = tile if TRANSPOSED else _num_tiles(q_len, k_len, TILE) - 1 - tile
     for chunk in range(0, lengths.num_sequences + 1, _CHUNK):
         other = chunk + tl.arange(0, _CHUNK)
         _, other_q_len, _, other_k_len = _sequences(lengths, other, TRANSPOSED)
         before = other[None, :] < sequence[:, None]
         limit = cost[:, None] - before.to(tl.int32)
         longer = _num_longer(other_q_len[None, :], other_k_len[None, :], limit, right, TILE)
-        place += tl.sum(tl.where(other[None, :] == sequence[:, None], 0, longer), 1)
-    exists = exists & (place >= 0) & (place < max_tiles)
+        rank += tl.sum(tl.where(other[None, :] == sequence[:, None], 0, longer), 1)
+    exists = exists & (rank >= 0) & (rank < max_tiles)
     # The record
     diagonal = k_len - q_len
     first = tile * ROWS
     if not TRANSPOSED:
         first -= _padding(q_len, TILE)
-    record = records + place * (_RECORD + NUM_CONSUMERS * _CONSUMER)
+    record = records + rank * (_RECORD + NUM_CONSUMERS * _CONSUMER)
     tl.store(record, first, mask=exists)
     tl.store(record + 1, q_start, mask=exists)
     tl.store(record + 2, q_start + q_len, mask=exists)
@@ -287,22 +287,22 @@ def _make_lists(lengths, table, grid, max_tiles, program, TILE: tl.constexpr):
     taken = entry * 0 - 1
     first_head, begin = entry * 0, entry * 0
     for group in range(grid.num_groups):
-        # The owner's turn in whole rounds, which alternate in direction, and in the last one.
-        turn = (owner + grid.num_programs - group * grid.num_programs // grid.num_groups) % grid.num_programs
-        last_turn = tl.where(rounds % 2 == 0, turn, grid.num_programs - 1 - turn)
-        count = rounds + (last_turn < rest).to(tl.int32)
+        # The owner's position in whole rounds, which alternate in direction, and in the last one.
+        position = (owner + grid.num_programs - group * grid.num_programs // grid.num_groups) % grid.num_programs
+        last_position = tl.where(rounds % 2 == 0, position, grid.num_programs - 1 - position)
+        count = rounds + (last_position < rest).to(tl.int32)
         number = step - begin
-        this = tl.where(number % 2 == 0, turn, grid.num_programs - 1 - turn)
+        this = tl.where(number % 2 == 0, position, grid.num_programs - 1 - position)
         inside = (number >= 0) & (number < count)
         taken = tl.where(inside, number * grid.num_programs + this, taken)
         first_head = tl.where(inside, group * grid.head_group, first_head)
         begin += count
     head = (first_head + taken % grid.head_group) * grid.pack_gqa
-    place = table + entry * 2
+    address = table + entry * 2
     exists = owner < grid.num_programs
     record = grid.records + taken // grid.head_group * STRIDE
-    tl.store(place, tl.where(taken >= 0, record, -1), mask=exists)
-    tl.store(place + 1, tl.where(taken >= 0, head, 0), mask=exists)
+    tl.store(address, tl.where(taken >= 0, record, -1), mask=exists)
+    tl.store(address + 1, tl.where(taken >= 0, head, 0), mask=exists)
 
 
 @triton.jit

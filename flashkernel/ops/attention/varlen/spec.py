@@ -161,7 +161,7 @@ ATTENTION_VARLEN = declare(
     "attention over packed sequences, by their cumulative lengths",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper("flashkernel.ops.attention.hopper.varlen", _hopper, deprioritised=support.unmeasured),
+        backends.hopper("flashkernel.ops.attention.hopper.varlen", _hopper, deprioritized=support.unmeasured),
         replace(backends.triton(f"{_ROOM}.by_mask:triton", support.triton, min_arch=80), composite=True),
         replace(backends.cuda(f"{_ROOM}.by_mask:cuda", support.cuda, _HALF, auto_devices=("cuda",)), composite=True),
     ),

@@ -306,10 +306,10 @@ struct RowBounds {
     int end[MT][2];   // the first key that the row does not see
     int sink_tokens;
     int window;       // 0: none
-    int least_end, most_begin;  // over the rows: keys between them are visible to all
+    int min_end, max_begin;  // over the rows: keys between them are visible to all
 
     __device__ inline bool sees_all(int first_key, int keys) const {
-        return first_key + keys <= least_end && (first_key >= most_begin || first_key + keys <= sink_tokens);
+        return first_key + keys <= min_end && (first_key >= max_begin || first_key + keys <= sink_tokens);
     }
     __device__ inline bool visible(int m, int half, int key) const {
         const bool in_window = window == 0 || key >= end[m][half] - window || key < sink_tokens;

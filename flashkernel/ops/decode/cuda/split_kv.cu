@@ -217,8 +217,8 @@ decode_split_kv(
         const int first_end = seqlen - seqlen_q + 1;  // of query 0
         row_bounds.sink_tokens = sink_tokens;
         row_bounds.window = window;
-        row_bounds.least_end = first_end + first_row / group_size;
-        row_bounds.most_begin = window == 0 ? 0 : first_end + (first_row + rows - 1) / group_size - window;
+        row_bounds.min_end = first_end + first_row / group_size;
+        row_bounds.max_begin = window == 0 ? 0 : first_end + (first_row + rows - 1) / group_size - window;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -67,10 +67,10 @@ def _stored_by_tma(epilogue: EpilogueTensors) -> tuple[Tensor, ...]:
 
 
 def _known_aligned(epilogue: EpilogueTensors, z_by_tma: bool) -> bool:
-    """True if Triton knows rows to be aligned, so that neighbours are read and written together."""
+    """True if Triton knows rows to be aligned, so that neighbors are read and written together."""
     z = None if z_by_tma and epilogue.dz is None else epilogue.z
     if z is not None and epilogue.packed and (epilogue.packed == "interleaved" or epilogue.c.shape[2] % 16):
-        return False  # neighbours in a thread are two elements apart, or up's rows begin anywhere
+        return False  # neighbors in a thread are two elements apart, or up's rows begin anywhere
     by_address = (epilogue.residual, z, None if z_by_tma else epilogue.dz)
     return all(x is None or x.stride(1) % 16 == 0 for x in by_address)
 
