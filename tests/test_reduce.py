@@ -18,7 +18,7 @@ from flashkernel.ops.reduce.configs import MAX_TILE, REDUCE, splits_of
 from flashkernel.ops.reduce.masks import mask_rows
 
 INF, NAN = float("inf"), float("nan")
-ROOM = Path(fk.__file__).parent / "ops" / "reduce"
+PACKAGE = Path(fk.__file__).parent / "ops" / "reduce"
 BACKENDS = [
     pytest.param("torch", "cpu"),
     pytest.param("triton", "cpu"),
@@ -295,14 +295,14 @@ def test_wrong_inputs() -> None:
 def test_cuda_text_and_python_agree() -> None:
     from flashkernel.ops.reduce import cuda
 
-    text = (ROOM / "row.cuh").read_text()
+    text = (PACKAGE / "row.cuh").read_text()
     names = re.search(r"enum Kind \{([^}]*)\}", text)[1].replace(",", " ").split()
     assert names == [name for name, _ in sorted(_kinds().items(), key=lambda item: item[1])]
-    maskings = re.search(r"enum Masking \{([^}]*)\}", (ROOM / "kernel.cu").read_text())[1].replace(",", " ").split()
+    maskings = re.search(r"enum Masking \{([^}]*)\}", (PACKAGE / "kernel.cu").read_text())[1].replace(",", " ").split()
     assert [getattr(cuda, name) for name in maskings] == [0, 1, 2]
     for name in ("WARP", "IN_FLIGHT", "MAX_THREADS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(cuda, name)
-    kernels = (ROOM / "kernel.cu").read_text()
+    kernels = (PACKAGE / "kernel.cu").read_text()
     for name, arguments in cuda._ARGUMENTS.items():
         parameters = re.search(rf"\b{name}\(([^)]*)\) \{{", kernels)[1].split(",")
         assert [_argument_type(parameter) for parameter in parameters] == arguments.split(", "), name
@@ -350,8 +350,8 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
 
     if reason := can_compile():
         pytest.skip(reason)
-    source, names = (ROOM / "kernel.cu").read_text(), _instances(element, vector)
-    compiled = compile_cubin(source, names, arch, include=[ROOM, ROOM.parents[1] / "blocks" / "cuda"])
+    source, names = (PACKAGE / "kernel.cu").read_text(), _instances(element, vector)
+    compiled = compile_cubin(source, names, arch, include=[PACKAGE, PACKAGE.parents[1] / "blocks" / "cuda"])
     assert set(compiled.names) == set(names)
     assert compiled.spilled_bytes == 0, compiled.log
     assert compiled.log.count("registers") >= len(names), "ptxas reported on fewer kernels than were asked for"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.core import tune
+from flashkernel.ops.sampling import threshold_triton
 from flashkernel.ops.sampling import triton as kernels
 from flashkernel.ops.sampling.configs import SAMPLE, SampleConfig
 from flashkernel.ops.sampling.params import IN_PROMPT, SampleParams
@@ -235,8 +236,8 @@ def test_rows_of_a_large_vocabulary(device: str, given: dict[str, float]) -> Non
 @pytest.mark.parametrize(("row", "passes"), [(0, 1), (1, 1), (2, 1), (6, 2)])
 def test_a_search_takes_one_pass_where_a_sample_tells(row: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose threshold a sample of the row comes near to; a single token that has most of the mass it misses."""
-    pivots, pivot = [], kernels._pivot
-    monkeypatch.setattr(kernels, "_pivot", lambda *args: pivots.append(args) or pivot(*args))
+    pivots, pivot = [], threshold_triton._pivot
+    monkeypatch.setattr(threshold_triton, "_pivot", lambda *args: pivots.append(args) or pivot(*args))
     logits, one = _vocabularies()[row : row + 1], torch.ones(1, dtype=torch.int64)
     fk.sample(logits, one, one, top_p=torch.tensor([0.9]), backend="triton")
     assert len(pivots) == 5 * passes

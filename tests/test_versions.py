@@ -31,7 +31,7 @@ def _anew() -> Iterator[None]:
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None) -> None:
-    for name in ("core.versions", *(f"ops.attention.{room}configs" for room in ("", "hopper.backward_", "fp8."))):
+    for name in ("core.versions", *(f"ops.attention.{package}configs" for package in ("", "hopper.backward_", "fp8."))):
         monkeypatch.setattr(f"flashkernel.{name}.triton_version", lambda: version)
 
 

@@ -106,7 +106,7 @@ class KernelOp:
         return self.forward(args, {})
 
     def may_overwrite(self, ctx, gradient: Tensor) -> bool:
-        """Whether a backward pass may write to what was saved: nobody reads it later, in eager mode, unless the graph
+        """Whether a backward pass may write to what was saved: it is not read later, in eager mode, unless the graph
         is kept. An operator of torch.library returns what it saves."""
         eager = getattr(ctx, "_forward_cls", None) is self.function
         return eager and not traced(gradient) and not _keeps_graph()

@@ -14,7 +14,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from flashkernel.blocks.epilogue import Gate
-from flashkernel.blocks.weight import Weight, WeightBuffers
+from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_module import WeightBuffers
 from flashkernel.ops.moe import moe_experts, moe_sort
 
 _PACKED = ("_blocks", "_scales")

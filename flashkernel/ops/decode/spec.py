@@ -16,7 +16,7 @@ from flashkernel.core.shapes import MODELS
 from flashkernel.ops.decode.configs import SHORT, too_large
 from flashkernel.ops.decode.random_cases import random_decode, random_prefill
 
-_ROOM = "flashkernel.ops.decode"
+_PACKAGE = "flashkernel.ops.decode"
 _HALF = (torch.bfloat16,)
 _TENSOR_CORE_DTYPES = (torch.float16, torch.bfloat16)
 _FP8, _INT8 = torch.float8_e4m3fn, torch.int8
@@ -340,7 +340,7 @@ def _keys(case: Case) -> float:
 
 
 def _decode_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
-    """Every key and value that somebody sees is read once, a shared prefix once for all."""
+    """Every visible key and value is read once, a shared prefix once for all."""
     axes = case.axes
     batch, new = axes["batch"], axes["new"]
     keys = _keys(case)
@@ -364,15 +364,15 @@ def _prefill_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 DECODE_ATTENTION = declare(
-    _ROOM,
+    _PACKAGE,
     "decode_attention",
     "attention of a few new queries to a cache, contiguous or paged",
     inputs=_DECODE_INPUTS,
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritized=_not_faster),
-        backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
-        backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
-        backends.cpp(f"{_ROOM}.cpp", _cpp, deprioritized=_blas_is_faster),
+        backends.hopper(f"{_PACKAGE}.hopper", _hopper, deprioritized=_not_faster),
+        backends.triton(f"{_PACKAGE}.triton", _kernels, min_arch=80),
+        backends.cuda(f"{_PACKAGE}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
+        backends.cpp(f"{_PACKAGE}.cpp", _cpp, deprioritized=_blas_is_faster),
     ),
     cases=(*_SHAPES, *_SCORES, *_PAGES, *_STORED),
     benches=_decode_benches(),
@@ -384,17 +384,20 @@ DECODE_ATTENTION = declare(
     random_share=4,
 )
 PAGED_ATTENTION = declare(
-    _ROOM,
+    _PACKAGE,
     "paged_attention",
     "attention of many new queries to a paged cache: prefill, whole or in chunks",
     inputs=_PREFILL_INPUTS,
     kernels=(
-        backends.triton(f"{_ROOM}.triton", _prefill, min_arch=80),
-        backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
+        backends.triton(f"{_PACKAGE}.triton", _prefill, min_arch=80),
+        backends.cuda(f"{_PACKAGE}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
     ),
     workload=Workload(_PREFILL_CASES, _prefill_benches(), _prefill_cost),
     tolerance=Tolerance(floor32=8.0),
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_packed"), Baseline("fa3", f"{_ROOM}.baselines:fa3_packed")),
+    baselines=(
+        Baseline("eager", f"{_PACKAGE}.baselines:eager_packed"),
+        Baseline("fa3", f"{_PACKAGE}.baselines:fa3_packed"),
+    ),
     differentiable=False,
     random_case=random_prefill,
     random_share=3,

@@ -13,7 +13,7 @@ from flashkernel.blocks.weight_formats.tiles import TILE
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
 from flashkernel.core.dispatch import choose, requested_backend
 from flashkernel.core.replay import replayed
-from flashkernel.ops.gemm import dense, library, spec
+from flashkernel.ops.gemm import dense, library, spec, support
 from flashkernel.ops.gemm.configs import MAX_ROWS, TILE_ROWS
 from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.norm import rms_norm
@@ -114,8 +114,8 @@ def linear(
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
     formats: dict[str, Any] = {}
     if quantized:
-        formats = {"weight": spec.layouts(weights), "weights": len(weights), "blocks": spec.in_blocks(x.shape[-1])}
-        if spec.in_tiles(formats["weight"]):
+        formats = {"weight": spec.layouts(weights), "weights": len(weights), "blocks": support.in_blocks(x.shape[-1])}
+        if support.in_tiles(formats["weight"]):
             unfit = packed == "interleaved" or sizes[0] % TILE != 0
             formats["interleaved"] = gated and len(weights) == 1 and unfit
             formats["many_tokens"] = x.shape[:-1].numel() > TILE_ROWS
@@ -125,12 +125,12 @@ def linear(
     gradients = needs_gradients(x, norm_weight, residual, *biases, *plain)
     rows = x.shape[:-1].numel()
     chosen = choose(
-        spec.LINEAR, backend, x.device, x.dtype, gradients, rows=spec.row_class(rows),
+        spec.LINEAR, backend, x.device, x.dtype, gradients, rows=support.row_class(rows),
         transposed=first.shape[1] > 1 and first.stride(1) != 1,
         fused="gate" if gated else "" if activation is None else "activation", **formats,
     )  # fmt: skip
-    in_8_bits = quantized and spec.multiplies_in_8_bits(formats["weight"])
-    in_tiles = chosen.name == "hopper" and quantized and spec.in_tiles(formats["weight"])
+    in_8_bits = quantized and support.multiplies_in_8_bits(formats["weight"])
+    in_tiles = chosen.name == "hopper" and quantized and support.in_tiles(formats["weight"])
     dense_rows = rows > MAX_ROWS and not quantized
     by_matmul = (chosen.name == "hopper" and not in_tiles) or (chosen.name == "triton" and (dense_rows or in_8_bits))
     if norm_weight is not None and chosen.name == "torch" and backend is None and x.device.type != "cpu":

@@ -23,7 +23,7 @@ from flashkernel.ops.matmul.grouped.spec import (
     triton_operands,
 )
 
-_ROOM = "flashkernel.ops.matmul"
+_PACKAGE = "flashkernel.ops.matmul"
 _HALF = (torch.bfloat16,)
 
 
@@ -349,20 +349,20 @@ def _written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 MATMUL = declare(
-    _ROOM,
+    _PACKAGE,
     "matmul",
     "matrix products, batched and scaled, with bias, activation and residual",
     backward=None,  # the gradients are products of the same kernels
-    function=f"{_ROOM}.named:matmul",
-    reference=f"{_ROOM}.named:reference",
+    function=f"{_PACKAGE}.named:matmul",
+    reference=f"{_PACKAGE}.named:reference",
     inputs=_INPUTS,
     written=_written,
     kernels=(
         backends.hopper(
-            f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
+            f"{_PACKAGE}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
         ),
         replace(
-            backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
+            backends.triton(f"{_PACKAGE}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
             deprioritized=_cublas_is_faster,
         ),
     ),
@@ -374,8 +374,8 @@ MATMUL = declare(
     baselines=(
         "eager",
         "compile",
-        Baseline("max_autotune", f"{_ROOM}.baselines:max_autotune", forward_only=True),
-        Baseline("addmm_activation", f"{_ROOM}.baselines:addmm_activation", forward_only=True),
+        Baseline("max_autotune", f"{_PACKAGE}.baselines:max_autotune", forward_only=True),
+        Baseline("addmm_activation", f"{_PACKAGE}.baselines:addmm_activation", forward_only=True),
     ),
 )
 
@@ -457,11 +457,11 @@ def _dact_written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 MATMUL_DACT = declare(
-    _ROOM,
+    _PACKAGE,
     "matmul_dact",
     "a matrix product with an activation's gradient in its epilogue",
-    function=f"{_ROOM}.named:matmul_dact",
-    reference=f"{_ROOM}.named:reference_dact",
+    function=f"{_PACKAGE}.named:matmul_dact",
+    reference=f"{_PACKAGE}.named:reference_dact",
     inputs={
         "a": Input(("*a_batch", "m", "k")),
         "b": Input(("*b_batch", "k", "n"), draw=normal(0.1)),
@@ -469,15 +469,15 @@ MATMUL_DACT = declare(
         "dz_out": _Preactivation(("*c_batch", "m", "n"), optional=True),
     },
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", dtypes=(torch.bfloat16, torch.float16)),
-        backends.triton(f"{_ROOM}.triton", min_arch=80),
+        backends.hopper(f"{_PACKAGE}.hopper", dtypes=(torch.bfloat16, torch.float16)),
+        backends.triton(f"{_PACKAGE}.triton", min_arch=80),
     ),
     differentiable=False,
     written=_dact_written,
     workload=Workload(_DACT_CASES, _dact_benches(), _dact_cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
     random_case=_random_dact,
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_dact"),),
+    baselines=(Baseline("eager", f"{_PACKAGE}.baselines:eager_dact"),),
 )
 
 

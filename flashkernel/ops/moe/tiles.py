@@ -1,7 +1,7 @@
 """Experts whose weights are in tiles (int4, int8, MXFP4), for few tokens on Hopper: two products in CUDA C++, and the
 weighted sum.
 
-A product is one launch of few_rows.cu of the linear room. Its work is a list of (expert, rows of it, 16 weight rows),
+A product is one launch of ops/gemm/quantized/few_rows.cu. Its work is a list of (expert, rows of it, 16 weight rows),
 made on the device from the routing's offsets: experts without rows are not read, and a CUDA graph can hold it.
 """
 

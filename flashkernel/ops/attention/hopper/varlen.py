@@ -19,13 +19,8 @@ from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.forward_launch import launch_forward
 from flashkernel.ops.attention.hopper.launch_options import allocate_outputs, without_keys
 from flashkernel.ops.attention.hopper.shape_buckets import MEDIUM_CONTEXT
-from flashkernel.ops.attention.hopper.varlen_schedule import (
-    TileShape,
-    VarlenLayout,
-    VarlenShape,
-    kernel_arguments,
-    make_schedule,
-)
+from flashkernel.ops.attention.hopper.varlen_layout import TileShape, VarlenLayout, VarlenShape, kernel_arguments
+from flashkernel.ops.attention.hopper.varlen_schedule import make_schedule
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, HeadShape, VarlenInputs, VarlenParams, schedule_size
 
 _BLOCK = 128  # queries and keys of the blocks in which visible keys are estimated
