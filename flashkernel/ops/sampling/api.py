@@ -106,9 +106,9 @@ def sample(
                 penalties=penalties, state_rows=state_rows, token_counts=token_counts, bias_ids=bias_ids,
                 bias_values=bias_values, bias_until=bias_until, allowed=allowed, restricted=restricted,
             )  # fmt: skip
-    settings = SampleParams(seeds, positions, temperature, top_k, top_p, min_p, penalties)
+    params = SampleParams(seeds, positions, temperature, top_k, top_p, min_p, penalties)
     state = States(state_rows, token_counts, bias_ids, bias_values, bias_until, allowed, restricted)
-    return library.sample(logits, settings, state, chosen.target)
+    return library.sample(logits, params, state, chosen.target)
 
 
 def _check(

@@ -12,8 +12,8 @@ from flashkernel.core.op import resolve
 from flashkernel.ops.sampling.params import SampleParams, States
 
 
-def _forward(logits: Tensor, settings: SampleParams, states: States, kernels: str) -> Tensor:
-    return resolve(kernels).forward(unit_stride(logits), SampleParams(*_dense(settings)), States(*_dense(states)))
+def _forward(logits: Tensor, params: SampleParams, states: States, kernels: str) -> Tensor:
+    return resolve(kernels).forward(unit_stride(logits), SampleParams(*_dense(params)), States(*_dense(states)))
 
 
 def _dense(tensors: Iterable[Tensor | None]) -> list[Any]:

@@ -12,7 +12,7 @@ INVALID = -1  # in place of a token where a row's largest logit is NaN or infini
 
 
 class SampleParams(NamedTuple):
-    """Sampling settings of each row, [rows] each; None leaves that setting out."""
+    """Sampling parameters of each row, [rows] each; None leaves a parameter out."""
 
     seeds: Tensor  # int64
     positions: Tensor  # int64
@@ -42,6 +42,6 @@ class States(NamedTuple):
 
 def from_keywords(seeds: Tensor, positions: Tensor, given: dict[str, Any]) -> tuple[SampleParams, States]:
     """The arguments of `sample` behind the logits."""
-    settings = {name: value for name, value in given.items() if name in SampleParams._fields}
-    states = {name.removeprefix("state_"): value for name, value in given.items() if name not in settings}
-    return SampleParams(seeds, positions, **settings), States(**states)
+    params = {name: value for name, value in given.items() if name in SampleParams._fields}
+    states = {name.removeprefix("state_"): value for name, value in given.items() if name not in params}
+    return SampleParams(seeds, positions, **params), States(**states)

@@ -12,7 +12,7 @@ from flashkernel.ops.sampling.params import SampleParams, States
 class SampleKernels(Protocol):
     """A module such as `triton`."""
 
-    def forward(self, logits: Tensor, settings: SampleParams, states: States) -> Tensor:
+    def forward(self, logits: Tensor, params: SampleParams, states: States) -> Tensor:
         """Returns int64 [rows] of logits [rows, vocab] with unit stride along the row."""
 
 

@@ -16,8 +16,8 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
+from flashkernel.ops.matmul.tiles_triton import load_tile, tile_position
 from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
-from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from flashkernel.ops.matmul.hopper.configs import (
 )
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
 from flashkernel.ops.matmul.triton.split_k import add_partials
 
 # A chunk of C whose elements have an address each: more would not fit into the registers.

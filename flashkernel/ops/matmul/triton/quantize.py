@@ -11,7 +11,7 @@ from flashkernel.blocks.epilogue_triton import block_scale
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.matmul.triton.arguments import fp8_bytes
+from flashkernel.ops.matmul.kernel_args import fp8_bytes
 from flashkernel.ops.matmul.triton.store import as_stored
 
 _MAX_COLUMNS = 4096  # of a step over a row

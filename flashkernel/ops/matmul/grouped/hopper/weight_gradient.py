@@ -28,7 +28,7 @@ from flashkernel.core.gluon import (
 )
 from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_tail, skip_work_tile
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
-from flashkernel.ops.matmul.triton.tiles import tile_position
+from flashkernel.ops.matmul.tiles_triton import tile_position
 
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
 SIZES = ("groups", "k", "m_tiles", "n_tiles")
