@@ -19,8 +19,8 @@ struct DqTiles {
     __device__ static inline int first_row(int warp) { return warp % ROW_WARPS * ROWS; }
     __device__ static inline int first_chunk(int warp) { return warp / ROW_WARPS * NT; }
 
-    // The sum is kept in the order of the accumulators: mma tile after mma tile, 128 elements each. Nobody reads it
-    // before the postprocess kernel, and so the lanes of a warp add to neighboring addresses.
+    // The sum is kept in the order of the accumulators: mma tile after mma tile, 128 elements each. Only the
+    // postprocess kernel reads it, so that the lanes of a warp may add to neighboring addresses.
     __device__ static inline float* tile(float* block, int warp, int m, int n) {
         return block + ((warp * MT + m) * NT + n) * 4 * WARP;
     }
