@@ -92,8 +92,8 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
     picture = PICTURES[name]
     seen, status = visible_pairs(picture), tile_status(picture)
     whole = status.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1) == 2
-    colours = torch.tensor([to_rgb(HIDDEN), to_rgb(MASKED), to_rgb(UNMASKED)])
-    pixels = colours[torch.where(seen, torch.where(whole, 2, 1), 0)]  # [SIZE, SIZE, 3]
+    colors = torch.tensor([to_rgb(HIDDEN), to_rgb(MASKED), to_rgb(UNMASKED)])
+    pixels = colors[torch.where(seen, torch.where(whole, 2, 1), 0)]  # [SIZE, SIZE, 3]
     if picture.slope:  # ALiBi multiplies a probability by exp(-slope * distance): the paler, the less
         distance = (torch.arange(SIZE)[:, None] - torch.arange(SIZE)).abs()
         weight = torch.exp(-picture.slope * distance)[..., None]

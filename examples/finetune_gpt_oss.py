@@ -66,7 +66,7 @@ def train(implementation: str, tiny: bool, steps: int, length: int, device: torc
     if device.type == "cuda":
         model = model.bfloat16()
         torch.cuda.reset_peak_memory_stats(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3 if tiny else 3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if tiny else 3e-4)
     text, result = corpus(), Run()
     generator = torch.Generator().manual_seed(1)
     for _ in track(range(steps), description=f"{implementation:8}"):
@@ -75,8 +75,8 @@ def train(implementation: str, tiny: bool, steps: int, length: int, device: torc
         began = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         result.losses.append(float(loss.detach()))  # waits for the device, so the clock may be read
         result.seconds.append(time.perf_counter() - began)
     if device.type == "cuda":

@@ -4,7 +4,7 @@ On a CPU, emulated: inputs are quantized by fk.quantize_fp8, and probabilities a
 them, to e4m3 after a multiplication by 2^8. Sums are float32. The error is the root of the mean square of the
 difference to float64, over that of the result.
 
-    python examples/fp8_accuracy.py            # the table, as in the room's README
+    python examples/fp8_accuracy.py            # the table, as in the package's README
     python examples/fp8_accuracy.py --readme   # write it there
 """
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--readme", action="store_true", help="write the table into the room's README")
+    parser.add_argument("--readme", action="store_true", help="write the table into the package's README")
     given = parser.parse_args(arguments)
     found = errors(given.length, given.heads, given.head_dim)
     size = f"{given.heads} heads of {given.head_dim}, {given.length} keys"

@@ -1,4 +1,4 @@
-"""Train a small mixture of experts with each router and each balance term, and compare loss, utilisation and speed.
+"""Train a small mixture of experts with each router and each balance term, and compare loss, utilization and speed.
 
 All runs start from the same weights and see the same batches: this project's own documents, byte by byte.
 
@@ -123,7 +123,7 @@ def corpus() -> Tensor:
 
 
 def train(variant: Variant, sizes: Sizes, steps: int, text: Tensor, device: torch.device) -> Run:
-    """Trains a model with one variant; utilisation is gathered without waiting for the device."""
+    """Trains a model with one variant; utilization is gathered without waiting for the device."""
     torch.manual_seed(0)
     model = Model(sizes, variant.options).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -156,7 +156,7 @@ def median(values: list[float]) -> float:
 
 
 def report(runs: dict[str, Run]) -> Table:
-    """Loss, utilisation over the last steps, and speed."""
+    """Loss, utilization over the last steps, and speed."""
     table = Table("router", "loss", "min / max", "entropy", "dropped", "ms a step", title="mean of the last 10 steps")
     for name, run in runs.items():
         last = [float(run.usage.statistic(one)[-10:].mean()) for one in ("min_over_max", "entropy", "dropped")]
@@ -166,7 +166,7 @@ def report(runs: dict[str, Run]) -> Table:
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
-    """Loss curves, utilisation and speed side by side."""
+    """Loss curves, utilization and speed side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     console.print(f"plot: {chosen.out}")
     if chosen.usage is not None:
         list(runs.values())[-1].usage.plot(chosen.usage)
-        console.print(f"utilisation of {wanted[-1].name}: {chosen.usage}")
+        console.print(f"utilization of {wanted[-1].name}: {chosen.usage}")
     return runs
 
 

@@ -29,7 +29,7 @@ class MoE(nn.Module):
         packed: As in `flashkernel.moe_experts`.
         bias: Whether experts have biases.
         noisy: Adds noise to the logits in training, with a learned scale for each expert (noisy top-k gating).
-        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every call in training, towards
+        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every call in training, toward
             equal loads (`moe_balance_bias`).
         capacity_factor: Limits each expert to this times its equal share of the rows; None: no limit.
         recompute: As in `flashkernel.moe_experts`.

@@ -15,7 +15,8 @@ from flashkernel.blocks.activation import NATIVE, apply_gate
 from flashkernel.blocks.activation_modules import activation_of
 from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
 from flashkernel.blocks.gate_up import split_gate_up
-from flashkernel.blocks.weight import Weight, WeightBuffers
+from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_module import WeightBuffers
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.mlp import mlp
 
@@ -166,7 +167,7 @@ class FusedMLP(nn.Module):
 
         Args:
             module: The MLP.
-            options: activation (where the module's own cannot be recognised), recompute, fuse_wgrad_accumulation and
+            options: activation (where the module's own cannot be recognized), recompute, fuse_wgrad_accumulation and
                 backend, as of FusedMLP.
 
         Example:

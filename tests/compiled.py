@@ -70,8 +70,8 @@ def _argument_types(launch: Launch) -> tuple[Any, ...]:
 
 
 def compile_for(launch: Launch, arch: int) -> MachineCode:
-    """Compile a launch for `sm_<arch>`, with the specialisations that its real arguments would have."""
-    code = Specialisation.of(launch).compile(launch, arch)
+    """Compile a launch for `sm_<arch>`, with the specializations that its real arguments would have."""
+    code = Specialization.of(launch).compile(launch, arch)
     cubin = code.asm["cubin"]
     found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
     if found is None:
@@ -82,7 +82,7 @@ def compile_for(launch: Launch, arch: int) -> MachineCode:
 
 
 @dataclass(frozen=True)
-class Specialisation:
+class Specialization:
     """What a launch is compiled for: types of its arguments, those that are compiled in, those divisible by 16."""
 
     signature: dict[str, Any]
@@ -91,7 +91,7 @@ class Specialisation:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, launch: Launch) -> Specialisation:
+    def of(cls, launch: Launch) -> Specialization:
         options = {name: value for name, value in launch.constants.items() if name in _OPTIONS}
         constants = {name: value for name, value in launch.constants.items() if name not in _OPTIONS}
         signature: dict[str, Any] = {}

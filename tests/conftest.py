@@ -78,7 +78,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """The order in which every worker begins with its share of the long tests.
 
-    xdist gives each worker a run of neighbours; a test of a minute that begins last keeps the others waiting.
+    xdist gives each worker a run of neighbors; a test of a minute that begins last keeps the others waiting.
     """
     ranks = {"test_random_calls": 0, "test_citizenship": 1, "test_matrix": 3}
     ordered = sorted(items, key=lambda item: ranks.get(item.path.stem, 2))

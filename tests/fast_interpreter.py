@@ -159,7 +159,7 @@ def _drop_unread_overflow_checks() -> None:
 
 
 def _combine_halves() -> None:
-    """tl.reduce combines neighbours, then the results, as compiled kernels do: one call for each halving."""
+    """tl.reduce combines neighbors, then the results, as compiled kernels do: one call for each halving."""
     import numpy as np
     from triton.runtime.interpreter import ReduceOps
 

@@ -148,7 +148,7 @@ class Barrier:
         self.ready = False
 
     def stores_done(self) -> None:
-        assert self.ready, "a barrier is used before it is initialised"
+        assert self.ready, "a barrier is used before it is initialized"
         assert self.pending >= 0, "a barrier is arrived at more often than it counts"
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1
@@ -655,7 +655,7 @@ def run(launch: Launch, programs: int | None = None, seed: int = 0) -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """What a room's `launch` is replaced by: Gluon kernels run here, others in Triton's interpreter."""
+    """What a package's `launch` is replaced by: Gluon kernels run here, others in Triton's interpreter."""
     if 0 in grid:
         return
     if hasattr(kernel, "is_gluon") and kernel.is_gluon():

@@ -51,8 +51,8 @@ def model(name: str, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for label, parameter in made.named_parameters():
-            centre = 0.0 if parameter.ndim > 1 or "bias" in label or "gemma" in name else 1.0
-            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+            center = 0.0 if parameter.ndim > 1 or "bias" in label or "gemma" in name else 1.0
+            parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     return made
 
 

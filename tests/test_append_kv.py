@@ -94,7 +94,7 @@ def _encode(source, codes, count, INTEGER: tl.constexpr, BLOCK: tl.constexpr):
 
 @on_devices
 def test_e4m3_codes_are_torchs(device: str) -> None:
-    """Every float16 within the range, every tie between neighbours and its neighbours, subnormals, zeros, NaN."""
+    """Every float16 within the range, every tie between neighbors and its neighbors, subnormals, zeros, NaN."""
     every = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(FP8).float()
     ties = (codes[1:] + codes[:-1]) / 2

@@ -377,7 +377,7 @@ def test_dropout_leaves_the_lse_alone(backend: str) -> None:
 def test_dropout_keeps_its_share(probability: float, seed: int) -> None:
     kept = dropping.keep(seed, 2, 4, 200, 250, probability).double()  # 400,000 draws: 5 sigma is below 0.004
     assert kept.mean().item() == pytest.approx(1 - probability, abs=0.004)
-    for dim in (0, 1, 2, 3):  # neighbours along any dim are independent
+    for dim in (0, 1, 2, 3):  # neighbors along any dim are independent
         size = kept.shape[dim]
         both = (kept.narrow(dim, 0, size - 1) * kept.narrow(dim, 1, size - 1)).mean().item()
         assert both == pytest.approx((1 - probability) ** 2, abs=0.008)

@@ -207,7 +207,7 @@ def test_random_shapes(seed: int) -> None:
 
 
 def _far_apart() -> Mask:
-    """Neighbouring consumers see keys far apart: they skip many K blocks."""
+    """Neighboring consumers see keys far apart: they skip many K blocks."""
     return custom(lambda b, h, q, k: ((q // 64) % 2 == 0) & (k < 70) | ((q // 64) % 2 == 1) & (k > 500) & (k < 640))
 
 

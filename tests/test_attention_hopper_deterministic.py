@@ -166,7 +166,7 @@ def test_selected_on_request() -> None:
             assert answer.chosen == chosen, str(answer)
             verdict = next(verdict for verdict in answer.verdicts if verdict.backend == "hopper")
             assert verdict.reason is None
-            assert ("not been measured" in str(verdict.deprioritised)) == gradients
+            assert ("not been measured" in str(verdict.deprioritized)) == gradients
 
 
 def _backward_launches(op: Op, case: Case) -> list[Launch]:

@@ -102,7 +102,7 @@ def test_selected_on_request() -> None:
         assert answer.chosen == "triton", str(answer)
         verdict = next(verdict for verdict in answer.verdicts if verdict.backend == "hopper")
         assert verdict.reason is None
-        assert "tables" in str(verdict.deprioritised)
+        assert "tables" in str(verdict.deprioritized)
 
 
 def test_tables_are_read_again_after_a_write() -> None:

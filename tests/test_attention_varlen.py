@@ -21,7 +21,8 @@ from flashkernel.ops.attention import hopper
 from flashkernel.ops.attention.hopper import varlen_schedule
 from flashkernel.ops.attention.hopper.backward_configs import BACKWARD, BackwardConfig
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
-from flashkernel.ops.attention.hopper.varlen_schedule import Grid, TileShape, VarlenLayout, VarlenShape, make_schedule
+from flashkernel.ops.attention.hopper.varlen_layout import Grid, TileShape, VarlenLayout, VarlenShape
+from flashkernel.ops.attention.hopper.varlen_schedule import make_schedule
 from flashkernel.ops.attention.varlen import library, schedule_cache
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, schedule_size
 from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN, _axes

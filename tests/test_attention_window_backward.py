@@ -140,7 +140,7 @@ def test_compiled_for_hopper(dtype: torch.dtype) -> None:
     code = launch.kernel.module.compile(launch.kernel.name, 90)
     (taken,) = ptxas_report(code.log).values()
     assert taken["spilled"] == 0
-    assert "C75" not in code.log, "wgmma is serialised, or setmaxnreg ignored"
+    assert "C75" not in code.log, "wgmma is serialized, or setmaxnreg ignored"
     assert launch.shared <= H200.shared_per_block
     sass = disassemble(code.code)
     assert sass.count("HGMMA.64x64x16.F32") == 4 * 4 + 12

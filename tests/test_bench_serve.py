@@ -48,7 +48,7 @@ def test_a_summary_counts_what_came() -> None:
     for now in (0.1, 0.2, 0.4):
         quick.token(now)
     slow.token(2.5)
-    record = summarize([quick, slow], {"ttft": 500.0}, model="m", load="l", turn="first", implementation="engine",
+    record = summarize([quick, slow], {"ttft": 500.0}, model="m", load="l", pass_name="first", implementation="engine",
                        kind="backend", dtype="float32", rate=None)  # fmt: skip
     assert (record.out_tokens, record.failed, record.seconds) == (4, 1, 2.5)
     assert record.ttft_ms == {"p50": 100.0, "p90": 100.0, "p99": 100.0}

@@ -128,7 +128,7 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
     for other in others:
         log = other.kernel.module.compile(other.kernel.name, arch).log
         assert " 0 bytes spill stores" in log, f"{other.kernel.name} spills: {log}"
-        assert "C75" not in log, f"{other.kernel.name}: wgmma is serialised, or setmaxnreg ignored"
+        assert "C75" not in log, f"{other.kernel.name}: wgmma is serialized, or setmaxnreg ignored"
     for launch in launches:
         machine = compiled(launch, arch)
         gluon = launch.kernel.is_gluon()

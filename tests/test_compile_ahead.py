@@ -50,7 +50,7 @@ def _triton_key(launch: Launch) -> str:
     """Triton's own key of the code of a launch."""
     from triton.runtime.jit import compute_cache_key
 
-    cache_key.settle(launch.kernel)
+    cache_key.compute_cache_keys(launch.kernel)
     with compile_ahead._driver_without_gpu(90):
         _, known, _, _, binder = launch.kernel.device_caches[0]
         options = versions.compile_options(90) | launch.constants

@@ -22,7 +22,7 @@ GPUS = [device for device in devices.KNOWN.values() if device.arch >= 80]
 DIMS = (1, 8, 16, 40, 64, 72, 128, 192, 256, 300, 512)
 LENGTHS = (1, 40, 1024, 131072)
 FLOATS = (torch.float32, torch.float16)
-MOST_ON_OTHER_AXES = 65535  # programs along the second and third axis of a grid
+MAX_ON_OTHER_AXES = 65535  # programs along the second and third axis of a grid
 
 
 def choice(tunable: Tunable, device: Device, shape: dict[str, int]) -> object:
@@ -99,4 +99,4 @@ def test_attention_of_many_sequences_fits_a_grid(backend: str) -> None:
         out.backward(torch.empty_like(out))
     assert len(launches) >= 3
     for launch in launches:
-        assert max(launch.grid[1:], default=1) <= MOST_ON_OTHER_AXES, f"{launch.name} has a grid of {launch.grid}"
+        assert max(launch.grid[1:], default=1) <= MAX_ON_OTHER_AXES, f"{launch.name} has a grid of {launch.grid}"

@@ -137,12 +137,12 @@ def test_whatever_the_code_depends_on_makes_it_new(
 
 @needs_nvrtc
 def test_headers_of_other_project_folders_count(compiles: list[str], tmp_path: Path) -> None:
-    room, blocks = tmp_path / "room", tmp_path / "blocks"
-    room.mkdir()
+    package, blocks = tmp_path / "package", tmp_path / "blocks"
+    package.mkdir()
     blocks.mkdir()
-    (room / "kernel.cu").write_text('#include <shared.cuh>\nextern "C" __global__ void k(int* x) { *x = VALUE; }\n')
+    (package / "kernel.cu").write_text('#include <shared.cuh>\nextern "C" __global__ void k(int* x) { *x = VALUE; }\n')
     (blocks / "shared.cuh").write_text("#define VALUE 1\n")
-    module = Module(room / "kernel.cu", include=[blocks])
+    module = Module(package / "kernel.cu", include=[blocks])
     module.compile("k", 90)
     module.compile("k", 90)
     (blocks / "shared.cuh").write_text("#define VALUE 2\n")

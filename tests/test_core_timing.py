@@ -417,7 +417,7 @@ def test_a_backward_pass_is_captured_when_built_on_the_stream() -> None:
 @pytest.mark.alone
 def test_what_cannot_be_captured_falls_back_and_leaves_torch_whole() -> None:
     x = torch.randn(1024, device="cuda")
-    found = measure(lambda: float(x.sum()), device="cuda", warmup=10, repeats=50)  # synchronises
+    found = measure(lambda: float(x.sum()), device="cuda", warmup=10, repeats=50)  # synchronizes
     assert found.mode == "events"
     assert "could not be captured" in found.notes[-1]  # behind the note that the host fell behind
     assert torch.randn(16, device="cuda").isfinite().all()  # the generator is not left believing in a capture

@@ -184,7 +184,7 @@ def test_prompts_that_cannot_be_served(prompt: Any, message: str, base: LLM) -> 
     with pytest.raises(RequestError, match=message):
         llm.generate([[1, 2], prompt])
     assert llm.generate([[1, 2]], _greedy(2))[0].outputs[0].finish_reason == "length"
-    assert _drained(llm), "a refused prompt leaves no trace of its neighbours"
+    assert _drained(llm), "a refused prompt leaves no trace of its neighbors"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.launch import collect_launches
 from flashkernel.ops import registry
-from flashkernel.ops.gemm.configs import LINEAR, MOST_ROWS, LinearConfig, row_tile
+from flashkernel.ops.gemm.configs import LINEAR, MAX_ROWS, LinearConfig, row_tile
 from flashkernel.ops.gemm.params import LinearExtras
 
 LINEAR_OP = registry()["linear"]
@@ -234,7 +234,7 @@ def test_what_the_kernels_decline() -> None:
 def _shapes() -> list[dict[str, int]]:
     found = []
     for case in LINEAR_OP.benches:
-        if case.axes["rows"] > MOST_ROWS:
+        if case.axes["rows"] > MAX_ROWS:
             continue
         parts = [name for name in ("columns", "second", "third") if name == "columns" or name in case.present]
         columns = sum(case.axes[name] for name in parts)

@@ -69,8 +69,8 @@ def batch(kind: str) -> dict[str, Any]:
         return {"input_ids": tokens, "labels": labels, "position_ids": positions, "use_cache": False}
     real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [11], [6]])
     real = real.flip(1) if kind == "left" else real
-    labelled = real & real.roll(1, 1)  # the first real token would be predicted from a padded one
-    return {"input_ids": tokens * real, "labels": labels.masked_fill(~labelled, -100), "attention_mask": real.long()}
+    labeled = real & real.roll(1, 1)  # the first real token would be predicted from a padded one
+    return {"input_ids": tokens * real, "labels": labels.masked_fill(~labeled, -100), "attention_mask": real.long()}
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -34,8 +34,8 @@ def test_agrees_with_torch(backend: str, reduction: str, smoothing: float) -> No
 
 def test_z_loss_and_softcap_by_hand() -> None:
     logits, target = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.tensor([0])
-    normaliser = math.log(math.exp(1) + math.exp(2))
-    expected = normaliser - 1 + 0.5 * normaliser**2
+    normalizer = math.log(math.exp(1) + math.exp(2))
+    expected = normalizer - 1 + 0.5 * normalizer**2
     assert fk.cross_entropy(logits, target, z_loss=0.5, backend="reference").item() == pytest.approx(expected)
     capped = [3 * math.tanh(value / 3) for value in (1.0, 2.0)]
     expected = math.log(sum(math.exp(value) for value in capped)) - capped[0]

@@ -20,8 +20,8 @@ from flashkernel.ops import registry
 from flashkernel.ops.matmul import hopper
 from flashkernel.ops.matmul.hopper import configs, tile_width
 from flashkernel.ops.matmul.hopper.configs import HOPPER_MATMUL, TILE_WIDTHS, HopperMatmul
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
 
 H200 = devices.KNOWN["h200"]
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -145,7 +145,7 @@ def test_compiled_for_hopper(width: int) -> None:
         code = launch.kernel.module.compile(launch.kernel.name, 90)
         (taken,) = ptxas_report(code.log).values()
         assert taken["spilled"] == 0
-        assert "C75" not in code.log, "wgmma is serialised"
+        assert "C75" not in code.log, "wgmma is serialized"
         assert launch.shared == configs.tile_width_shared_bytes(config) <= H200.shared_per_block
         sass = disassemble(code.code)
         assert f"HGMMA.64x{width}x16.F32.BF16" in sass

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers against independent formulas, bad input, balance, utilisation, modules, determinism."""
+"""Mixture of experts: routers against independent formulas, bad input, balance, utilization, modules, determinism."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_launches_of_few_tokens_depend_on_shapes_alone() -> None:
 
 
 def test_gradients_of_a_frozen_quantized_layer() -> None:
-    """Experts in MXFP4 have no gradient; x and the routing weights have those of the dequantised experts."""
+    """Experts in MXFP4 have no gradient; x and the routing weights have those of the dequantized experts."""
     gate_up, down, *biases = _layer(4, 64, 32, bias=True)
     packed = [fk.Weight.quantize(one, "mxfp4") for one in (gate_up, down)]
     plain = [one.dequantize(torch.float32) for one in packed]
@@ -417,7 +417,7 @@ def test_a_cuda_graph_follows_the_router(tokens: int) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("arch, gpu", [(80, "a100"), (90, "h200")])
 def test_mxfp4_kernels_compile_without_spills(arch: int, gpu: str) -> None:
-    """gpt-oss's layer for 16 tokens, and its experts dequantised; benchmarks have plain weights alone."""
+    """gpt-oss's layer for 16 tokens, and its experts dequantized; benchmarks have plain weights alone."""
     from compiled import compiled
 
     from flashkernel.core import device as devices

@@ -77,7 +77,7 @@ def test_an_outlier_does_not_spoil_the_variance() -> None:
 
 @pytest.mark.parametrize("version", [(3, 6), (3, 9)])
 def test_wide_rows_for_every_version_of_triton(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 3.9 on the backward kernel computes what it normalised twice, for want of registers."""
+    """From 3.9 on the backward kernel computes what it normalized twice, for want of registers."""
     monkeypatch.setattr("flashkernel.ops.norm.triton.triton_version", lambda: version)
     x, weight, dy = torch.randn(3, 8200), torch.randn(8200), torch.randn(3, 8200)
     found = []

@@ -209,7 +209,7 @@ def test_compiled_for_hopper(rows: int, format: str, symmetric: bool) -> None:
     (launch,) = launches
     code = launch.kernel.module.compile(launch.kernel.name, 90)
     assert "0 bytes spill stores" in code.log
-    assert "C75" not in code.log, "wgmma is serialised, or setmaxnreg ignored"
+    assert "C75" not in code.log, "wgmma is serialized, or setmaxnreg ignored"
     assert launch.shared <= devices.KNOWN["h200"].shared_per_block
     sass = disassemble(code.code)
     assert re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", sass), "the left operand of wgmma is not in registers"
@@ -331,7 +331,7 @@ def test_a_search_compiles_ahead() -> None:
     for one in kernels_there:
         code = one.module.compile(one.name, 90)
         assert "0 bytes spill stores" in code.log
-        assert "C75" not in code.log, "wgmma is serialised, or setmaxnreg ignored"
+        assert "C75" not in code.log, "wgmma is serialized, or setmaxnreg ignored"
         assert "0 bytes stack frame" in code.log
 
 

@@ -53,7 +53,7 @@ def test_a_schedule_has_every_operator_and_as_many_calls_as_asked_for() -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_a_draw_repeats_and_neighbours_share_their_kernels(op: Any) -> None:
+def test_a_draw_repeats_and_neighbors_share_their_kernels(op: Any) -> None:
     one, again = (draw(op, 11, "small") for _ in range(2))
     assert describe(*one) == describe(*again)
     inputs = [op.make_inputs(case, dtype, seed=11, draw_on="cpu") for case, dtype in (one, again)]

@@ -18,7 +18,7 @@ from flashkernel.ops.reduce.configs import MAX_TILE, REDUCE, splits_of
 from flashkernel.ops.reduce.masks import mask_rows
 
 INF, NAN = float("inf"), float("nan")
-ROOM = Path(fk.__file__).parent / "ops" / "reduce"
+PACKAGE = Path(fk.__file__).parent / "ops" / "reduce"
 BACKENDS = [
     pytest.param("torch", "cpu"),
     pytest.param("triton", "cpu"),
@@ -258,10 +258,10 @@ def test_few_long_rows_are_split_and_many_are_not() -> None:
     for rows, width, split in ((16, 1 << 24, True), (4, 10_000_000, True), (16384, 4096, False), (64, 4096, False)):
         shape = {"rows": rows, "width": width, "bytes": 2, "aligned": 1, "reads": 1}
         config = REDUCE.heuristic(h200, shape)
-        span, splits = splits_of(config, h200, -(-rows // config.rows), width, config.block)
+        split_columns, splits = splits_of(config, h200, -(-rows // config.rows), width, config.block)
         assert (splits > 1) == split
-        assert span * (splits - 1) < width <= span * splits
-        assert span % config.block == 0
+        assert split_columns * (splits - 1) < width <= split_columns * splits
+        assert split_columns % config.block == 0
     assert MAX_TILE == 16384
 
 
@@ -295,14 +295,14 @@ def test_wrong_inputs() -> None:
 def test_cuda_text_and_python_agree() -> None:
     from flashkernel.ops.reduce import cuda
 
-    text = (ROOM / "row.cuh").read_text()
+    text = (PACKAGE / "row.cuh").read_text()
     names = re.search(r"enum Kind \{([^}]*)\}", text)[1].replace(",", " ").split()
     assert names == [name for name, _ in sorted(_kinds().items(), key=lambda item: item[1])]
-    sights = re.search(r"enum Sight \{([^}]*)\}", (ROOM / "kernel.cu").read_text())[1].replace(",", " ").split()
-    assert [getattr(cuda, name) for name in sights] == [0, 1, 2]
-    for name in ("WARP", "IN_FLIGHT", "MOST_THREADS"):
+    maskings = re.search(r"enum Masking \{([^}]*)\}", (PACKAGE / "kernel.cu").read_text())[1].replace(",", " ").split()
+    assert [getattr(cuda, name) for name in maskings] == [0, 1, 2]
+    for name in ("WARP", "IN_FLIGHT", "MAX_THREADS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(cuda, name)
-    kernels = (ROOM / "kernel.cu").read_text()
+    kernels = (PACKAGE / "kernel.cu").read_text()
     for name, arguments in cuda._ARGUMENTS.items():
         parameters = re.search(rf"\b{name}\(([^)]*)\) \{{", kernels)[1].split(",")
         assert [_argument_type(parameter) for parameter in parameters] == arguments.split(", "), name
@@ -329,7 +329,7 @@ def _instances(element: str, vector: int) -> list[str]:
     names += [f"finish_rows<{element}, {kind}>" for kind in range(kinds.LOGSUMEXP + 1)]
     for size, values in ((vector, (8, 16, 32)), (1, (8, 16))):
         for count in values:
-            names += [f"row_softmax<{element}, {size}, {count // size}, {sight}>" for sight in range(3)]
+            names += [f"row_softmax<{element}, {size}, {count // size}, {masking}>" for masking in range(3)]
             names += [f"row_softmax_backward<{element}, {size}, {count // size}>"]
         for kind in range(kinds.MAX, kinds.SOFTMAX_BACKWARD + 1):
             items = 2 if size > 1 and kind != kinds.SOFTMAX_BACKWARD else 1
@@ -356,8 +356,8 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
 
     if reason := can_compile():
         pytest.skip(reason)
-    source, names = (ROOM / "kernel.cu").read_text(), _instances(element, vector)
-    compiled = compile_cubin(source, names, arch, include=[ROOM, ROOM.parents[1] / "blocks" / "cuda"])
+    source, names = (PACKAGE / "kernel.cu").read_text(), _instances(element, vector)
+    compiled = compile_cubin(source, names, arch, include=[PACKAGE, PACKAGE.parents[1] / "blocks" / "cuda"])
     assert set(compiled.names) == set(names)
     assert compiled.spilled_bytes == 0, compiled.log
     assert compiled.log.count("registers") >= len(names), "ptxas reported on fewer kernels than were asked for"
@@ -423,7 +423,7 @@ def test_argmax_is_the_first_largest(width: int, device: str) -> None:
     from flashkernel.ops.reduce.triton import argmax as by_parts
 
     x = torch.randint(-20, 20, (3, width + 5), generator=torch.Generator().manual_seed(0)).float().to(device)
-    x = x[:, :width]  # rows that are not neighbours, with many equal values
+    x = x[:, :width]  # rows that are not neighbors, with many equal values
     x[2] = -torch.inf
     expected = torch.tensor([int((row == row.max()).nonzero()[0]) for row in x.cpu()])
     assert torch.equal(fk.argmax(x).cpu(), expected)

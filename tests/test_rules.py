@@ -19,10 +19,10 @@ from flashkernel.ops import registry
 
 ROOT = Path(flashkernel.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
-ROOMS = sorted(path.parent for path in (ROOT / "ops").glob("*/__init__.py"))
+PACKAGES = sorted(path.parent for path in (ROOT / "ops").glob("*/__init__.py"))
 OPS = list(registry().values())
 by_name = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-by_room = pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+by_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
 # package -> packages of the project it may import
 MAY_IMPORT = {
@@ -55,11 +55,13 @@ def test_imports_follow_the_house(path: Path) -> None:
             assert target[1] in MAY_IMPORT[parts[0]], f"{parts[0]} must not import {name}"
         within = parts[0] == "ops" and len(parts) > 2
         if within and target[1:2] == ["ops"] and target[2] != parts[1]:
-            assert len(target) == 4, f"room {parts[1]} must not import {name}: rooms see each other's public names only"
+            assert len(target) == 4, (
+                f"package {parts[1]} must not import {name}: packages see each other's public names only"
+            )
         outside = parts[0] in ("kvcache", "lab", "compat", "hf") or (within and target[2:3] != [parts[1]])
         if outside and target[1:2] == ["ops"] and len(target) > 3:
             public = importlib.import_module(".".join(target[:3]))
-            assert target[3] in public.__all__, f"{parts[0]} sees rooms through their public names only, not {name}"
+            assert target[3] in public.__all__, f"{parts[0]} sees packages through their public names only, not {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -73,12 +75,12 @@ def test_core_names_no_operator_and_env_is_read_in_one_file(path: Path) -> None:
         assert "os.getenv" not in text, "environment variables are read in core/env.py only"
 
 
-@by_room
-def test_a_room_is_complete(room: Path) -> None:
+@by_package
+def test_a_package_is_complete(package: Path) -> None:
     for name in ("spec.py", "reference.py", "api.py", "library.py", "protocol.py", "README.md", "configs.py"):
-        assert (room / name).exists(), f"room {room.name} has no {name}"
-    names = {op.name for op in OPS if op.function.startswith(f"flashkernel.ops.{room.name}.")}
-    assert names, f"room {room.name} declares no operator"
+        assert (package / name).exists(), f"package {package.name} has no {name}"
+    names = {op.name for op in OPS if op.function.startswith(f"flashkernel.ops.{package.name}.")}
+    assert names, f"package {package.name} declares no operator"
     for name in names:
         assert callable(getattr(flashkernel, name)), f"flashkernel.{name} is not exported"
 

@@ -15,8 +15,8 @@ from flashkernel.engine.sampler import (
     FIELDS,
     IN_PROMPT,
     INVALID_TOKEN,
+    RowSamplingParams,
     SamplerOutput,
-    SamplingSettings,
     SamplingStates,
     logprobs_of,
     sample,
@@ -35,7 +35,7 @@ def _sample(
 ) -> Tensor:
     """One token for each row of logits, with the rows' own settings, after the `tokens` of a prompt and an output."""
     count, rows = len(params), np.arange(len(params))
-    settings, states = SamplingSettings(count), states or SamplingStates(count, logits.shape[1], logits.device)
+    settings, states = RowSamplingParams(count), states or SamplingStates(count, logits.shape[1], logits.device)
     for row, one in enumerate(params):
         settings.set(row, one, one.seed or 0)
         states.set(row, one, list(one.stop_token_ids), *tokens)
@@ -112,13 +112,13 @@ def test_a_draw_depends_on_its_row_alone() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"top_k": 7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8}], ids=str)
 def test_a_draw_does_not_depend_on_what_others_ask_for(how: dict[str, float]) -> None:
-    """Neighbours decide whether the vocabulary is sorted, searched for candidates, or neither."""
+    """Neighbors decide whether the vocabulary is sorted, searched for candidates, or neither."""
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(1)) * 3
-    neighbours = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3, "repetition_penalty": 1.0}]
+    neighbors = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3, "repetition_penalty": 1.0}]
     for number in range(200):
         mine = SamplingParams(temperature=1.0, seed=number, **how)  # type: ignore[arg-type]
         alone = int(_sample(logits, [mine]))
-        for other in neighbours:
+        for other in neighbors:
             beside = SamplingParams(temperature=1.0, seed=5, **other)  # type: ignore[arg-type]
             assert int(_sample(logits.expand(2, 100), [mine, beside])[0]) == alone
 
@@ -132,7 +132,7 @@ def test_penalties_are_transformers_and_openais(device: str) -> None:
         SamplingParams(presence_penalty=0.8, frequency_penalty=0.3),
         SamplingParams(repetition_penalty=0.5, presence_penalty=-1.0, frequency_penalty=2.0),
     ]
-    for token in range(VOCAB):  # whatever token is ahead, by whatever little, the penalised order decides
+    for token in range(VOCAB):  # whatever token is ahead, by whatever little, the penalized order decides
         raised = logits.clone()
         raised[:, token] = 3.0
         states = SamplingStates(3, VOCAB, torch.device(device))

@@ -8,9 +8,10 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.core import tune
+from flashkernel.ops.sampling import threshold_triton
 from flashkernel.ops.sampling import triton as kernels
 from flashkernel.ops.sampling.configs import SAMPLE, SampleConfig
-from flashkernel.ops.sampling.params import IN_PROMPT, Settings
+from flashkernel.ops.sampling.params import IN_PROMPT, SampleParams
 from flashkernel.ops.sampling.reference import kept, philox, uniform
 
 BACKENDS = ["reference", "torch", "triton"]
@@ -190,7 +191,7 @@ def test_the_search_takes_as_many_passes_as_it_needs(
         tokens = fk.sample(
             logits, seeds, positions, temperature=temperature, top_k=top_k, top_p=top_p, backend="triton"
         )
-    settings = Settings(seeds, positions, temperature.double(), top_k, top_p.double())
+    settings = SampleParams(seeds, positions, temperature.double(), top_k, top_p.double())
     expected = fk.sample(
         logits, seeds, positions, temperature=temperature, top_k=top_k, top_p=top_p, backend="reference"
     )
@@ -235,8 +236,8 @@ def test_rows_of_a_large_vocabulary(device: str, given: dict[str, float]) -> Non
 @pytest.mark.parametrize(("row", "passes"), [(0, 1), (1, 1), (2, 1), (6, 2)])
 def test_a_search_takes_one_pass_where_a_sample_tells(row: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose threshold a sample of the row comes near to; a single token that has most of the mass it misses."""
-    pivots, pivot = [], kernels._pivot
-    monkeypatch.setattr(kernels, "_pivot", lambda *args: pivots.append(args) or pivot(*args))
+    pivots, pivot = [], threshold_triton._pivot
+    monkeypatch.setattr(threshold_triton, "_pivot", lambda *args: pivots.append(args) or pivot(*args))
     logits, one = _vocabularies()[row : row + 1], torch.ones(1, dtype=torch.int64)
     fk.sample(logits, one, one, top_p=torch.tensor([0.9]), backend="triton")
     assert len(pivots) == 5 * passes

@@ -31,7 +31,7 @@ async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, An
     """One request of a random kind: (prompt, its text), or (kind, None) if nothing is expected of it."""
     prompt, count = draw.choice(PROMPTS), draw.randint(1, 12)
     options: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": count, "temperature": 0}
-    kind = draw.choice(("whole", "whole", "stream", "leave", "wrong", "penalised"))
+    kind = draw.choice(("whole", "whole", "stream", "leave", "wrong", "penalized"))
     if kind == "wrong":
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**{**options, "top_p": 7.0})
@@ -42,11 +42,11 @@ async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, An
             break
         await stream.close()
         return "leave", None
-    if kind == "penalised":
+    if kind == "penalized":
         await client.completions.create(
             **{**options, "temperature": 0.8}, presence_penalty=1.0, logit_bias={"5": 2}, n=2
         )
-        return "penalised", None
+        return "penalized", None
     if kind == "stream":
         stream = await client.completions.create(**options, stream=True)
         return f"{prompt}|{count}", "".join([chunk.choices[0].text async for chunk in stream])

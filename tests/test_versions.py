@@ -17,7 +17,7 @@ from flashkernel.ops.attention.hopper.backward_configs import BACKWARD
 ROOT = Path(__file__).parent.parent
 H200 = devices.KNOWN["h200"]
 SHAPE = {
-    "queries": 4096, "keys": 4096, "seqlen_q": 4096, "seqlen_k": 4096, "max_visible_keys": 4096,
+    "seqlen_q": 4096, "seqlen_k": 4096, "max_visible_keys": 4096,
     "mean_visible_keys": 4096, "head_dim": 128, "value_dim": 128, "bytes": 2, "group_size": 1,
     "fixed_max": 1, "masked": 1, "has_tables": 0, "out_bytes": 2, "block_scales": 0,
 }  # fmt: skip
@@ -31,7 +31,7 @@ def _anew() -> Iterator[None]:
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None) -> None:
-    for name in ("core.versions", *(f"ops.attention.{room}configs" for room in ("", "hopper.backward_", "fp8."))):
+    for name in ("core.versions", *(f"ops.attention.{package}configs" for package in ("", "hopper.backward_", "fp8."))):
         monkeypatch.setattr(f"flashkernel.{name}.triton_version", lambda: version)
 
 

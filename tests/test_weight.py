@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 import flashkernel as fk
 from flashkernel import Weight
 from flashkernel.blocks.fp8 import FP8, expand_scales, quantize_fp8_groups
-from flashkernel.blocks.weight import _FORMATS, GRANULARITIES, Layout, WeightBuffers, register_format
+from flashkernel.blocks.weight import _FORMATS, GRANULARITIES, Layout, register_format
+from flashkernel.blocks.weight_module import WeightBuffers
 from flashkernel.core import device as devices
 
 GRANULARITY = pytest.mark.parametrize("granularity", list(GRANULARITIES))
@@ -313,7 +314,7 @@ class _Ternary:
     def shape(self, data: Tensor) -> torch.Size:
         return data.shape
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         return None
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,7 @@ def _quantize(matrix: Tensor, format: str, granularity: str, symmetric: bool) ->
 
 
 def _steps(weight: Weight) -> Tensor:
-    """The distance between neighbouring integers, for each element."""
+    """The distance between neighboring integers, for each element."""
     assert weight.scales is not None
     return expand_scales(weight.scales.double(), weight.group_shape, weight.shape)
 

@@ -70,8 +70,8 @@ def build(name: str) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(configs()[name]).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            spread, centre = (0.3, 0.0) if parameter.ndim > 1 else (0.2, float(parameter.mean()))
-            parameter.normal_(centre, spread)
+            spread, center = (0.3, 0.0) if parameter.ndim > 1 else (0.2, float(parameter.mean()))
+            parameter.normal_(center, spread)
     return model
 
 

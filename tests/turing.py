@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from compiled import Specialisation
+from compiled import Specialization
 
 from flashkernel.core import cuda, driver, replay_switch
 from flashkernel.core import device as devices
@@ -27,7 +27,7 @@ from flashkernel.core.launch import Launch
 
 ARCH, GPU = 75, devices.KNOWN["t4"]
 _UNASKED_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking for them
-_loaded: dict[tuple[Any, ...], Any] = {}  # by kernel, specialisation and device index
+_loaded: dict[tuple[Any, ...], Any] = {}  # by kernel, specialization and device index
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def submit(record: LaunchRecord, stream: int) -> None:
 
 def _code(launch: Launch, index: int) -> Any:
     """The compiled kernel with the attributes that core/launch.py reads of Triton's own, loaded on a GPU."""
-    found = Specialisation.of(launch)
+    found = Specialization.of(launch)
     parts = (found.signature, found.constexprs, found.attributes, found.options)
     key = (launch.kernel, repr(parts), index)
     if key not in _loaded:

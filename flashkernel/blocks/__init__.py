@@ -1,1 +1,1 @@
-"""What rooms share: traced expressions, masks and their tiles."""
+"""What operator packages share: traced expressions, masks and their tiles."""

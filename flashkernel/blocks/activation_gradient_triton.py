@@ -14,7 +14,7 @@ from flashkernel.blocks.epilogue_triton import pull_back_activation
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
 
-MOST_ROWS = 64  # of which one program has all: up to so many, the bias's gradient is part of the launch
+MAX_ROWS = 64  # of which one program has all: up to so many, the bias's gradient is part of the launch
 _TILE = 2048  # elements of a program
 
 
@@ -71,7 +71,7 @@ def activation_gradient(
         factor: What the activation's output was multiplied by.
         gradients: Where dz, or the gradients of gate and up, are written; they may be `values`. Empty: nowhere.
         biases: What z is stored without: [columns], one for each of `values`; empty where z has it.
-        bias_gradients: Where the sums of `gradients` over all rows are written; up to `MOST_ROWS` rows.
+        bias_gradients: Where the sums of `gradients` over all rows are written; up to `MAX_ROWS` rows.
     """
     rows, columns = dy.shape
     if dy.numel() == 0:

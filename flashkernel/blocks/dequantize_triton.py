@@ -1,4 +1,4 @@
-"""Quantised weights in Triton: tiles of them as floats, and whole matrices at memory speed.
+"""Quantized weights in Triton: tiles of them as floats, and whole matrices at memory speed.
 
 The layouts are those of `blocks/weight_formats`: row-major "int4", "int8" and "mxfp4", and their tiles.
 """
@@ -159,12 +159,12 @@ def dequantize_tiles(
     words = tl.load(data + (block * (inner // 64) + tile) * WORDS + tl.arange(0, WORDS))
     codes = _tile_codes(words, FORMAT)
     row, column = tl.arange(0, 64), tile * 64 + tl.arange(0, 64)  # within the 64 rows; of the matrix
-    place = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
+    lane_row = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
     if GROUP == 32:
         group = (tile * 2 + tl.arange(0, 64) // 32)[None, :]
     else:
         group = (tile * 64 // GROUP if GROUP > 0 else 0) + tl.zeros([1, 1], tl.int32)
-    where = (block * groups + group) * 64 + place[:, None]
+    where = (block * groups + group) * 64 + lane_row[:, None]
     scale = tl.load(scales + where)
     zero = tl.load(zeros + where) if ZEROS else scale
     values = scaled_codes(codes, scale, zero, FORMAT, ZEROS)

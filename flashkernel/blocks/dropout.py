@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35  # the odd factors of MurmurHash3's finaliser
+FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35  # the odd factors of MurmurHash3's finalizer
 START = 0x9E3779B9  # so that seed 0 does not leave pair 0 at hash 0
 Word = TypeVar("Word", Tensor, int)
 

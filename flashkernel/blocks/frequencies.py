@@ -116,8 +116,8 @@ class Frequencies:
         _check_factor("llama3", factor)
 
         def stretched(value: float) -> float:
-            turns = original_max_positions * value / (2 * math.pi)  # in the original context
-            kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            rotations = original_max_positions * value / (2 * math.pi)  # in the original context
+            kept = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)
             kept = min(1.0, max(0.0, kept))
             return value * (kept + (1 - kept) / factor)
 
@@ -155,10 +155,10 @@ class Frequencies:
 
         _check_factor("yarn", factor)
 
-        def pair_that_turns(times: float) -> float:
-            return dim * math.log(original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
+        def correction_dim(rotations: float) -> float:
+            return dim * math.log(original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+        low, high = correction_dim(beta_fast), correction_dim(beta_slow)
         if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
@@ -190,7 +190,7 @@ class Frequencies:
         return self._kept("inverse", device)
 
     def rates(self, device: torch.device | str = "cpu") -> Tensor:
-        """Turns per position in units of 2^-64, modulo one turn: int64 [dim / 2], kept per device.
+        """Rotations per position in units of 2^-64, modulo one rotation: int64 [dim / 2], kept per device.
 
         A position times a rate, in wrapping int64 arithmetic, is the phase without the rounding of large angles.
         """

@@ -26,7 +26,7 @@ def gather_bounds(gather: Gather, known: dict[str, Interval], sizes: dict[str, t
     if table.numel() == 0:
         return Interval(0, 0)
     fixed = {name: interval.low for name, interval in known.items() if name not in ("q", "k")}
-    followed = [_followed(index, sizes) for index in gather.indices]
+    followed = [_direct_index(index, sizes) for index in gather.indices]
     names = [one.name for one in followed if one is not None]
     if len(set(names)) < len(names) or any(
         one is None and ex.variables(index) & {"q", "k"} for one, index in zip(followed, gather.indices)
@@ -53,7 +53,7 @@ def _as_bounds(low: Tensor, high: Tensor) -> Interval:
 
 
 @dataclass(frozen=True)
-class _Followed:
+class _DirectIndex:
     """An index that is q or k, or that over `block`, where tiles are of `size` positions out of `length`."""
 
     name: str
@@ -79,7 +79,7 @@ class _Followed:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else table
 
 
-def _followed(index: Expression, sizes: dict[str, tuple[int, int]]) -> _Followed | None:
+def _direct_index(index: Expression, sizes: dict[str, tuple[int, int]]) -> _DirectIndex | None:
     block = 1
     if isinstance(index, Operation) and index.name == "floordiv":
         index, divisor = index.args
@@ -87,7 +87,7 @@ def _followed(index: Expression, sizes: dict[str, tuple[int, int]]) -> _Followed
     if not isinstance(index, Variable) or index.name not in sizes:
         return None
     length, size = sizes[index.name]
-    return _Followed(index.name, block, length, size) if size % block == 0 or block % size == 0 else None
+    return _DirectIndex(index.name, block, length, size) if size % block == 0 or block % size == 0 else None
 
 
 def _corner_bounds(gather: Gather, known: dict[str, Interval], sizes: dict[str, tuple[int, int]]) -> Interval:

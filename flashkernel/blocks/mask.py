@@ -1,7 +1,7 @@
 """Attention masks: which key positions a query position sees.
 
 A mask answers two questions from one expression: is this pair visible, and is this tile of pairs empty, partial or
-full. Masks compose with &, | and ~. Kernels iterate over ranges of neighbouring tiles (blocks/tile_ranges.py), never
+full. Masks compose with &, | and ~. Kernels iterate over ranges of neighboring tiles (blocks/tile_ranges.py), never
 load an empty tile and never mask a full one.
 
     causal() & window(128)                     what gpt-oss's sliding layers see

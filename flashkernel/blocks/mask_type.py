@@ -127,7 +127,7 @@ class Mask(Traced):
 
     @functools.cached_property
     def bounded(self) -> bool:
-        """Whether it keeps every query from seeing keys past the last, so that nobody else needs to."""
+        """Whether it keeps every query from seeing keys past the last, so that kernels need not."""
         return _bounded(self.expression)
 
     @functools.cached_property
@@ -199,7 +199,7 @@ class Mask(Traced):
         return "\n".join("".join(glyphs[code] for code in line) for line in codes)
 
     def image(self, path: Any, seqlen_q: int = 256, seqlen_k: int | None = None, tile: int = 32) -> None:
-        """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are coloured by
+        """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are colored by
         whether a kernel skips, masks or just computes them."""
         try:
             import matplotlib
@@ -236,7 +236,7 @@ def custom_advice(value: Any) -> str:
 
 def kept(make: Callable[..., Mask]) -> Callable[..., Mask]:
     """Give the same mask for the same plain numbers and masks without tables: people write `mask=causal()` at every
-    call. Under torch.compile, and for tensors, it is made anew."""
+    call. Under torch.compile, and for tensors, it is built again."""
     known = functools.lru_cache(maxsize=1024, typed=True)(make)
 
     @functools.wraps(make)

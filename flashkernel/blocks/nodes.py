@@ -25,7 +25,7 @@ class Expression:
     """A condition or a number computed from indices; `kind` says which.
 
     Conditions compose with & | ~ and compare with == and !=. Where a number is expected, a condition counts as 1 or 0,
-    as in Python. // and % round towards minus infinity, as in Python. & and | of integers are bitwise.
+    as in Python. // and % round toward minus infinity, as in Python. & and | of integers are bitwise.
     """
 
     @property

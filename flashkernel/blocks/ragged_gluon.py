@@ -43,13 +43,13 @@ def _fields(box: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
 
 
 @gluon.jit
-def group_place(row, column, end):
+def group_coords(row, column, end):
     """Returns the coordinates of a tile whose first element is (row, column), of a group that ends at row `end`."""
     return [ROW_LIMIT, end, ROW_LIMIT - end + row, column]
 
 
 @gluon.jit
-def head_place(row, head, end):
+def head_coords(row, head, end):
     """Returns the coordinates of a tile [rows, heads, head_dim] whose first row is `row`, of a group that ends at row
     `end`."""
     return [ROW_LIMIT, end, ROW_LIMIT - end + row, head, 0]

@@ -48,7 +48,7 @@ def rotary_width(
 
 def half_width(table: Tensor, width: int, interleaved: bool) -> Tensor:
     """One column for each pair, [..., width / 2], of a table that may say each twice: side by side where the pairs are
-    neighbours, in two halves otherwise."""
+    neighbors, in two halves otherwise."""
     if table.shape[-1] == width // 2:
         return table
     return table[..., ::2] if interleaved else table[..., : width // 2]

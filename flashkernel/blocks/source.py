@@ -104,7 +104,7 @@ def _load_source(gather: Gather, found: list[Tensor]) -> str:
 
 
 def _division_source(expression: Operation, dividend: str) -> str:
-    """// or %, rounded towards minus infinity; Triton rounds towards zero, which is the same where nothing is negative.
+    """// or %, rounded toward minus infinity; Triton rounds toward zero, which is the same where nothing is negative.
 
     Two's complement makes shifts and bitwise and the right ones for powers of two.
     """

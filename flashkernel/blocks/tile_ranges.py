@@ -1,6 +1,6 @@
 """Tile ranges: the tiles that an attention kernel iterates over for one tile of queries, or of keys.
 
-A range is (first tile, end, masked): neighbouring tiles that are all full, or all partial. A causal row of tiles has
+A range is (first tile, end, masked): neighboring tiles that are all full, or all partial. A causal row of tiles has
 two ranges: the full tiles, then the partial ones on the diagonal. A window has three: partial, full, partial. Within a
 range the loop has no branches, so the compiler can keep loads in flight.
 """

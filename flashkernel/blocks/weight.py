@@ -1,4 +1,4 @@
-"""What a matrix product multiplies by: `Weight`, the formats it may be stored in, and a module that holds one.
+"""What a matrix product multiplies by: `Weight`, and the formats it may be stored in.
 
 A format is registered once (`register_format`): how its tensors become a matrix, how a matrix becomes its tensors, and
 which kernels read them as they are. Callers (linear layers, model loaders, the engine, `hf`) handle a `Weight` and name
@@ -7,13 +7,13 @@ no format, so a new format changes none of them. The library's own formats are i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flashkernel.blocks.fp8 import SCALE_BLOCK, expand_scales, quantize_fp8_groups
@@ -35,7 +35,8 @@ class Weight:
     j // columns) and group_shape is (rows, columns); GGUF's formats have minima or scales of scales. The exact layouts
     are in the docstrings of `flashkernel.blocks.weight_formats`.
     `flashkernel.linear` takes a Weight wherever it takes a tensor. A quantized Weight is frozen: gradients go through
-    it to x, and it has none. torch.compile, torch.utils._pytree and state dicts (`WeightBuffers`) see its tensors.
+    it to x, and it has none. torch.compile, torch.utils._pytree and state dicts (`WeightBuffers` in
+    `blocks/weight_module.py`) see its tensors.
 
     Args:
         data: The stored elements, (out, in), or (experts, out, in) for a stack of matrices; "int4" and "mxfp4" have
@@ -74,9 +75,9 @@ class Weight:
     activation_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        problem = format_named(self.format).problem(self)
-        if problem is not None:
-            raise ValueError(f"Weight: {problem}")
+        error = format_named(self.format).error(self)
+        if error is not None:
+            raise ValueError(f"Weight: {error}")
 
     @staticmethod
     def quantize(
@@ -95,7 +96,7 @@ class Weight:
                 (128x128), or a size such as "1x64". None: what suits the format, "row" for those of 8 bits, "1x32" for
                 "mxfp4", and for "int4" the widest of "1x128", "1x64", "1x32" and "row" that divides a row.
             activation_dtype: As in `Weight`.
-            symmetric: False gives zero points to "int8" and "int4", for values that are not centred at 0.
+            symmetric: False gives zero points to "int8" and "int4", for values that are not centered at 0.
         """
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or tensor.ndim < 2:
             raise ValueError(
@@ -235,7 +236,7 @@ class Weight:
 
     def _with(self, tensors: Sequence[Any]) -> Weight:
         """Other tensors of the same layout."""
-        return _assembled(tensors, (self.format, self.group_shape, self.activation_dtype))
+        return assembled(tensors, (self.format, self.group_shape, self.activation_dtype))
 
     def __repr__(self) -> str:
         size = "x".join(map(str, self.shape))
@@ -309,7 +310,7 @@ def _size(weight: Weight) -> str:
     return f"{count} bytes" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
-def _assembled(tensors: Sequence[Any], context: Sequence[Any]) -> Weight:
+def assembled(tensors: Sequence[Any], context: Sequence[Any]) -> Weight:
     """A Weight of data, scales and zeros, and of its other fields; unchecked, because torch's pytrees hold things that
     are no tensors."""
     made = object.__new__(Weight)
@@ -328,7 +329,7 @@ def _flatten(weight: Weight) -> tuple[list[Any], Any]:
 
 def _unflatten(tensors: Any, layout: Any) -> Weight:
     (present, context), left = layout, iter(tensors)
-    return _assembled([next(left) if there else None for there in present], context)
+    return assembled([next(left) if there else None for there in present], context)
 
 
 pytree.register_pytree_node(Weight, _flatten, _unflatten, serialized_type_name="flashkernel.Weight")
@@ -342,7 +343,7 @@ class WeightFormat(Protocol):
     def shape(self, data: Tensor) -> torch.Size:
         """The matrix's shape, which packed data does not have."""
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         """What is wrong with a Weight's tensors; None if they fit."""
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -415,56 +416,6 @@ def check_main_grads(function: str, main_grads: Sequence[Tensor], weights: Seque
                 f"{function}: a main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; it must be "
                 f"float32 or {weight.dtype}, {tuple(weight.shape)} on {weight.device}, and require no gradient"
             )
-
-
-class WeightBuffers(nn.Module):
-    """A module that holds a `Weight`: its tensors are in the state dict and move with the module.
-
-    A plain weight that has a gradient is a parameter, everything else a buffer. A change of the module's dtype
-    (`module.half()`) leaves the tensors of a quantized weight as they are.
-
-    Args:
-        weight: The Weight.
-    """
-
-    def __init__(self, weight: Weight) -> None:
-        nn.Module.__init__(self)  # whatever other kind of layer a subclass is
-        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
-        if weight.format == "plain" and weight.data.requires_grad:
-            self.data = weight.data if isinstance(weight.data, nn.Parameter) else nn.Parameter(weight.data)
-        else:
-            self.register_buffer("data", weight.data)
-        self.register_buffer("scales", weight.scales)
-        self.register_buffer("zeros", weight.zeros)
-
-    @property
-    def weight(self) -> Weight:
-        """The Weight of the tensors that are here now."""
-        return _assembled((self.data, self.scales, self.zeros), self._context)
-
-    def get_extra_state(self) -> str:
-        """The layout, so that tensors of another one are not loaded."""
-        return self.weight.layout
-
-    def set_extra_state(self, state: str) -> None:
-        """ValueError if a state dict has another layout than the module."""
-        if state != self.weight.layout:
-            raise ValueError(f"the state dict has a weight in {state!r}; the module's is in {self.weight.layout!r}")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightBuffers:
-        if self._context[0] == "plain":
-            return super()._apply(fn, recurse)
-        stored = [id(tensor) for tensor in self.weight.tensors]
-
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if id(tensor) in stored and moved.dtype != tensor.dtype else moved
-
-        return super()._apply(keep_dtype, recurse)
-
-    def extra_repr(self) -> str:
-        """The weight's own text."""
-        return repr(self.weight)
 
 
 # Each registers itself; they need the names above.

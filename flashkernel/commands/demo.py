@@ -53,10 +53,10 @@ def demo(
             step.run()
             bar.advance()
     output.show(format, [summary.as_dict() for summary in summaries], [output.demo_table(summaries)])
-    problems = [problem for summary in summaries for problem in summary.problems]
-    for problem in problems:
-        progress.log(problem)
-    progress.exit_with(stopped, failed=bool(problems))
+    failures = [message for summary in summaries for message in summary.failure_messages]
+    for message in failures:
+        progress.log(message)
+    progress.exit_with(stopped, failed=bool(failures))
 
 
 def _text(device: torch.device, fetching: bool, format: Format) -> None:

@@ -19,12 +19,12 @@ def doctor(format: Formatted = Format.table) -> None:
 
     findings = list(diagnose())
     table = Table("", "name", "status", "detail", "how to fix it")
-    colours = {"ok": "green", "missing": "yellow", "broken": "bold red"}
+    colors = {"ok": "green", "missing": "yellow", "broken": "bold red"}
     topic = ""
     for found in findings:
         shown = "" if found.topic == topic else found.topic
         topic = found.topic
-        status = f"[{colours[found.status]}]{found.status}[/]"
+        status = f"[{colors[found.status]}]{found.status}[/]"
         table.add_row(shown, found.name, status, escape(found.detail), escape(found.advice))
     output.show(format, [found.as_dict() for found in findings], [table])
     if any(found.status == "broken" for found in findings):

@@ -23,7 +23,7 @@ from flashkernel.lab.output import Format
 if TYPE_CHECKING:
     from flashkernel.lab.random_calls import Call, CallOutcome
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 DEFAULT_SECONDS = 60.0
 
 
@@ -92,7 +92,7 @@ def check_random(
         else:
             seconds = DEFAULT_SECONDS if limits.seconds is None and limits.calls is None else limits.seconds
             batches = _until(random_calls.schedule(chosen, seed, sizes, limits.calls), seconds)
-            workers = limits.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+            workers = limits.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
             found = random_calls.run(batches, target, backends, workers, limits.timeout_s)
         _collect(found, outcomes, bar)
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]

@@ -65,7 +65,7 @@ def hopper(
     target: str,
     supports: Supports = _anything,
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
-    deprioritised: Supports | None = None,
+    deprioritized: Supports | None = None,
 ) -> Backend:
     """Gluon kernels for sm_90 only, with TMA and asynchronous warpgroup matrix products (wgmma)."""
 
@@ -78,7 +78,7 @@ def hopper(
             return f"it needs a Hopper GPU (sm_90); {call.device.name} is not one"
         return _dtype(call, dtypes) or supports(call)
 
-    return Backend("hopper", target, answer, deprioritised=deprioritised)
+    return Backend("hopper", target, answer, deprioritized=deprioritized)
 
 
 def cuda(
@@ -86,7 +86,7 @@ def cuda(
     supports: Supports = _anything,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     auto_devices: tuple[str, ...] = (),
-    deprioritised: Supports | None = None,
+    deprioritized: Supports | None = None,
 ) -> Backend:
     """CUDA C++ kernels from sm_75 up, compiled at first use by NVRTC; used only on request unless `auto_devices`."""
 
@@ -98,14 +98,14 @@ def cuda(
             return f"bfloat16 needs sm_80 or newer; kernels are compiled for sm_{arch}"
         return _dtype(call, dtypes) or _arch(call, 75) or cuda_loader.available() or supports(call)
 
-    return Backend("cuda", target, answer, auto_devices=auto_devices, deprioritised=deprioritised)
+    return Backend("cuda", target, answer, auto_devices=auto_devices, deprioritized=deprioritized)
 
 
 def cpp(
     target: str,
     supports: Supports = _anything,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
-    deprioritised: Supports | None = None,
+    deprioritized: Supports | None = None,
 ) -> Backend:
     """C++ kernels for a CPU, compiled at first use by the machine's C++ compiler."""
 
@@ -114,7 +114,7 @@ def cpp(
             return "its kernels run on a CPU"
         return _dtype(call, dtypes) or supports(call) or cpp_loader.can_compile()
 
-    return Backend("cpp", target, answer, auto_devices=("cpu",), deprioritised=deprioritised)
+    return Backend("cpp", target, answer, auto_devices=("cpu",), deprioritized=deprioritized)
 
 
 def _dtype(call: Call, dtypes: tuple[torch.dtype, ...]) -> str | None:

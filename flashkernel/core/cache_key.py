@@ -12,17 +12,17 @@ from types import ModuleType
 from typing import Any
 
 
-def settle(kernel: Any) -> None:
+def compute_cache_keys(kernel: Any) -> None:
     """Computes the cache keys of a `triton.jit` function and of all functions it calls, unless that was done."""
     if getattr(kernel, "hash", "") is None:
-        _settle(kernel, set())
+        _compute(kernel, set())
 
 
-def _settle(function: Any, seen: set[int]) -> None:
+def _compute(function: Any, seen: set[int]) -> None:
     seen.add(id(function))
     for called in _called(function):
         if called.hash is None and id(called) not in seen:
-            _settle(called, seen)
+            _compute(called, seen)
     function.cache_key  # noqa: B018  computes it
 
 

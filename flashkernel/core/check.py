@@ -1,7 +1,7 @@
 """The only numeric comparison in the project.
 
 A result is correct if its error against the reference in float64 is at most twice the error of torch's own backend in
-the same dtype, plus a few roundings of the output's largest value. NaN never passes. Uninitialised memory is filled
+the same dtype, plus a few roundings of the output's largest value. NaN never passes. Uninitialized memory is filled
 with NaN while a call is checked, so that elements which no kernel writes are found.
 """
 

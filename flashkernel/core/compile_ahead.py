@@ -92,7 +92,7 @@ def _share_before_fork(launches: list[AnyLaunch]) -> None:
     """Computes what every worker would compute: the keys of kernels and of Triton itself, and loads its compiler."""
     kernels = {id(launch.kernel): launch.kernel for launch in launches if isinstance(launch, Launch)}
     for kernel in kernels.values():
-        cache_key.settle(kernel)
+        cache_key.compute_cache_keys(kernel)
     if kernels:
         with suppress(ImportError):  # later versions keep it elsewhere
             from triton.runtime.cache import triton_key
@@ -109,7 +109,7 @@ def compile_one(launch: AnyLaunch, arch: int, with_launcher: bool = False) -> An
     """Compiles one kernel into the cache on disk; returns Triton's compiled kernel, or the code of a CUDA kernel."""
     if not isinstance(launch, Launch):
         return launch.kernel.module.compile(launch.kernel.name, arch)
-    cache_key.settle(launch.kernel)
+    cache_key.compute_cache_keys(launch.kernel)
     with _driver_without_gpu(arch):
         options = versions.compile_options(arch) | launch.constants
         code = launch.kernel.warmup(*map(_stand_in, launch.args), grid=launch.grid, **options)

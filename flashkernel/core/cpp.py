@@ -87,17 +87,17 @@ def _build(command: list[str], source: Path) -> Path:
     """Compiles and links. OpenMP comes from the libraries torch has loaded, else from the compiler's; else there is
     one thread."""
     shared, object_file = source.with_suffix(".so"), source.with_suffix(".o")
-    problem = ""
+    message = ""
     for openmp, linked in ((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], [])):
-        problem = _run([*command, *openmp, "-c", str(source), "-o", str(object_file)])
-        problem = problem or _run([command[0], "-shared", str(object_file), *linked, "-o", str(shared)])
-        if not problem:
+        message = _run([*command, *openmp, "-c", str(source), "-o", str(object_file)])
+        message = message or _run([command[0], "-shared", str(object_file), *linked, "-o", str(shared)])
+        if not message:
             try:
                 ctypes.CDLL(str(shared))
                 return shared
             except OSError as error:
-                problem = str(error)
-    raise CompileError(f"{source.name} does not compile: {problem}")
+                message = str(error)
+    raise CompileError(f"{source.name} does not compile: {message}")
 
 
 def _run(command: list[str]) -> str:

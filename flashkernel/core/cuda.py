@@ -7,7 +7,7 @@ instance, `module.kernel("row_sum<__nv_bfloat16>")`; each is compiled separately
     SUM = Module(Path(__file__).with_name("kernel.cu")).kernel("row_sum<float>", "pointer, pointer, int32")
     SUM.launch((rows,), (256,), (x, out, x.shape[1]))
 
-Launches neither synchronise nor allocate and may be captured into a CUDA graph, even the first one. Compiling needs
+Launches neither synchronize nor allocate and may be captured into a CUDA graph, even the first one. Compiling needs
 NVRTC and the CUDA headers but no GPU: `Module.compile(name, arch)` gives the code for any architecture.
 
 `built_for(75)`, or FLASHKERNEL_CUDA_ARCH=75, compiles every kernel to PTX for that older architecture, which the driver
@@ -34,7 +34,8 @@ import torch
 
 from flashkernel.core import build_counter, driver, env, nvrtc, replay_switch
 from flashkernel.core import device as devices
-from flashkernel.core.driver import LaunchRecord, PreparedLaunch, TensorMap
+from flashkernel.core.cuda_arguments import ARGUMENT_TYPES, declared, undeclared
+from flashkernel.core.driver import LaunchRecord, PreparedLaunch
 from flashkernel.core.launch import is_observed, notify_launch
 from flashkernel.core.nvrtc import CompiledCubin, CompileError, can_compile, compile_cubin, core
 
@@ -52,19 +53,6 @@ __all__ = [
     "can_compile",
     "compile_cubin",
 ]
-
-# Names for kernel parameters, as they are declared: `kernel(name, "pointer, int32, float32")`.
-ARGUMENT_TYPES: dict[str, type] = {
-    "pointer": ctypes.c_void_p,
-    "int32": ctypes.c_int32,
-    "uint32": ctypes.c_uint32,
-    "int64": ctypes.c_int64,
-    "uint64": ctypes.c_uint64,
-    "float32": ctypes.c_float,
-    "float64": ctypes.c_double,
-    "bool": ctypes.c_bool,
-    "tensor_map": ctypes.c_char * 128,  # a TensorMap of core.driver, for a __grid_constant__ parameter
-}
 
 # C++ names of the dtypes that kernels compute in.
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -125,7 +113,7 @@ def virtual_arch() -> int | None:
     return _built_for.get() or env.cuda_arch()
 
 
-def vectorised(x: torch.Tensor) -> torch.Tensor:
+def vectorized(x: torch.Tensor) -> torch.Tensor:
     """The tensor, copied where 16-byte loads cannot read its rows."""
     unit = 16 // x.element_size()
     apart = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
@@ -348,9 +336,9 @@ class Kernel:
 
     def load(self, index: int) -> Any:
         """Compile (or take from the disk) and load for the GPU of this index; launches do it themselves."""
-        place = (index, self.module.older_arch())
+        key = (index, self.module.older_arch())
         with _load_lock, torch.cuda.device(index), _loading_allowed():
-            if place not in self._loaded:
+            if key not in self._loaded:
                 _adopt_context(index)
                 major, minor = torch.cuda.get_device_capability(index)
                 arch = 10 * major + minor
@@ -361,17 +349,17 @@ class Kernel:
                 kernel = code.get_kernel(compiled.names[self.name])
                 self._check_declaration(kernel)
                 _driver("cuKernelGetFunction", kernel.handle)  # loads the code now, not at a launch inside a capture
-                self._loaded[place] = kernel
-        return self._loaded[place]
+                self._loaded[key] = kernel
+        return self._loaded[key]
 
     def pack(self, args: Sequence[Any], index: int) -> list[Any]:
         """Arguments as cuda-core takes them: pointers as ints, scalars as ctypes or numpy values."""
         if self.arguments is None:
-            return [_undeclared(self.name, value, index) for value in args]
+            return [undeclared(self.name, value, index) for value in args]
         if len(args) != len(self.arguments):
             wanted = f"{len(self.arguments)} arguments ({', '.join(self.arguments)})"
             raise TypeError(f"{self.name} takes {wanted}, {len(args)} were given")
-        return [_declared(self.name, kind, value, index) for kind, value in zip(self.arguments, args)]
+        return [declared(self.name, kind, value, index) for kind, value in zip(self.arguments, args)]
 
     def _check_declaration(self, kernel: Any) -> None:
         """Compare the declared arguments with the compiled kernel's parameters, where the driver can list them."""
@@ -403,36 +391,6 @@ def _launch_config(grid: Any, block: Any, shared: int, programmatic: bool) -> An
     pdl = programmatic and hasattr(kind, "programmatic_stream_serialization")
     options = {"programmatic_stream_serialization": True} if pdl else {}
     return kind(grid=grid, block=block, shmem_size=shared, **options)
-
-
-def _undeclared(name: str, value: Any, index: int) -> Any:
-    if isinstance(value, torch.Tensor) or value is None:
-        return _declared(name, "pointer", value, index)
-    if type(value) in (bool, int, float):
-        text = f"{name}: {value!r} has no declared type; pass a ctypes or numpy value, or declare the arguments"
-        raise TypeError(f"{text}: kernel({name!r}, 'pointer, int32, ...')")
-    return value
-
-
-def _declared(name: str, kind: str, value: Any, index: int) -> Any:
-    if kind == "pointer":
-        if value is None:
-            return 0
-        if isinstance(value, torch.Tensor):
-            if value.get_device() != index:
-                raise ValueError(f"{name}: a tensor is on {value.device} and the launch on cuda:{index}; move one")
-            return value.data_ptr()
-        if type(value) is int:
-            return value
-        raise TypeError(f"{name}: a pointer argument takes a tensor, None or an address, not {value!r}")
-    if kind == "tensor_map":
-        if not isinstance(value, TensorMap) or value.base.get_device() != index:
-            raise ValueError(f"{name}: a tensor_map argument takes a TensorMap of a tensor on cuda:{index}")
-        return value
-    made = ARGUMENT_TYPES[kind](value)
-    if made.value != value and kind not in ("float32", "float64"):
-        raise OverflowError(f"{name}: {value!r} does not fit {kind}")
-    return made
 
 
 def _driver(function: str, *args: Any) -> Any:

@@ -20,7 +20,7 @@ class Workload(NamedTuple):
 
 
 def declare(
-    room: str,
+    package: str,
     name: str,
     summary: str,
     *,
@@ -29,26 +29,26 @@ def declare(
     baselines: Iterable[str | Baseline] = (),
     **fields: Any,
 ) -> Op:
-    """Returns an operator whose functions are `room.api:name`, `room.reference:name` and `room.torch:name`.
+    """Returns an operator whose functions are `package.api:name`, `package.reference:name` and `package.torch:name`.
 
     Args:
-        room: The operator's package.
+        package: The operator's package.
         name: The operator's name.
         summary: A few words, for tables.
         workload: Its cases, benchmarks and cost; None where `fields` have them.
         kernels: Backends of kernel modules, in order of preference; torch's and the reference follow them.
-        baselines: Names of functions in `room.baselines` ("compile" is `compiled`, since `compile` is Python's).
+        baselines: Names of functions in `package.baselines` ("compile" is `compiled`, since `compile` is Python's).
         fields: Further fields of `Op`; `function` and `reference` where they have other names.
     """
-    found = tuple(Baseline(one, _baseline(room, one)) if isinstance(one, str) else one for one in baselines)
-    functions = {"function": f"{room}.api:{name}", "reference": f"{room}.reference:{name}"}
+    found = tuple(Baseline(one, _baseline(package, one)) if isinstance(one, str) else one for one in baselines)
+    functions = {"function": f"{package}.api:{name}", "reference": f"{package}.reference:{name}"}
     if workload is not None:
         fields |= workload._asdict()
-    composites = (backends.torch_native(f"{room}.torch:{name}"), backends.reference(f"{room}.reference:{name}"))
+    composites = (backends.torch_native(f"{package}.torch:{name}"), backends.reference(f"{package}.reference:{name}"))
     return Op(
         name=name, summary=summary, backends=(*kernels, *composites), baselines=found, **{**functions, **fields}
     )  # fmt: skip
 
 
-def _baseline(room: str, name: str) -> str:
-    return f"{room}.baselines:{'compiled' if name == 'compile' else name}"
+def _baseline(package: str, name: str) -> str:
+    return f"{package}.baselines:{'compiled' if name == 'compile' else name}"

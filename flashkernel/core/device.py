@@ -249,7 +249,7 @@ def health(device: torch.device) -> Health | None:
 
 @cache
 def _nvml() -> Any | None:
-    """The pynvml module, initialised; None where it or its driver is missing."""
+    """The pynvml module, initialized; None where it or its driver is missing."""
     try:
         import pynvml
 

@@ -48,7 +48,7 @@ class Verdict:
 
     backend: str
     reason: str | None  # why it does not support the call; None where it does
-    deprioritised: str | None = None  # why it is not selected automatically although it supports the call
+    deprioritized: str | None = None  # why it is not selected automatically although it supports the call
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Explanation:
             elif self.forced:
                 note = f"could, but {self.forced!r} was asked for"
             else:
-                because = f"; not picked automatically: {verdict.deprioritised}" if verdict.deprioritised else ""
+                because = f"; not picked automatically: {verdict.deprioritized}" if verdict.deprioritized else ""
                 note = f"could, if asked for{because}"
             lines.append(f"  {verdict.backend:10} {note}")
         return "\n".join(lines)

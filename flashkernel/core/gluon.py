@@ -100,7 +100,7 @@ def specialize_warps(
 
 @gluon.jit
 def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """Returns NUMBER initialised mbarriers in shared memory; COUNT arrivals complete a phase."""
+    """Returns NUMBER initialized mbarriers in shared memory; COUNT arrivals complete a phase."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(index), count=COUNT)

@@ -85,7 +85,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
     """Launch and return the compiled kernel."""
     device = _device(args)
     if not env.interpreting():
-        cache_key.settle(kernel)
+        cache_key.compute_cache_keys(kernel)
         constants = versions.compile_options(device_properties(device).arch) | constants
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -38,7 +38,7 @@ def traced(tensor: Tensor) -> bool:
 
 
 def empty_gradients(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Uninitialised gradients of `given`, as a fake backward function returns them; without elements if not wanted."""
+    """Uninitialized gradients of `given`, as a fake backward function returns them; without elements if not wanted."""
     first = next(tensor for tensor in given if tensor is not None)
     return tuple(
         tensor.new_empty(tensor.shape) if tensor is not None and want else first.new_empty(0)
@@ -108,7 +108,7 @@ class KernelOp:
         return self.forward(args, {})
 
     def may_overwrite(self, ctx, gradient: Tensor) -> bool:
-        """Whether a backward pass may write to what was saved: nobody reads it later, in eager mode, unless the graph
+        """Whether a backward pass may write to what was saved: it is not read later, in eager mode, unless the graph
         is kept. An operator of torch.library returns what it saves."""
         eager = getattr(ctx, "_forward_cls", None) is self.function
         return eager and not traced(gradient) and not _keeps_graph()

@@ -120,7 +120,7 @@ class Tolerance:
     of_inputs: str = ""
     through: torch.dtype | None = None  # what results are rounded to on the way, where that is narrower than both
     integer_steps: int = 0  # how far integers may be off: 1 where they are rounded results, which fall to either side
-    cancelling: tuple[str, ...] = ()  # inputs whose gradients are sums of terms that cancel, with a floor32
+    canceling: tuple[str, ...] = ()  # inputs whose gradients are sums of terms that cancel, with a floor32
 
     def of_gradient(self, name: str) -> Tolerance:
         """The tolerance of an input's gradient.
@@ -128,7 +128,7 @@ class Tolerance:
         Terms that cancel leave a sum much smaller than the scale of their roundings. In float32 nothing else hides
         that, and torch's own error is one draw of it: four times the floor is allowed.
         """
-        if name not in self.cancelling or self.floor32 is None:
+        if name not in self.canceling or self.floor32 is None:
             return self
         return replace(self, floor32=4 * self.floor32)
 
@@ -157,7 +157,7 @@ class Backend:
         supports: Given a call: None, or the reason why the backend does not support it.
         composite: A plain function, not a module of launchers.
         auto_devices: Kinds of device on which it is selected automatically.
-        deprioritised: Given a call that it supports: None, or the reason why a later backend is preferred.
+        deprioritized: Given a call that it supports: None, or the reason why a later backend is preferred.
     """
 
     name: str
@@ -165,11 +165,11 @@ class Backend:
     supports: Callable[[Call], str | None]
     composite: bool = False
     auto_devices: tuple[str, ...] = ("cuda",)
-    deprioritised: Callable[[Call], str | None] | None = None
+    deprioritized: Callable[[Call], str | None] | None = None
 
     def reason_against(self, call: Call) -> str | None:
         """The reason why a later backend is preferred for a call that this one supports, or None."""
-        return None if self.deprioritised is None else self.deprioritised(call)
+        return None if self.deprioritized is None else self.deprioritized(call)
 
     def auto_selected(self, call: Call) -> bool:
         """True if it is selected automatically for a call that it supports."""
@@ -316,7 +316,7 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     three times as large, as q, k and v come out of one projection; of a vector, the middle column. offset: the storage
     starts one element early, so that the first address is not aligned. expanded: the first entry of the first dim
     stands for all, at stride 0; not of integers, which may have to differ, nor of vectors: a row that is constant has
-    no variance to be normalised by.
+    no variance to be normalized by.
     """
     shape = values.shape
     if layout == "contiguous" or values.ndim == 0 or (values.ndim == 1 and layout in ("padded", "transposed")):

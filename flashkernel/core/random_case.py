@@ -30,7 +30,7 @@ class Rng:
     """Where the random choices of a case come from.
 
     `kernel` decides what a kernel is compiled for (dtypes, head dims, masks, strides that 16 divides) and is the same
-    for GROUP neighbouring seeds; `call` decides the rest (sizes, tables). `device` is where tensors of options live.
+    for GROUP neighboring seeds; `call` decides the rest (sizes, tables). `device` is where tensors of options live.
     """
 
     kernel: random.Random

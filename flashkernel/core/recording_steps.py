@@ -100,7 +100,7 @@ def _dtype_source(dtype: torch.dtype) -> str:
 
 
 class AllocationStep:
-    """An allocation of uninitialised memory."""
+    """An allocation of uninitialized memory."""
 
     def __init__(self, slot: int, tensor: Tensor) -> None:
         self.slot, self.size, self.stride, self.dtype = slot, tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -167,7 +167,7 @@ def _summary(samples: Sequence[float], mode: str, notes: Sequence[str] = ()) -> 
 
 def _measure_cpu(request: _Request) -> Timing:
     calls = request.calls()
-    calls[0]()  # imports, lazy initialisation
+    calls[0]()  # imports, lazy initialization
     start = time.perf_counter()
     calls[-1]()
     call_s = time.perf_counter() - start

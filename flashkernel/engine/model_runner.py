@@ -22,8 +22,8 @@ from flashkernel.engine.input_buffers import InputBuffers
 from flashkernel.engine.outputs import TokenLogprob
 from flashkernel.engine.sampler import (
     FIELDS,
+    RowSamplingParams,
     SamplerOutput,
-    SamplingSettings,
     SamplingStates,
     logprobs_of,
     sample,
@@ -84,7 +84,7 @@ class ModelRunner:
         capturable = model.config.num_experts == 0 or properties(self.device).arch >= 80
         self.use_graphs = self.padded and not enforce_eager and capturable
         self.shapes = StepShapes(max_num_seqs, max_num_batched_tokens)
-        self.settings = SamplingSettings(max_num_seqs)
+        self.settings = RowSamplingParams(max_num_seqs)
         self.states = SamplingStates(max_num_seqs + 1, model.config.vocab_size, self.device)
         self._padding_row = max_num_seqs
         most_tokens = max_num_batched_tokens + max_num_seqs  # decodes are padded apart from prompts

@@ -21,7 +21,7 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after it
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
         self._known = 0
 
     def draft(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ class PromptLookup:
                     self._after[tuple(token_ids[end - size : end])] = end
         self._known = len(token_ids)
         for size in NGRAMS:
-            place = self._after.get(tuple(token_ids[-size:])) if len(token_ids) > size else None
-            if place is not None:
-                return tuple(token_ids[place : place + count])
+            position = self._after.get(tuple(token_ids[-size:])) if len(token_ids) > size else None
+            if position is not None:
+                return tuple(token_ids[position : position + count])
         return ()

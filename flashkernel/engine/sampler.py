@@ -45,7 +45,7 @@ class Logprobs(NamedTuple):
     top_token_ids: Tensor  # [rows, k]
 
 
-class SamplingSettings:
+class RowSamplingParams:
     """Sampling parameters of each row of the KV cache, in arrays on the host; a batch is a selection of rows."""
 
     def __init__(self, rows: int) -> None:

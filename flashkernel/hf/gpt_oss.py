@@ -14,7 +14,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from flashkernel.blocks.epilogue import Gate
-from flashkernel.blocks.weight import Weight, WeightBuffers
+from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_module import WeightBuffers
 from flashkernel.ops.moe import moe_experts, moe_sort
 
 _PACKED = ("_blocks", "_scales")
@@ -48,7 +49,7 @@ def load_gpt_oss(
 ) -> GptOssForCausalLM:
     """Returns gpt-oss from a folder in its released layout. Its experts stay in MXFP4 and are frozen.
 
-    No expert is ever held in 16 bits: a layer's experts are dequantised for the duration of a product of many tokens,
+    No expert is ever held in 16 bits: a layer's experts are dequantized for the duration of a product of many tokens,
     and read as they are for few.
 
     Args:
@@ -69,16 +70,16 @@ def load_gpt_oss(
         Traceback (most recent call last):
         FileNotFoundError: no/such/folder has no config.json; give a folder with gpt-oss's files
     """
-    place = Path(folder)
-    if not (place / "config.json").is_file():
-        raise FileNotFoundError(f"{place} has no config.json; give a folder with gpt-oss's files")
-    values = json.loads((place / "config.json").read_text())
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} has no config.json; give a folder with gpt-oss's files")
+    values = json.loads((path / "config.json").read_text())
     values.pop("quantization_config", None)
     config = GptOssConfig.from_dict(values)
     with torch.device("meta"):
         model = GptOssForCausalLM(config)
     packed: dict[str, Tensor] = {}
-    for name, tensor in _tensors(place):
+    for name, tensor in _tensors(path):
         if name.endswith(_PACKED):
             packed[name] = tensor.to(device)
         else:
@@ -90,7 +91,7 @@ def load_gpt_oss(
         model.tie_weights()
     missing = [name for name, one in model.named_parameters() if one.is_meta]
     if missing:
-        raise ValueError(f"load_gpt_oss: {place} has no {', '.join(missing[:3])} and {len(missing)} such in all")
+        raise ValueError(f"load_gpt_oss: {path} has no {', '.join(missing[:3])} and {len(missing)} such in all")
     return model.requires_grad_(False).train()
 
 

@@ -218,7 +218,7 @@ def _patch_module(module: nn.Module) -> list[Entry]:
 
 def _patch_norm(module: nn.Module, kind: families.Norm) -> Entry:
     if not kind.rms and (len(module.normalized_shape) != 1 or module.weight is None):  # type: ignore[arg-type]
-        return _skipped("norm", module, "it normalises several dims, or has no weight")
+        return _skipped("norm", module, "it normalizes several dims, or has no weight")
     return _set_forward("norm", module, "rms_norm" if kind.rms else "layer_norm", forwards.norm, kind)
 
 

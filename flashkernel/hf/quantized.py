@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flashkernel.blocks.weight import Weight, WeightBuffers
+from flashkernel.blocks.weight import Weight
 from flashkernel.blocks.weight_formats.tiles import SUFFIX
+from flashkernel.blocks.weight_module import WeightBuffers
 from flashkernel.ops.gemm import linear
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -37,7 +37,7 @@ class Summary:
         return found.get("backend"), found.get("baseline")
 
     @property
-    def problems(self) -> list[str]:
+    def failure_messages(self) -> list[str]:
         """Failures of our backends, a line each."""
         checked = [f"{one.op} {one.case} {one.dtype} {one.backend}: {one.message}" for one in self.failures]
         return checked + tables.failure_messages(record for record in self.records if record.kind == "backend")

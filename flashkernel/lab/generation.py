@@ -142,7 +142,7 @@ def measure(
     copy_tbs: float,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[GenerationRecord]:
-    """Yields a record for each runner and batch, anew in every round; a runner that cannot run has an `error`.
+    """Yields a record for each runner and batch, again in every round; a runner that cannot run has an `error`.
 
     Args:
         model: the model, on its device.

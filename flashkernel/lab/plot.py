@@ -16,7 +16,7 @@ from flashkernel.lab.tables import Row, columns, rows
 if TYPE_CHECKING:
     from flashkernel.lab.quality import QualityRecord
 
-MOST_GROUPS = 24  # groups of bars in an operator's chart that can still be read
+MAX_GROUPS = 24  # groups of bars in an operator's chart that can still be read
 
 
 class PlotError(RuntimeError):
@@ -95,10 +95,10 @@ def plot_quality(records: Sequence[QualityRecord], path: Path) -> None:
 
 def _operator(figure: Any, records: Sequence[Record], ceilings: Mapping[str, Any]) -> None:
     """The roofline on the left, percent of the roof by case on the right."""
-    groups, names = rows(records)[:MOST_GROUPS], columns(records)
-    colours = _colours(names)
+    groups, names = rows(records)[:MAX_GROUPS], columns(records)
+    colors = _colors(names)
     left, right = _two_axes(figure, len(groups) * (len(names) + 1))
-    _roofline(left, records, ceilings, colours)
+    _roofline(left, records, ceilings, colors)
     _bars(right, [_label(row) for row in groups], _series(groups, names, lambda record: 100 * (record.roof or 0.0)))
     right.axvline(100, color="0.3", linewidth=1)
     right.set(xlabel="% of the roof", title="percent of the measured roof")
@@ -138,9 +138,11 @@ def _serving(figure: Any, records: Sequence[ServeRecord]) -> None:
     """Loads that came at once: tokens/s. Loads at a rate: p99 of the first and the next token, and goodput."""
     at_once = [record for record in records if record.rate is None]
     if at_once:
-        labels = list(dict.fromkeys(f"{record.model} {record.load} {record.turn}" for record in at_once))
+        labels = list(dict.fromkeys(f"{record.model} {record.load} {record.pass_name}" for record in at_once))
         names = list(dict.fromkeys(record.implementation for record in at_once))
-        found = {(f"{record.model} {record.load} {record.turn}", record.implementation): record for record in at_once}
+        found = {
+            (f"{record.model} {record.load} {record.pass_name}", record.implementation): record for record in at_once
+        }
         series = {
             name: [found[label, name].out_tokens_per_s if (label, name) in found else None for label in labels]
             for name in names
@@ -196,8 +198,8 @@ def _ladder(figure: Any, records: Sequence[Record]) -> None:
     several = len({record.key for record in records}) > 1
     labels = [record.implementation + (f", {record.case} {record.dtype}" if several else "") for record in records]
     shares = [ladder_tables.share(record, records) for record in records]
-    colours = ["0.6" if record.kind == "baseline" else "C0" for record in records]
-    bars = axes.barh(range(len(records)), [record.tflops or 0.0 for record in records], color=colours)
+    colors = ["0.6" if record.kind == "baseline" else "C0" for record in records]
+    bars = axes.barh(range(len(records)), [record.tflops or 0.0 for record in records], color=colors)
     texts = [f"{record.tflops or 0:.1f}" + (f" ({part:.1%})" if part else "") for record, part in zip(records, shares)]
     axes.bar_label(bars, texts, fontsize=8, padding=3)
     axes.set_yticks(range(len(records)), labels, fontsize=8)
@@ -206,7 +208,7 @@ def _ladder(figure: Any, records: Sequence[Record]) -> None:
     axes.set(xlabel="TFLOP/s (share of cuBLAS)", title=f"M = N = K = {records[0].case}, {records[0].dtype}")
 
 
-def _roofline(axes: Any, records: Sequence[Record], ceilings: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+def _roofline(axes: Any, records: Sequence[Record], ceilings: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     """Arithmetic intensity against TFLOP/s, both logarithmic, under the measured ceilings."""
     points = [record for record in records if record.tflops and record.tbs]
     intensities = [record.tflops / record.tbs for record in points]  # type: ignore[operator]
@@ -220,10 +222,10 @@ def _roofline(axes: Any, records: Sequence[Record], ceilings: Mapping[str, Any],
         axes.plot(line, [min(peak, copy * at) for at in line], color="0.3", linewidth=1.2)
         axes.annotate(f"{dtype}: {copy:.3g} TB/s, {peak:.3g} TFLOP/s", (low, copy * low), xytext=(4, 10),
                       textcoords="offset points", fontsize=8, color="0.3")  # fmt: skip
-    for name, colour in colours.items():
+    for name, color in colors.items():
         mine = [(at, record.tflops) for at, record in zip(intensities, points) if record.implementation == name]
         if mine:
-            axes.scatter(*zip(*mine), s=18, color=colour, label=name, alpha=0.75)
+            axes.scatter(*zip(*mine), s=18, color=color, label=name, alpha=0.75)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title="roofline")
     axes.grid(True, which="major", alpha=0.3)
     if points:
@@ -238,12 +240,12 @@ def _series(
 
 
 def _bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], texts: bool = False) -> None:
-    """Horizontal bars: a group for each label, a colour for each series; `texts` writes values beside the bars."""
+    """Horizontal bars: a group for each label, a color for each series; `texts` writes values beside the bars."""
     height = 0.8 / len(series)
-    colours = _colours(list(series))
+    colors = _colors(list(series))
     for offset, (name, values) in enumerate(series.items()):
         drawn = [(index + offset * height, value) for index, value in enumerate(values) if value is not None]
-        bars = axes.barh(*zip(*drawn), height=height, color=colours[name], label=name) if drawn else None
+        bars = axes.barh(*zip(*drawn), height=height, color=colors[name], label=name) if drawn else None
         if texts and bars is not None:
             axes.bar_label(bars, [generation_tables.number(value) for _, value in drawn], fontsize=7, padding=2)
     axes.set_yticks([index + 0.4 - height / 2 for index in range(len(labels))], labels, fontsize=8)
@@ -258,7 +260,7 @@ def _two_axes(figure: Any, bars: int) -> tuple[Any, Any]:
     return left, right
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
+def _colors(names: Sequence[str]) -> dict[str, str]:
     return {name: f"C{index % 10}" for index, name in enumerate(names)}
 
 

@@ -160,7 +160,7 @@ def _sizes(text: str | None) -> str | None:
 
 
 def by_range(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, list[KernelProfile]]:
-    """The kernels of each labelled NVTX range. With one label, rows without any range belong to it."""
+    """The kernels of each labeled NVTX range. With one label, rows without any range belong to it."""
     found: dict[str, list[KernelProfile]] = {label: [] for label in labels}
     for row in rows:
         label = next((one for one in labels if one in row.ranges), None)

@@ -102,7 +102,7 @@ def run(
             interrupted = session.wait()
             outcomes = session.outcomes()
         if not outcomes and not interrupted:
-            raise ToolError(session.problem or "the profiled process ended before its first case")
+            raise ToolError(session.error or "the profiled process ended before its first case")
         for index, outcome in outcomes.items():
             yield pending.pop(index), outcome
         if interrupted:
@@ -124,7 +124,7 @@ class _Session:
         self.folder, self.targets, self.ncu, self.on_start = folder, targets, ncu, on_start
         self.status, self.status_file = _Status(), folder / "status.jsonl"
         self.log, self.output = folder / "ncu.log", folder / "output.txt"
-        self.read, self.problem = 0, ""
+        self.read, self.error = 0, ""
         write_work(folder / "work.json", "torch" if ncu is None else "ncu", device, targets)
         files = (str(folder / "work.json"), str(self.status_file))
         application = [sys.executable, "-m", "flashkernel.lab.profile_worker", *files]
@@ -140,10 +140,10 @@ class _Session:
         interrupted, deadline = False, time.monotonic() + TARGET_TIMEOUT_S
         while self.process.poll() is None:
             try:
-                if self._news():
+                if self._read_status():
                     deadline = time.monotonic() + TARGET_TIMEOUT_S
                 if time.monotonic() > deadline:
-                    self.problem = f"no answer within {TARGET_TIMEOUT_S:.0f} s: its process was killed"
+                    self.error = f"no answer within {TARGET_TIMEOUT_S:.0f} s: its process was killed"
                     self._end()
                     break
                 time.sleep(POLL_S)
@@ -153,10 +153,10 @@ class _Session:
                     break
                 interrupted = True
                 (self.folder / STOP).touch()
-        self._news()
+        self._read_status()
         return interrupted
 
-    def _news(self) -> bool:
+    def _read_status(self) -> bool:
         """Reads new lines of the status file; True if there are any."""
         if not self.status_file.exists():
             return False
@@ -199,9 +199,9 @@ class _Session:
             self._read_counters(found)
         lost = self.status.running
         if lost is not None:
-            found[lost] = Outcome(error=self.problem or f"its process died: {self._last_words()}")
+            found[lost] = Outcome(error=self.error or f"its process died: {self._last_message()}")
         elif not found:
-            self.problem = self.problem or self._last_words()
+            self.error = self.error or self._last_message()
         return found
 
     def _read_counters(self, found: Mapping[int, Outcome]) -> None:
@@ -224,7 +224,7 @@ class _Session:
         if rows and not any(grouped.values()):
             raise ToolError(f"ncu reported {len(rows)} kernels, none of them in an NVTX range")
 
-    def _last_words(self) -> str:
+    def _last_message(self) -> str:
         """What ncu or the process printed last."""
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (self.log, self.output)
                  if path.exists()]  # fmt: skip

@@ -10,7 +10,7 @@ from flashkernel.lab.profile_records import KernelProfile, ProfileRecord
 if TYPE_CHECKING:
     from rich.table import Table
 
-LEAST_SHARE = 0.02  # of a case's time: kernels below it are counted, not shown
+MIN_SHARE = 0.02  # of a case's time: kernels below it are counted, not shown
 HEADINGS = (
     "us", "% of roof", "FLOP/B", "occupancy", "DRAM", "L2", "SM", "tensor", "regs", "shared KB", "main stalls",
 )  # fmt: skip
@@ -47,7 +47,7 @@ def rich_table(records: Sequence[ProfileRecord], device: str = "") -> Table:
             table.add_row(escape(what) if index == 0 else "", name, *map(escape, cells))
         hidden = len(record.kernels) - len(shown(record))
         if hidden:
-            table.add_row("", f"and {hidden} more, under {LEAST_SHARE:.0%} of the time each")
+            table.add_row("", f"and {hidden} more, under {MIN_SHARE:.0%} of the time each")
         table.add_section()
     return table
 
@@ -56,7 +56,7 @@ def shown(record: ProfileRecord) -> list[KernelProfile]:
     """The kernels that take a visible share of the time, the longest first."""
     total = sum(kernel.duration_us for kernel in record.kernels)
     longest = sorted(record.kernels, key=lambda kernel: -kernel.duration_us)
-    return [kernel for kernel in longest if kernel.duration_us >= LEAST_SHARE * total]
+    return [kernel for kernel in longest if kernel.duration_us >= MIN_SHARE * total]
 
 
 def markdown(records: Sequence[ProfileRecord]) -> str:

@@ -22,7 +22,7 @@ from flashkernel.lab.profile_session import Outcome
 from flashkernel.lab.profile_worker import Target
 
 KERNEL_BACKENDS = ("cuda", "triton", "hopper")  # those that launch kernels of this project
-LEAST_WORK, MOST_WORK = 0.1, 1.5  # GB moved plus TFLOP computed
+MIN_WORK, MAX_WORK = 0.1, 1.5  # GB moved plus TFLOP computed
 
 
 def work(op: Op, case: Case, dtype: torch.dtype) -> float:
@@ -32,20 +32,20 @@ def work(op: Op, case: Case, dtype: torch.dtype) -> float:
 
 
 def preferred_order(amounts: Sequence[float]) -> list[int]:
-    """Indices of amounts of work, the most representative first: the median of those from LEAST_WORK to MOST_WORK, its
-    neighbours, then those out of the range.
+    """Indices of amounts of work, the most representative first: the median of those from MIN_WORK to MAX_WORK, its
+    neighbors, then those out of the range.
 
     Example:
         >>> preferred_order([0.001, 0.2, 0.4, 1.2, 9.0])
         [2, 1, 3, 4, 0]
     """
     ordered = sorted(range(len(amounts)), key=lambda index: amounts[index])
-    fitting = [index for index in ordered if LEAST_WORK <= amounts[index] <= MOST_WORK]
+    fitting = [index for index in ordered if MIN_WORK <= amounts[index] <= MAX_WORK]
     median = (len(fitting) - 1) // 2
     inside = [index for _, index in sorted(enumerate(fitting), key=lambda one: abs(one[0] - median))]
 
     def distance(index: int) -> float:
-        return max(LEAST_WORK / max(amounts[index], 1e-12), amounts[index] / MOST_WORK)
+        return max(MIN_WORK / max(amounts[index], 1e-12), amounts[index] / MAX_WORK)
 
     return inside + sorted((index for index in ordered if index not in fitting), key=distance)
 

@@ -18,7 +18,7 @@ class ServeRecord:
     model: str
     load: str
     # "first" or "second": how often the load was served since the start. A field of a dataclass cannot be named `pass`.
-    turn: str
+    pass_name: str
     implementation: str  # "engine", "vllm", or the address of a server
     kind: str  # "backend" (ours) or "baseline"
     dtype: str
@@ -41,7 +41,7 @@ class ServeRecord:
     @property
     def case(self) -> str:
         arrivals = "" if self.rate is None else f" {self.rate:g}/s"
-        return f"{self.model} {self.load}{arrivals} {self.turn}"
+        return f"{self.model} {self.load}{arrivals} {self.pass_name}"
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -55,11 +55,11 @@ class ServeRecord:
 
     def as_dict(self) -> dict[str, Any]:
         values = {name: value for name, value in asdict(self).items() if value is not None or name == "rate"}
-        return {("pass" if name == "turn" else name): value for name, value in values.items()}
+        return {("pass" if name == "pass_name" else name): value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServeRecord:
-        return cls(**{("turn" if name == "pass" else name): value for name, value in values.items()})
+        return cls(**{("pass_name" if name == "pass" else name): value for name, value in values.items()})
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -110,7 +110,7 @@ def table(records: Sequence[ServeRecord]) -> str:
         good = "" if one.goodput is None else f"{100 * one.goodput:.0f}%"
         speed = f"{one.out_tokens_per_s:,.0f}" if one.comparable else one.error or f"{one.failed} failed"
         rows.append(
-            f"| {one.model} | {one.load} | {arrivals} | {one.turn} | {one.implementation} "
+            f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {one.implementation} "
             f"| {speed} | {first} | {after} | {good} |"
         )
     return "\n".join(rows)

@@ -290,7 +290,7 @@ def measure(
     """
     for load in loads:
         for rate in rates:
-            for turn in range(passes):
-                name = PASSES[turn] if turn < len(PASSES) else f"{turn + 1}th"
+            for index in range(passes):
+                name = PASSES[index] if index < len(PASSES) else f"{index + 1}th"
                 timelines = serve(load, rate)
-                yield summarize(timelines, limits, load=load.name, rate=rate, turn=name, **facts())
+                yield summarize(timelines, limits, load=load.name, rate=rate, pass_name=name, **facts())

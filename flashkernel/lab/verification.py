@@ -50,7 +50,7 @@ class Verifier:
             device: where it runs.
             gradients: check the gradients too; without them the call runs under no_grad, as it is timed.
             prepare: called before the check, if it is not known yet, with the same settings of torch: torch.compile
-                compiles anew for others.
+                compiles again for others.
         """
         checked = (op.name, *case_key(case), dtype, str(device), gradients)
         key = (*checked, name)

@@ -14,7 +14,7 @@ LEAST = 1e-4  # of a channel's magnitude, so that factors stay finite
 def awq_factors(matrix: Tensor, inputs: Tensor, mean_magnitudes: Tensor, scheme: Scheme) -> Tensor:
     """Returns the factors s (in,) for which rounding W diag(s) changes the layer's outputs least.
 
-    s = mean |x|^a, normalised, for exponents a from 0 to 1: channels with large inputs get more of the integers' range.
+    s = mean |x|^a, normalized, for exponents a from 0 to 1: channels with large inputs get more of the integers' range.
     a = 0 is rounding without factors, so the result is never worse than that on the sample.
 
     Args:

@@ -234,8 +234,8 @@ def _error(matrix: Tensor, outputs: Tensor, inputs: Tensor) -> float:
 
 def _row_ratio(before: Tensor, after: Tensor, factors: Tensor) -> Tensor:
     """By what the rows of a matrix were multiplied when another projection was folded into them."""
-    largest, place = before.float().abs().max(1)
-    scaled = (after.float() / factors).abs().gather(1, place[:, None])[:, 0]
+    largest, argmax = before.float().abs().max(1)
+    scaled = (after.float() / factors).abs().gather(1, argmax[:, None])[:, 0]
     return torch.where(largest > 0, scaled / largest.clamp_min(1e-30), 1.0)
 
 

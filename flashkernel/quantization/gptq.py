@@ -15,7 +15,7 @@ from flashkernel.blocks.integers import IntegerRange
 from flashkernel.quantization.scheme import Scheme, assemble, fit_grid
 
 BLOCK = 128  # columns whose corrections are applied together to the rest of the matrix
-_TRIES = 4  # of a Cholesky factorisation, with ten times the damping each
+_TRIES = 4  # of a Cholesky factorization, with ten times the damping each
 
 
 def gptq(matrix: Tensor, hessian: Tensor, scheme: Scheme, *, damping: float = 0.01, act_order: bool = False) -> Weight:

@@ -11,7 +11,7 @@ struct TensorMap {
     unsigned long long words[15];
 };
 
-inline void mbarrier_init(unsigned barrier, unsigned arrivals) { cuda_emulator::initialise_mbarrier(barrier, arrivals); }
+inline void mbarrier_init(unsigned barrier, unsigned arrivals) { cuda_emulator::initialize_mbarrier(barrier, arrivals); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(unsigned barrier) { cuda_emulator::arrive_at_mbarrier(barrier, 0, "mbarrier.arrive"); }
 inline void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {

@@ -1,4 +1,4 @@
-// The rows of x of a linear layer, normalised, rounded and ordered as its products read them.
+// The rows of x of a linear layer, normalized, rounded and ordered as its products read them.
 
 #pragma once
 
@@ -53,7 +53,7 @@ template <typename Format> void size_inputs(const Linear& call, Inputs& inputs) 
     inputs.sums.assign(call.rows * inputs.stride, 0.0f);
 }
 
-inline void normalise(const Linear& call, float* row) {
+inline void normalize(const Linear& call, float* row) {
     const int64_t columns = call.weight.columns;
     f32x16 squares = {};
     for (int64_t at = 0; at < columns; at += LANES) {
@@ -155,7 +155,7 @@ template <typename Format> void prepare_row(const Linear& call, Inputs& inputs, 
     if (call.x_dtype == FLOAT32) std::memcpy(values.data(), from, columns * 4);
     else
         for (int64_t at = 0; at < columns; at++) values[at] = read(from, at, call.x_dtype);
-    if (call.norm_weight) normalise(call, values.data());
+    if (call.norm_weight) normalize(call, values.data());
     if (call.x_group) quantize_row<Format>(call, inputs, row, values.data());
     else order_row<Format>(inputs, row, values.data());
 }

@@ -1,4 +1,4 @@
-// Quantised weights as the registers of wgmma's left matrix (wgmma_registers.cuh), by integer and half-precision
+// Quantized weights as the registers of wgmma's left matrix (wgmma_registers.cuh), by integer and half-precision
 // arithmetic: no conversions, no shuffles. blocks/weight_formats/tiles.py has the layout of the tiles.
 //
 // An integer q with the bits of a half-precision number of a large exponent is that number plus q: 128 + q in bfloat16

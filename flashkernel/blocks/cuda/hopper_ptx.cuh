@@ -17,7 +17,7 @@ struct alignas(64) TensorMap {
 __device__ inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to TMA; a barrier of the block must follow.
+// Makes initialized barriers visible to TMA; a barrier of the block must follow.
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -52,7 +52,7 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
 #endif
 }
 
-// The box of a two-dimensional tensor that starts at column x and row y; its bytes count towards the barrier. Elements
+// The box of a two-dimensional tensor that starts at column x and row y; its bytes count toward the barrier. Elements
 // outside the tensor become zeros and count as well.
 __device__ inline void tma_load_2d(unsigned target, const TensorMap& map, int x, int y, unsigned barrier) {
     asm volatile(

@@ -146,7 +146,7 @@ __device__ inline float max_nan(float x, float y) {  // NaN wins; fmaxf drops it
 }
 #endif
 
-// The compiler forgets what it knows of a value: it must unpack it anew, and need not keep what it unpacked before.
+// The compiler forgets what it knows of a value: it must unpack it again, and need not keep what it unpacked before.
 __device__ inline void opaque(uint4& value) {
     asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
 }

@@ -1,4 +1,4 @@
-// wgmma products whose left matrix is in registers, for sm_90a: what dequantised weights are multiplied by.
+// wgmma products whose left matrix is in registers, for sm_90a: what dequantized weights are multiplied by.
 //
 // c [64 x N, float32] = a [64 x 16] b [16 x N] + (accumulate ? c : 0), started by the 128 threads of a warpgroup. b is in
 // shared memory (a descriptor of hopper_ptx.cuh) with rows along K; of wgmma_registers_n_major along N. With g = lane / 4

@@ -27,7 +27,7 @@ class _GGUFFormat(GroupedFormat):
     columns: int  # of a group
     multiple: int  # of columns in a matrix
 
-    def group_problem(self, group: tuple[int, int], columns: int) -> str | None:
+    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
         if group != (1, self.columns):
             return f"{self.name} has a scale for each {self.columns} columns of a row, not for {group[0]}x{group[1]}"
         if columns % self.multiple:
@@ -81,8 +81,8 @@ class Q4_1(_GGUFFormat):
         codes = _steps(groups - minima.float()[..., None], scales.float()).clamp(0, 15)
         return self.pack(pack_nibbles(codes.flatten(-3)), scales.flatten(-2), minima.flatten(-2))
 
-    def problem(self, weight: Weight) -> str | None:
-        return super().problem(weight) or ("the minima (zeros) are missing" if weight.zeros is None else None)
+    def error(self, weight: Weight) -> str | None:
+        return super().error(weight) or ("the minima (zeros) are missing" if weight.zeros is None else None)
 
 
 class Q4_K(_GGUFFormat):

@@ -30,7 +30,7 @@ class GroupedFormat(ABC):
     def shape(self, data: Tensor) -> torch.Size:
         return data.shape if self.packing == 1 else torch.Size((*data.shape[:-1], data.shape[-1] * self.packing))
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         data, scales, group = weight.data, weight.scales, weight.group_shape
         if data.dtype != self.data_dtype or data.ndim < 2:
             columns = "in" if self.packing == 1 else f"in / {self.packing}"
@@ -40,7 +40,7 @@ class GroupedFormat(ABC):
             )
         if any(size != -1 and size < 1 for size in group):
             return f"group_shape is {group}; sizes are positive, or -1 for all"
-        reason = self.group_problem(group, self.shape(data)[-1])
+        reason = self.group_error(group, self.shape(data)[-1])
         if reason is not None:
             return reason
         wanted = self.scale_shape(self.shape(data), group)
@@ -53,9 +53,9 @@ class GroupedFormat(ABC):
             )
         if scales.device != data.device:
             return f"the data is on {data.device} and the scales are on {scales.device}; move one of them"
-        return self._problem_of_zeros(weight) or self._problem_of_activations(weight)
+        return self._zeros_error(weight) or self._activations_error(weight)
 
-    def _problem_of_zeros(self, weight: Weight) -> str | None:
+    def _zeros_error(self, weight: Weight) -> str | None:
         zeros = weight.zeros
         if zeros is None:
             return None
@@ -70,19 +70,19 @@ class GroupedFormat(ABC):
             )
         return None
 
-    def _problem_of_activations(self, weight: Weight) -> str | None:
+    def _activations_error(self, weight: Weight) -> str | None:
         if weight.activation_dtype is None or weight.activation_dtype in self.activation_dtypes:
             return None
         allowed = "".join(f" or in {dtype}" for dtype in self.activation_dtypes)
         return f"activation_dtype is {weight.activation_dtype}; {self.name} weights take x as it is{allowed}"
 
-    def group_problem(self, group: tuple[int, int], columns: int) -> str | None:
+    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
         """Why the format has no such groups in a matrix of so many columns; None if it has."""
         return None
 
     def check_group(self, group: tuple[int, int], columns: int) -> None:
         """ValueError if the format has no such groups."""
-        reason = self.group_problem(group, columns)
+        reason = self.group_error(group, columns)
         if reason is not None:
             raise ValueError(f"Weight.quantize: {reason}")
 

@@ -39,7 +39,7 @@ class Int4(IntegerFormat):
     def codes(self, data: Tensor) -> Tensor:
         return unpack_nibbles(data)
 
-    def group_problem(self, group: tuple[int, int], columns: int) -> str | None:
+    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
         if columns % 2:
             return f"int4 stores two columns in a byte, and the matrix has {columns}; add one of zeros, or use int8"
         if group[0] != 1:

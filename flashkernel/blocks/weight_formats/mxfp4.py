@@ -29,7 +29,7 @@ class Mxfp4(GroupedFormat):
     packing = 2
     activation_dtypes = (torch.int8,)
 
-    def group_problem(self, group: tuple[int, int], columns: int) -> str | None:
+    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
         if group != (1, e2m1.GROUP):
             return f"mxfp4 has a scale for each 32 columns of a row (granularity 1x32), not for {group[0]}x{group[1]}"
         if columns % e2m1.GROUP:

@@ -18,7 +18,7 @@ class Plain:
     def shape(self, data: Tensor) -> torch.Size:
         return data.shape
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         if weight.scales is not None or weight.zeros is not None or weight.activation_dtype is not None:
             return "a plain weight has no scales, no zeros and no activation_dtype"
         if weight.data.dtype.itemsize < 2 or not weight.data.is_floating_point() or weight.data.ndim < 2:

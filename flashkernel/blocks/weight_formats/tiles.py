@@ -92,24 +92,24 @@ class TiledFormat(GroupedFormat):
         self.scale_dtype = torch.uint8 if base.scale_dtype == torch.uint8 else torch.float16
         self.has_zeros = base.has_zeros
 
-    def group_problem(self, group: tuple[int, int], columns: int) -> str | None:
+    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
         if columns % TILE:
             return f"tiles have {TILE} columns, which do not divide {columns}; keep the weight in {self.base.name}"
         if group[0] != 1 or (group[1] not in (-1, 32, 64) and group[1] % 128):
             return f"tiles have groups of 32, 64 or a multiple of 128 columns of a row, not {group[0]}x{group[1]}"
-        return self.base.group_problem(group, columns)
+        return self.base.group_error(group, columns)
 
-    def problem(self, weight: Weight) -> str | None:
+    def error(self, weight: Weight) -> str | None:
         if weight.data.ndim >= 2 and weight.data.shape[-2] % TILE:
             return f"tiles have {TILE} rows, which do not divide {weight.data.shape[-2]}; keep it in {self.base.name}"
-        return super().problem(weight)
+        return super().error(weight)
 
     def tiled(self, weight: Weight) -> Weight:
         """A Weight of the base format in tiles."""
         codes = unpack_nibbles(weight.data) if self.packing == 2 else weight.data
         if codes.shape[-2] % TILE:
             raise ValueError(f"Weight: {weight!r} has {codes.shape[-2]} rows, not a multiple of {TILE}; leave it so")
-        reason = self.group_problem(weight.group_shape, codes.shape[-1])
+        reason = self.group_error(weight.group_shape, codes.shape[-1])
         if reason is not None:
             raise ValueError(f"Weight: {weight!r}: {reason}")
         data = tile_codes(codes, self.order)

@@ -34,7 +34,7 @@ class ApiError(Exception):
 
 
 class ClientDisconnected(Exception):
-    """The client has left; nobody reads the response."""
+    """The client has left; the response is not read."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

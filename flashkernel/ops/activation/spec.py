@@ -13,7 +13,7 @@ from flashkernel.core.op import Case, Cost, Draw, Input, Op, Tolerance, count, n
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
-_ROOM = "flashkernel.ops.activation"
+_PACKAGE = "flashkernel.ops.activation"
 _HALF = (torch.bfloat16,)
 
 _ELEMENTWISE_CASES = (
@@ -98,11 +98,11 @@ def _op(
     peers: tuple[str, ...] = ("eager", "compile"),
 ) -> Op:
     return declare(
-        _ROOM,
+        _PACKAGE,
         name,
         summary,
         inputs=inputs,
-        kernels=(backends.triton(f"{_ROOM}.triton"),),
+        kernels=(backends.triton(f"{_PACKAGE}.triton"),),
         cases=cases,
         benches=benches,
         cost=_cost,

@@ -158,7 +158,7 @@ def _rows(layout: str, *tensors: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _grid(rows: int, blocks: int) -> tuple[int, int, int]:
-    """Blocks of a row first, so that neighbours in time are neighbours in memory; axes after the first hold 65535."""
+    """Blocks of a row first, so that neighbors in time are neighbors in memory; axes after the first hold 65535."""
     across = min(rows, 65535)
     return blocks, across, ceil_div(rows, max(1, across))
 

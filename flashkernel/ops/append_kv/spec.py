@@ -16,7 +16,7 @@ from flashkernel.core.op import Axes, Call, Case, Cost, Draw, Input
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
-_ROOM = "flashkernel.ops.append_kv"
+_PACKAGE = "flashkernel.ops.append_kv"
 _HALF = (torch.bfloat16,)
 _FP8, _INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -206,11 +206,11 @@ def _cpp_supports(call: Call) -> str | None:
 
 
 APPEND_KV = declare(
-    _ROOM,
+    _PACKAGE,
     "append_kv",
     "new keys and values into pages, rotated and quantized on the way",
     inputs=_INPUTS,
-    kernels=(backends.triton(f"{_ROOM}.triton", _triton_supports), backends.cpp(f"{_ROOM}.cpp", _cpp_supports)),
+    kernels=(backends.triton(f"{_PACKAGE}.triton", _triton_supports), backends.cpp(f"{_PACKAGE}.cpp", _cpp_supports)),
     workload=Workload(_CASES, _BENCHES, _cost),
     baselines=("eager", "compile"),
     differentiable=False,

@@ -59,7 +59,7 @@ def _fake_forward(inputs, arguments, kernels):
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (o, lse), as a fake function returns them."""
+    """Uninitialized (o, lse), as a fake function returns them."""
     batch, seqlen_q, heads, _ = q.shape
     return q.new_empty((batch, seqlen_q, heads, v.shape[3])), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 

@@ -20,7 +20,7 @@ from flashkernel.ops.attention.random_cases import mask_of, random_case
 from flashkernel.ops.attention.rotary.spec import ROTARY_ATTENTION
 from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN
 
-_ROOM = "flashkernel.ops.attention"
+_PACKAGE = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
 _TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
 
@@ -238,27 +238,27 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 ATTENTION = declare(
-    _ROOM,
+    _PACKAGE,
     "attention",
     "softmax attention with any mask, sinks, bias, softcap, ALiBi and dropout",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", support.hopper, deprioritised=support.slower_than_triton),
-        backends.triton(f"{_ROOM}.triton", support.triton, min_arch=80),
-        backends.cuda(f"{_ROOM}.cuda", support.cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
+        backends.hopper(f"{_PACKAGE}.hopper", support.hopper, deprioritized=support.slower_than_triton),
+        backends.triton(f"{_PACKAGE}.triton", support.triton, min_arch=80),
+        backends.cuda(f"{_PACKAGE}.cuda", support.cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),
     ),
     cases=(*_SHAPES, *_MASKS, *_SCORES),
     benches=_benches(),
     cost=_cost,
     # Gradients start from probabilities and an output that were rounded to the inputs' dtype; the lse does not.
     # Softmax's gradient adds up to zero over a row: what is summed from it is summed from terms that cancel.
-    tolerance=Tolerance(floor32=16.0, of_inputs="gradients", cancelling=("q", "k", "bias", "alibi_slopes")),
+    tolerance=Tolerance(floor32=16.0, of_inputs="gradients", canceling=("q", "k", "bias", "alibi_slopes")),
     # A row that sees one key has no gradient for q and k, against which rounding cannot be measured.
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "value_dim": (8, 40, 8)},
     random_case=random_case,
     random_share=8,
     baselines=tuple(
-        Baseline(name, f"{_ROOM}.baselines:{name}", forward_only=name == "fa3")
+        Baseline(name, f"{_PACKAGE}.baselines:{name}", forward_only=name == "fa3")
         for name in ("eager", "sdpa", "cudnn", "fa2", "flex", "fa3", "fa4")
     ),
 )

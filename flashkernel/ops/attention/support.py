@@ -7,7 +7,7 @@ import torch
 from flashkernel.core.op import Call
 from flashkernel.ops.attention.configs import too_wide
 
-FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a warp-specialised pipeline is full
+FEW_KEYS = 384  # seen by a tile of queries at most: loops that end before a warp-specialized pipeline is full
 
 
 def triton(call: Call) -> str | None:
@@ -62,7 +62,7 @@ def slower_than_triton(call: Call) -> str | None:
     if reason is not None:
         return reason
     if call.facts["has_tables"]:  # they are known on the device only
-        return "its mask has tables, so that the tile schedule cannot be laid out beforehand"
+        return "its mask has tables, so that the tile schedule cannot be made in advance"
     if call.facts["few_keys"] and not call.gradients and max(_widths(call)) > 64:
         return f"each tile of queries sees at most {FEW_KEYS} keys, where the portable forward kernel is faster"
     return None

@@ -16,22 +16,22 @@ from flashkernel.core.shapes import MODELS
 from flashkernel.ops.decode.configs import SHORT, too_large
 from flashkernel.ops.decode.random_cases import random_decode, random_prefill
 
-_ROOM = "flashkernel.ops.decode"
+_PACKAGE = "flashkernel.ops.decode"
 _HALF = (torch.bfloat16,)
 _TENSOR_CORE_DTYPES = (torch.float16, torch.bfloat16)
 _FP8, _INT8 = torch.float8_e4m3fn, torch.int8
-_QUANTISED = ("k_scale", "v_scale")
+_QUANTIZED = ("k_scale", "v_scale")
 _PAGED = ("page_table",)
 _UNALIGNED = "the cache's address, and the strides of its heads, keys and pages, must be multiples of 16 bytes"
-MOST_SEQUENCES = 4096  # every program holds all their lengths
+MAX_SEQUENCES = 4096  # every program holds all their lengths
 
 
 def _kernels(call: Call) -> str | None:
     widest = max(call.facts["head_dim"], call.facts["value_dim"])
     if widest > 512:
         return f"heads must be at most 512 wide, not {widest}"
-    if call.facts["batch"] > MOST_SEQUENCES:
-        return f"at most {MOST_SEQUENCES} sequences fit a launch, not {call.facts['batch']}"
+    if call.facts["batch"] > MAX_SEQUENCES:
+        return f"at most {MAX_SEQUENCES} sequences fit a launch, not {call.facts['batch']}"
     if call.facts["cache_dtype"] == _FP8 and call.device.kind == "cuda" and call.device.arch < 89:
         return f"float8_e4m3fn needs sm_89 or newer; {call.device.name} is sm_{call.device.arch}"
     return None
@@ -125,8 +125,8 @@ def _pages(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Te
     """Pages in no order, each at one place of the table, but for those that hold a shared prefix."""
     pages = max(1, axes["cache"][0])
     order = torch.randperm(pages, generator=generator, device=generator.device)
-    place = torch.arange(shape[0] * shape[1], device=generator.device) % pages
-    table = order[place].view(shape)
+    index = torch.arange(shape[0] * shape[1], device=generator.device) % pages
+    table = order[index].view(shape)
     if axes.get("shared") and shape[0]:
         first = axes["shared"] // axes["cache"][1]
         table[:, :first] = table[:1, :first].clone()
@@ -229,7 +229,7 @@ _PAGES = (
 def _quantized(
     name: str, axes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, levels: int, *more: str
 ) -> Case:
-    present = (*_QUANTISED, *more, *(_PAGED if "most_pages" in axes else ()))
+    present = (*_QUANTIZED, *more, *(_PAGED if "most_pages" in axes else ()))
     return Case(name, {**axes, "levels": levels}, options, present=present, dtype_of={"k": dtype, "v": dtype})
 
 
@@ -275,11 +275,11 @@ _PREFILL_CASES = (
     Case("transposed", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21)), layout="transposed"),
     Case("no-tokens", _packed(0, (0, 0), (4, 2), 16, 40, 16), {"return_lse": True}),
     Case("no-batch", _packed(5, (0,), (4, 2), 16, 16, 16), {"return_lse": True}, present=("sinks",)),
-    Case("fp8", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21), levels=15), present=_QUANTISED,
+    Case("fp8", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21), levels=15), present=_QUANTIZED,
          dtype_of={"k": _FP8, "v": _FP8}),
     Case("everything", _packed(21, (0, 10, 21), (4, 2), 16, 40, 16, lengths=(40, 21), levels=127),
          {"window": 9, "sink_tokens": 3, "softcap": 3.0, "scale": 0.2, "return_lse": True},
-         present=(*_QUANTISED, "sinks"), dtype_of={"k": _INT8, "v": _INT8}),
+         present=(*_QUANTIZED, "sinks"), dtype_of={"k": _INT8, "v": _INT8}),
 )  # fmt: skip
 
 
@@ -340,7 +340,7 @@ def _keys(case: Case) -> float:
 
 
 def _decode_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
-    """Every key and value that somebody sees is read once, a shared prefix once for all."""
+    """Every visible key and value is read once, a shared prefix once for all."""
     axes = case.axes
     batch, new = axes["batch"], axes["new"]
     keys = _keys(case)
@@ -364,15 +364,15 @@ def _prefill_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 DECODE_ATTENTION = declare(
-    _ROOM,
+    _PACKAGE,
     "decode_attention",
     "attention of a few new queries to a cache, contiguous or paged",
     inputs=_DECODE_INPUTS,
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, deprioritised=_not_faster),
-        backends.triton(f"{_ROOM}.triton", _kernels, min_arch=80),
-        backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
-        backends.cpp(f"{_ROOM}.cpp", _cpp, deprioritised=_blas_is_faster),
+        backends.hopper(f"{_PACKAGE}.hopper", _hopper, deprioritized=_not_faster),
+        backends.triton(f"{_PACKAGE}.triton", _kernels, min_arch=80),
+        backends.cuda(f"{_PACKAGE}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
+        backends.cpp(f"{_PACKAGE}.cpp", _cpp, deprioritized=_blas_is_faster),
     ),
     cases=(*_SHAPES, *_SCORES, *_PAGES, *_STORED),
     benches=_decode_benches(),
@@ -384,17 +384,20 @@ DECODE_ATTENTION = declare(
     random_share=4,
 )
 PAGED_ATTENTION = declare(
-    _ROOM,
+    _PACKAGE,
     "paged_attention",
     "attention of many new queries to a paged cache: prefill, whole or in chunks",
     inputs=_PREFILL_INPUTS,
     kernels=(
-        backends.triton(f"{_ROOM}.triton", _prefill, min_arch=80),
-        backends.cuda(f"{_ROOM}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
+        backends.triton(f"{_PACKAGE}.triton", _prefill, min_arch=80),
+        backends.cuda(f"{_PACKAGE}.cuda", _cuda, _TENSOR_CORE_DTYPES, auto_devices=("cuda",)),
     ),
     workload=Workload(_PREFILL_CASES, _prefill_benches(), _prefill_cost),
     tolerance=Tolerance(floor32=8.0),
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_packed"), Baseline("fa3", f"{_ROOM}.baselines:fa3_packed")),
+    baselines=(
+        Baseline("eager", f"{_PACKAGE}.baselines:eager_packed"),
+        Baseline("fa3", f"{_PACKAGE}.baselines:fa3_packed"),
+    ),
     differentiable=False,
     random_case=random_prefill,
     random_share=3,

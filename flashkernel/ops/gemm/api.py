@@ -13,8 +13,8 @@ from flashkernel.blocks.weight_formats.tiles import TILE
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
 from flashkernel.core.dispatch import choose, requested_backend
 from flashkernel.core.replay import replayed
-from flashkernel.ops.gemm import dense, library, spec
-from flashkernel.ops.gemm.configs import MOST_ROWS, TILE_ROWS
+from flashkernel.ops.gemm import dense, library, spec, support
+from flashkernel.ops.gemm.configs import MAX_ROWS, TILE_ROWS
 from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.norm import rms_norm
 
@@ -114,8 +114,8 @@ def linear(
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
     formats: dict[str, Any] = {}
     if quantized:
-        formats = {"weight": spec.layouts(weights), "weights": len(weights), "blocks": spec.in_blocks(x.shape[-1])}
-        if spec.in_tiles(formats["weight"]):
+        formats = {"weight": spec.layouts(weights), "weights": len(weights), "blocks": support.in_blocks(x.shape[-1])}
+        if support.in_tiles(formats["weight"]):
             unfit = packed == "interleaved" or sizes[0] % TILE != 0
             formats["interleaved"] = gated and len(weights) == 1 and unfit
             formats["many_tokens"] = x.shape[:-1].numel() > TILE_ROWS
@@ -125,13 +125,13 @@ def linear(
     gradients = needs_gradients(x, norm_weight, residual, *biases, *plain)
     rows = x.shape[:-1].numel()
     chosen = choose(
-        spec.LINEAR, backend, x.device, x.dtype, gradients, rows=spec.row_class(rows),
+        spec.LINEAR, backend, x.device, x.dtype, gradients, rows=support.row_class(rows),
         transposed=first.shape[1] > 1 and first.stride(1) != 1,
         fused="gate" if gated else "" if activation is None else "activation", **formats,
     )  # fmt: skip
-    in_8_bits = quantized and spec.multiplies_in_8_bits(formats["weight"])
-    in_tiles = chosen.name == "hopper" and quantized and spec.in_tiles(formats["weight"])
-    dense_rows = rows > MOST_ROWS and not quantized
+    in_8_bits = quantized and support.multiplies_in_8_bits(formats["weight"])
+    in_tiles = chosen.name == "hopper" and quantized and support.in_tiles(formats["weight"])
+    dense_rows = rows > MAX_ROWS and not quantized
     by_matmul = (chosen.name == "hopper" and not in_tiles) or (chosen.name == "triton" and (dense_rows or in_8_bits))
     if norm_weight is not None and chosen.name == "torch" and backend is None and x.device.type != "cpu":
         x, norm_weight = rms_norm(x, norm_weight, eps=norm_eps, offset=norm_offset), None  # type: ignore[assignment]
@@ -146,7 +146,7 @@ def linear(
         )  # fmt: skip
         return y if out is None or y is out else out.copy_(y)
     if norm_weight is not None and (gradients or in_tiles):
-        x = dense.normalised(x, norm_weight, norm_eps, norm_offset)
+        x = dense.normalized(x, norm_weight, norm_eps, norm_offset)
         norm_weight = None
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     dtype = x.dtype if out_dtype is None else out_dtype
@@ -213,7 +213,7 @@ def _check_weights(x: Tensor, weights: list[Any], biases: list[Tensor], gated: b
     """The sizes of the outputs."""
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"linear: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
-    most = 2 if gated else library.MOST_WEIGHTS
+    most = 2 if gated else library.MAX_WEIGHTS
     if not 1 <= len(weights) <= most:
         raise ValueError(
             f"linear: {len(weights)} weights were given; {'gate and up' if gated else 'outputs'} take one packed "

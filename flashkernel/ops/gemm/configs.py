@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from flashkernel.core.device import Device
 from flashkernel.core.tune import Tunable, ceil_div, power_of_2
 
-MOST_ROWS = 64  # beyond, the weight is no longer what the time goes to
+MAX_ROWS = 64  # beyond, the weight is no longer what the time goes to
 DEQUANTIZED = ("int4", "int8", "mxfp4")  # formats whose elements become x's dtype before the product
 TILE_ROWS = 1024  # up to which weights in tiles are faster than a pass that dequantizes them and cuBLAS
 VECTOR_ROWS = 4  # rows up to which plain arithmetic keeps pace with the memory
@@ -43,7 +43,7 @@ class LinearConfig:
 
 def row_tile(rows: int) -> int:
     """Rows of x in a tensor-core tile."""
-    return max(16, min(MOST_ROWS, power_of_2(rows)))
+    return max(16, min(MAX_ROWS, power_of_2(rows)))
 
 
 def tile_count(config: LinearConfig, sizes: tuple[int, ...]) -> int:
@@ -68,7 +68,7 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> LinearConfig:
 
 def _dequantized(device: Device, shape: Mapping[str, int]) -> LinearConfig:
     """Weights of 4 and 8 bits: a step's bytes are few, so steps are long; wide tiles have no registers for them."""
-    many = shape["rows"] > MOST_ROWS
+    many = shape["rows"] > MAX_ROWS
     columns, inner = (64, 64) if shape["streams"] == 2 or many or row_tile(shape["rows"]) == 64 else (32, 128)
     programs = 0 if many else _programs(device, shape, columns, inner)
     config = LinearConfig("tensor", columns, inner, 4, 4 if device.arch >= 80 else 1, programs)
@@ -110,7 +110,7 @@ def _tensor(device: Device, shape: Mapping[str, int]) -> LinearConfig:
         columns, inner, num_stages = 128 // shape["streams"], 64, 5
     elif shape["streams"] == 2:
         columns, inner, num_stages = 64, 64, 5
-    elif shape["norm"] and rows == 16:  # few steps, since each also normalises x
+    elif shape["norm"] and rows == 16:  # few steps, since each also normalizes x
         columns, inner, num_stages = 32, 256, 4
     elif shape["norm"]:
         columns, inner, num_stages = 64, 64, 6

@@ -14,7 +14,7 @@ from flashkernel.blocks.epilogue import Bias, Epilogue, Gate, Operands, Residual
 from flashkernel.blocks.linear_cpp import GEMM_ROWS, LinearCall, dequantized
 from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm.params import LinearExtras
-from flashkernel.ops.gemm.torch import normalised
+from flashkernel.ops.gemm.torch import normalized
 
 _SLICE_BYTES = 1 << 20  # of a dequantized slice, which stays in the cache
 
@@ -30,7 +30,7 @@ def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: Line
     by_gemm = x.shape[0] >= GEMM_ROWS and any(weight.activation_dtype is None for weight in weights)
     if by_gemm or not _fused(epilogue, weights):
         if norm_weight is not None and by_gemm:
-            x, norm_weight = normalised(x, norm_weight, eps, offset), None
+            x, norm_weight = normalized(x, norm_weight, eps, offset), None
         products = [_product(x, weight, norm_weight, eps, offset, by_gemm) for weight in weights]
         return out.copy_(_run(epilogue, products, biases, residual))
     if gated:

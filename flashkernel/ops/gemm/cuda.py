@@ -18,9 +18,9 @@ from flashkernel.ops.gemm.params import LinearExtras
 
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[1] / "blocks" / "cuda",)
-MOST_WEIGHTS, VECTOR = 3, 8  # VECTOR: 16-bit elements in 16 bytes
-MOST_STRIDE = 1 << 24  # elements; offsets within a tile are 32-bit
-NORM_THREADS, COMBINE_THREADS, MOST_GRID_ROWS = 256, 256, 65535
+MAX_WEIGHTS, VECTOR = 3, 8  # VECTOR: 16-bit elements in 16 bytes
+MAX_STRIDE = 1 << 24  # elements; offsets within a tile are 32-bit
+NORM_THREADS, COMBINE_THREADS, MAX_GRID_ROWS = 256, 256, 65535
 
 _TILE_ARGUMENTS = ", ".join(["pointer"] * 10 + ["int32"] * 4 + ["int64"] * 2 + ["int32"] * 9)
 _COMBINE_ARGUMENTS = ", ".join(["pointer"] * 6 + ["int64"] * 2 + ["int32"] * 5)
@@ -66,10 +66,10 @@ def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], extras: Line
     others = [x.dtype if tensor is None else tensor.dtype for tensor in (residual, norm_weight)]
     code = module(chain, biases[0].dtype if biases else x.dtype, others[0], out, others[1])
     if norm_weight is not None:
-        x = _normalised(code, x, norm_weight, eps, offset)
+        x = _normalized(code, x, norm_weight, eps, offset)
     x = _addressable(x)
     weights, transposed = _one_layout(weights)
-    vector = all(_is_vectorised(matrix) for matrix in (x, *(w.t() if transposed else w for w in weights)))
+    vector = all(_is_vectorized(matrix) for matrix in (x, *(w.t() if transposed else w for w in weights)))
 
     shape = {"rows": rows, "columns": sum(sizes), "inner": inner, "streams": 2 if gated else 1}
     config = tune.pick(CUDA_LINEAR, cuda.target(x.device), shape)
@@ -82,7 +82,7 @@ def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], extras: Line
         partial = torch.empty((splits, rows, shape["streams"], sum(sizes)), dtype=torch.float32, device=x.device)
     operands = (*_three(biases), residual, y)
     strides = (bias_stride, 0 if residual is None else residual.stride(0))
-    sizes = [*sizes, *[0] * (MOST_WEIGHTS - len(sizes))]
+    sizes = [*sizes, *[0] * (MAX_WEIGHTS - len(sizes))]
     code.kernel(_tile_kernel(x.dtype, config, gated, transposed, vector), _TILE_ARGUMENTS).launch(
         (row_tiles * column_tiles, splits), 32 * config.warps_m * config.warps_n,
         (
@@ -93,18 +93,18 @@ def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], extras: Line
         shared=config.shared_bytes,
     )  # fmt: skip
     if partial is not None:
-        grid = (ceil_div(y.shape[1], COMBINE_THREADS), min(rows, MOST_GRID_ROWS), ceil_div(rows, MOST_GRID_ROWS))
+        grid = (ceil_div(y.shape[1], COMBINE_THREADS), min(rows, MAX_GRID_ROWS), ceil_div(rows, MAX_GRID_ROWS))
         code.kernel(f"linear_combine<{str(gated).lower()}>", _COMBINE_ARGUMENTS).launch(
             grid, COMBINE_THREADS, (partial, *operands, *strides, *sizes[:2], rows, y.shape[1], splits)
         )
     return y.to(dtype)
 
 
-def _normalised(code: Module, x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
+def _normalized(code: Module, x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
     """RMSNorm of x [rows, inner], in x's dtype."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     arguments = (x, norm_weight.contiguous(), y, x.stride(0), x.shape[1], eps, offset)
-    code.kernel(f"normalise_rows<{TYPES[x.dtype]}>", _NORM_ARGUMENTS).launch(x.shape[0], NORM_THREADS, arguments)
+    code.kernel(f"normalize_rows<{TYPES[x.dtype]}>", _NORM_ARGUMENTS).launch(x.shape[0], NORM_THREADS, arguments)
     return y
 
 
@@ -126,7 +126,7 @@ def _one_layout(weights: list[Tensor]) -> tuple[list[Tensor], bool]:
 
 def _unit_rows(matrix: Tensor) -> bool:
     """Whether rows are contiguous, and near enough for 32-bit offsets within a tile."""
-    return (matrix.stride(1) == 1 or matrix.shape[1] <= 1) and _row_stride(matrix) < MOST_STRIDE
+    return (matrix.stride(1) == 1 or matrix.shape[1] <= 1) and _row_stride(matrix) < MAX_STRIDE
 
 
 def _addressable(matrix: Tensor) -> Tensor:
@@ -138,10 +138,10 @@ def _row_stride(matrix: Tensor) -> int:
     return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
 
 
-def _is_vectorised(matrix: Tensor) -> bool:
+def _is_vectorized(matrix: Tensor) -> bool:
     """Whether every row [n] of a matrix [rows, n] is made of aligned 16-byte vectors."""
     return matrix.shape[1] % VECTOR == 0 and _row_stride(matrix) % VECTOR == 0 and matrix.data_ptr() % 16 == 0
 
 
 def _three(tensors: list[Tensor]) -> list[Tensor | None]:
-    return [*tensors, *[None] * (MOST_WEIGHTS - len(tensors))]
+    return [*tensors, *[None] * (MAX_WEIGHTS - len(tensors))]

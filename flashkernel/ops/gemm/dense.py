@@ -24,7 +24,7 @@ def linear(
     """As flashkernel.linear; `backend` is that of the products, and None lets `matmul` choose."""
     params = LinearParams(**options)
     if params.norm_weight is not None:
-        x = normalised(x, params.norm_weight, params.norm_eps, params.norm_offset)
+        x = normalized(x, params.norm_weight, params.norm_eps, params.norm_offset)
     single = isinstance(weight, (Tensor, Weight))
     weights: list[Any] = [weight] if single else list(weight)  # type: ignore[arg-type]
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
@@ -34,7 +34,7 @@ def linear(
     return tuple([_product(x, [one], biases[at : at + 1], None, params, backend) for at, one in enumerate(weights)])
 
 
-def normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
+def normalized(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
     """RMSNorm of x by an operator of its own, which has its own backward pass."""
     backend = "torch" if x.device.type == "cpu" else "triton"
     return rms_norm(x, norm_weight, eps=eps, offset=offset, backend=backend)  # type: ignore[return-value]

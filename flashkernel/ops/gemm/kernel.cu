@@ -30,7 +30,7 @@
 #define NORM_TYPE float
 #endif
 
-constexpr int GROUP = 8;  // row tiles that blocks with neighbouring numbers share: their tiles of x and W stay in L2
+constexpr int GROUP = 8;  // row tiles that blocks with neighboring numbers share: their tiles of x and W stay in L2
 constexpr int NORM_THREADS = 256;
 
 // Up to three weights lie side by side. The one that a tile of `width` outputs belongs to, the tile's first output in it,
@@ -236,7 +236,7 @@ struct LinearTile {
 #endif
 };
 
-// Two neighbouring outputs of a row; `pair`: both are inside, and lie on their common boundary.
+// Two neighboring outputs of a row; `pair`: both are inside, and lie on their common boundary.
 __device__ inline void store_outputs(float* y, float low, float high, bool pair, bool second) {
     if (pair) {
         *reinterpret_cast<float2*>(y) = make_float2(low, high);
@@ -358,7 +358,7 @@ linear_combine(const float* partial, const BIAS_TYPE* bias0, const BIAS_TYPE* bi
 // x / rms(x) * (weight + offset), a row for each block; rounded to x's type, as a norm of its own would round it.
 template <typename T>
 __global__ void __launch_bounds__(NORM_THREADS)
-normalise_rows(const T* x, const NORM_TYPE* weight, T* y, Index x_stride, int inner, float eps, float offset) {
+normalize_rows(const T* x, const NORM_TYPE* weight, T* y, Index x_stride, int inner, float eps, float offset) {
     __shared__ float squares[NORM_THREADS / WARP];
     x += blockIdx.x * x_stride;
     y += blockIdx.x * Index(inner);

@@ -22,10 +22,10 @@ from flashkernel.core.backends import installed
 from flashkernel.core.device import properties
 from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
-from flashkernel.ops.gemm.configs import DEQUANTIZED, MOST_ROWS
+from flashkernel.ops.gemm.configs import DEQUANTIZED, MAX_ROWS
 from flashkernel.ops.gemm.params import LinearExtras
 
-MOST_WEIGHTS = 3
+MAX_WEIGHTS = 3
 TILES = "flashkernel.ops.gemm.quantized.cuda"  # the kernel module for weights in tiles
 _ACTIVATION_GRADIENT = "flashkernel.blocks.activation_gradient_triton:activation_gradient"  # of all kernel modules
 _DEQUANTIZE = "flashkernel.blocks.dequantize_triton:dequantize"
@@ -154,7 +154,7 @@ def _preactivation_gradient(
     """
     activation = next((piece for piece in epilogue.pieces if isinstance(piece, (Activation, Gate))), None)
     gated, alone = isinstance(activation, Gate), len(weights) == 1
-    summed = summed and (alone or gated) and x.shape[0] <= MOST_ROWS
+    summed = summed and (alone or gated) and x.shape[0] <= MAX_ROWS
     stored = activation is not None or epilogue.factor != 1.0
     dz = dy.to(x.dtype)
     z: tuple[Tensor, ...] = ()

@@ -43,7 +43,7 @@ class LinearExtras(NamedTuple):
 
     Attributes:
         residual: [rows, outputs] with unit stride along the row, or None.
-        norm_weight: [columns of x] or None: x is normalised by its root mean square.
+        norm_weight: [columns of x] or None: x is normalized by its root mean square.
         chain: The text of an epilogue (`Epilogue.parse(chain)`).
         packed: How one weight of a gated chain holds gate and up; kernels get both as views.
         eps: Of the norm.

@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Weights, bias: Biases = None, **options: Any) -> T
     residual, norm_weight = params.residual, params.norm_weight
     dtype = x.dtype if params.out_dtype is None else params.out_dtype
     if norm_weight is not None:
-        x = normalised(x, norm_weight, params.norm_eps, params.norm_offset)
+        x = normalized(x, norm_weight, params.norm_eps, params.norm_offset)
     frozen = type(weight) is Weight and needs_gradients(x)  # dequantized again in the backward pass, not kept
     if type(weight) is Weight and weight.activation_dtype is None and not frozen:
         weight = dequantized(weight, x.dtype)
@@ -179,7 +179,7 @@ def _fits(bias: Tensor | Sequence[Tensor], x: Tensor) -> bool:
     return isinstance(bias, Tensor) and bias.dtype == x.dtype
 
 
-def normalised(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
+def normalized(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
     """RMSNorm of x, in float32 and rounded once."""
     if offset == 0.0 and norm_weight.dtype == x.dtype:
         return F.rms_norm(x, x.shape[-1:], norm_weight, eps)

@@ -8,7 +8,7 @@ whole work, and where a share ends within a tile the last program to arrive adds
 Weights in int4, int8 and MXFP4 go to `linear_tensor`, which dequantizes them in registers and takes any number of rows.
 
 Both take several weights (q, k and v, say) whose outputs lie side by side, or a gate and an up weight whose columns a
-program computes together. RMSNorm's 1 / rms is a factor of the finished row, so x is normalised as it streams by.
+program computes together. RMSNorm's 1 / rms is a factor of the finished row, so x is normalized as it streams by.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from flashkernel.core.declare import declare
 from flashkernel.core.op import Case, Cost, Input, Tolerance, count, integers, normal
 from flashkernel.core.shapes import MODELS
 
-_ROOM = "flashkernel.ops.loss"
+_PACKAGE = "flashkernel.ops.loss"
 _HALF = (torch.bfloat16,)
 _TARGET = Input(("*rows",), draw=integers("classes", marker=-100), grad=False)
 
@@ -50,11 +50,11 @@ def _linear_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 CROSS_ENTROPY = declare(
-    _ROOM,
+    _PACKAGE,
     "cross_entropy",
     "cross-entropy with smoothing, z-loss, softcap",
     inputs={"logits": Input(("*rows", "classes"), draw=normal(2.0)), "target": _TARGET},
-    kernels=(backends.triton(f"{_ROOM}.triton"),),
+    kernels=(backends.triton(f"{_PACKAGE}.triton"),),
     cases=(*_VARIANTS, Case("wide", {"rows": 3, "classes": 20000})),
     benches=tuple(
         Case(f"{rows}x{classes}", {"rows": rows, "classes": classes}, dtypes=_HALF, check_axes={"rows": 1024})
@@ -66,7 +66,7 @@ CROSS_ENTROPY = declare(
 )
 
 LINEAR_CROSS_ENTROPY = declare(
-    _ROOM,
+    _PACKAGE,
     "linear_cross_entropy",
     "linear layer + cross-entropy without the logits",
     inputs={
@@ -75,7 +75,7 @@ LINEAR_CROSS_ENTROPY = declare(
         "target": _TARGET,
         "bias": Input(("classes",), draw=normal(0.5), optional=True),
     },
-    kernels=(backends.triton(f"{_ROOM}.linear"),),
+    kernels=(backends.triton(f"{_PACKAGE}.linear"),),
     cases=(*_VARIANTS, Case("bias", {"rows": 5, "classes": 30, "hidden": 16}, present=("bias",))),
     benches=tuple(
         Case(f"{rows}x{hidden}x{classes}", {"rows": rows, "hidden": hidden, "classes": classes}, dtypes=_HALF,

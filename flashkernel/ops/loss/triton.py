@@ -150,9 +150,9 @@ def scale(values, result, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.conste
     """result = values * factor; in place it costs nothing where the factor is one, as it is after loss.backward()."""
     by = tl.load(factor).to(tl.float32)
     if (by != 1.0) or (not IN_PLACE):
-        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        scaled = tl.load(values + place, mask=place < size).to(tl.float32) * by
-        tl.store(result + place, scaled, mask=place < size)
+        offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        scaled = tl.load(values + offset, mask=offset < size).to(tl.float32) * by
+        tl.store(result + offset, scaled, mask=offset < size)
 
 
 def _scan(tunable: tune.Tunable, logits: torch.Tensor) -> ScanConfig:

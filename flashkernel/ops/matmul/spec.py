@@ -16,6 +16,7 @@ from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.matmul.cases import CASES, axes_of, gated_axes, random_case, scale_axes, scaled
 from flashkernel.ops.matmul.grouped.spec import (
     GROUPED_MATMUL,
     GROUPED_WEIGHT_GRADIENT,
@@ -23,7 +24,7 @@ from flashkernel.ops.matmul.grouped.spec import (
     triton_operands,
 )
 
-_ROOM = "flashkernel.ops.matmul"
+_PACKAGE = "flashkernel.ops.matmul"
 _HALF = (torch.bfloat16,)
 
 
@@ -84,191 +85,10 @@ _INPUTS = {
 }
 
 
-def _axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
-    batch = () if not a + b else b if a in ((), (1,)) and b else a
-    return {"m": m, "n": n, "k": k, "a_batch": a, "b_batch": b, "c_batch": batch, "a_scales": (), "b_scales": (),
-            "out_scales": ()}  # fmt: skip
-
-
-def _scaled(name: str, dtype: torch.dtype, axes: dict[str, Any], kind: str, **options: Any) -> Case:
-    return Case(
-        name, {**axes, **_scale_axes(axes, kind)}, options, present=("a_scale", "b_scale"), gradients=False,
-        dtype_of={"a": dtype, "b": dtype}, through=_tensor_core_dtype(dtype, options),
-    )  # fmt: skip
-
-
-def _quantized(name: str, axes: dict[str, Any], present: tuple[str, ...] = (), **options: Any) -> Case:
-    """A case with an output in fp8."""
-    given = present if "out_quantize" in options else (*present, "out_scale")
-    return Case(name, axes, options, present=given, gradients=False)
-
-
-def _tensor_core_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.dtype | None:
-    """FP8 tensor cores keep about 13 bits of partial sums: a float32 output is not better than float16."""
-    return torch.float16 if dtype == FP8 and options.get("out_dtype") == torch.float32 else None
-
-
-def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
-    m, n, blocks_k = axes["m"], axes["n"] * axes.get("b_parts", 1), -(-axes["k"] // SCALE_BLOCK)
-    blocks_n = -(-n // SCALE_BLOCK)
-    kinds: dict[str, dict[str, tuple[int, ...]]] = {
-        "tensor": {"a_scales": (), "b_scales": ()},
-        "row": {"a_scales": (m,), "b_scales": (n,)},
-        "batch": {"a_scales": (*axes["a_batch"], m, 1), "b_scales": (*axes["b_batch"], 1, n)},
-        "block": {"a_scales": (*axes["a_batch"], m, blocks_k), "b_scales": (*axes["b_batch"], blocks_k, blocks_n)},
-    }
-    return kinds[kind]
-
-
-def _packed(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Gate and up in one b."""
-    return {**_axes(m, n, k, a, b), "b_parts": 2}
-
-
-_SMALL = _axes(33, 24, 40)
-_PAIR = ("bias", "up", "up_bias")
-_CASES = (
-    Case("plain", _SMALL),
-    Case("several-tiles", _axes(70, 90, 100)),
-    Case("odd", _axes(17, 13, 7)),
-    Case("one-row", _axes(1, 50, 64), present=("bias",)),
-    Case("one-column", _axes(37, 1, 40), present=("residual",)),
-    Case("one-k", _axes(20, 30, 1)),
-    *(Case(f"transposed-{'-'.join(which)}", _axes(48, 64, 40), layout_of=dict.fromkeys(which, "transposed"))
-      for which in (("a",), ("b",), ("a", "b"))),
-    Case("batch", _axes(20, 24, 16, (3,), (3,)), present=("bias", "residual")),
-    Case("batch-of-a", _axes(20, 24, 16, (3,)), present=("residual",)),
-    Case("batch-of-b", _axes(20, 24, 16, (), (2,))),
-    Case("broadcast-a", _axes(9, 24, 16, (1,), (2,)), {"activation": "silu"}),
-    Case("broadcast-b", _axes(9, 24, 16, (2,), (1,)), {"activation": "gelu"}, present=("bias",)),
-    Case("bias", _SMALL, present=("bias",)),
-    Case("residual", _SMALL, {"scale": 0.5}, present=("bias", "residual")),
-    *(Case(kind.replace("_", "-"), _SMALL, {"activation": kind, "scale": 0.5}, present=("bias",))
-      for kind in ACTIVATIONS),
-    Case("everything", _axes(33, 24, 40, (2,), (2,)), {"activation": "gelu_tanh", "scale": 0.5},
-         present=("bias", "residual")),
-    Case("float32-out", _SMALL, {"out_dtype": torch.float32}, present=("residual",)),
-    Case("float32-extras", _SMALL, present=("bias", "residual"), dtypes=(torch.float16, torch.bfloat16),
-         dtype_of={"bias": torch.float32, "residual": torch.float32}),
-    Case("padded", _axes(33, 24, 40, (2,), (2,)), {"activation": "relu"}, present=("residual",), layout="padded"),
-    Case("transposed", _axes(33, 24, 40), {"activation": "silu", "scale": 0.5}, present=("bias", "residual"),
-         layout="transposed"),
-    Case("no-rows", _axes(0, 24, 40), present=("bias",)),
-    Case("no-columns", _axes(33, 0, 40)),
-    Case("no-k", _axes(5, 24, 0), present=("bias",)),
-    Case("no-batch", _axes(5, 24, 8, (0,), (1,))),
-    *(Case(f"{kind.replace('_', '-')}-{packed}", _packed(33, 24, 40), {"activation": kind, "packed": packed},
-           present=("bias",)) for kind, packed in zip(GATES, ("halves", "interleaved") * 3)),
-    Case("gate-pair", _SMALL, {"activation": "swiglu", "scale": 0.5}, present=(*_PAIR, "residual")),
-    Case("gate-tiles", _packed(70, 90, 100), {"activation": "swiglu", "packed": "interleaved"}),
-    Case("gate-odd", _packed(17, 13, 7), {"activation": "geglu"}, present=("bias",)),
-    Case("gate-weight", _packed(40, 48, 64), {"activation": "swiglu"}, layout_of={"b": "transposed"}),
-    Case("gate-weight-interleaved", _packed(40, 48, 64),
-         {"activation": Gate("gpt_oss", 1.5, 5.0), "packed": "interleaved"}, present=("bias",),
-         layout_of={"b": "transposed"}),
-    Case("gate-batch", _packed(20, 24, 16, (3,), (3,)), {"activation": "swiglu"}, present=("residual",)),
-    Case("gate-batch-of-a", _packed(20, 24, 16, (3,)), {"activation": "swiglu", "packed": "interleaved"}),
-    Case("gate-padded", _packed(33, 24, 40), {"activation": "geglu"}, present=("bias",), layout="padded"),
-    Case("gate-pair-padded", _SMALL, {"activation": "reglu"}, present=("up", "residual"), layout="padded"),
-    Case("gate-no-rows", _packed(0, 24, 40), {"activation": "swiglu"}, present=("bias",)),
-    Case("gate-no-k", _packed(5, 24, 0), {"activation": "swiglu"}, present=("bias",)),
-    Case("preactivation", _SMALL, {"activation": "gelu", "return_preactivation": True}, present=("bias",)),
-    Case("preactivation-linear", _SMALL, {"scale": 0.5, "return_preactivation": True}, present=("bias", "residual")),
-    *(Case(f"preactivation-{packed}", _packed(33, 24, 40),
-           {"activation": "swiglu", "packed": packed, "return_preactivation": True}, present=("bias",))
-      for packed in ("halves", "interleaved")),
-    Case("preactivation-pair", _axes(20, 24, 16, (2,), (2,)), {"activation": "geglu", "return_preactivation": True},
-         present=_PAIR),
-    Case("dropout", _SMALL, {"dropout": 0.3, "seed": 11}, present=("bias", "residual")),
-    Case("dropout-activation", _axes(20, 24, 16, (3,)),
-         {"activation": "gelu", "dropout": 0.25, "seed": 5, "scale": 0.5}),
-    Case("dropout-gate", _packed(70, 50, 40), {"activation": "swiglu", "dropout": 0.5, "seed": 1 << 40,
-         "return_preactivation": True}, present=("residual",)),
-    Case("dropout-batch", _axes(17, 13, 16, (2,), (2,)), {"dropout": 0.1, "seed": 3}, layout="padded"),
-    Case("out", _SMALL, {"activation": "silu"}, present=("bias", "out"), gradients=False),
-    Case("out-padded", _axes(20, 24, 16, (2,), (2,)), {"return_preactivation": True}, present=("residual", "out"),
-         layout="padded", gradients=False),
-    Case("out-transposed", _SMALL, present=("out",), layout="transposed", gradients=False),
-    Case("out-added", _axes(70, 50, 40), {"accumulate": True}, present=("out",), gradients=False),
-    Case("out-added-float32", _axes(33, 24, 40, (2,), (2,)), {"accumulate": True, "scale": 0.5}, present=("out",),
-         gradients=False, dtype_of={"out": torch.float32}),
-    _quantized("fp8-out", _axes(33, 48, 64), out_dtype=FP8),
-    _quantized("fp8-out-row", {**_axes(33, 24, 40), "out_scales": (33, 1)}, ("bias", "residual"), out_dtype=FP8),
-    _quantized("fp8-out-batch", {**_axes(17, 20, 16, (2,), (2,)), "out_scales": (2, 17, 1)}, activation="silu",
-               out_dtype=FP8),
-    _quantized("fp8-out-blocks", _axes(33, 300, 40), ("bias",), out_quantize="block"),
-    _quantized("fp8-out-blocks-batch", _axes(20, 130, 16, (3,)), ("residual",), out_quantize="block"),
-    _quantized("fp8-out-blocks-gate", _packed(33, 140, 40), activation="reglu", out_quantize="block",
-               return_preactivation=True),
-    _quantized("fp8-out-rows", _axes(33, 70, 40), ("bias",), out_quantize="row"),
-    _quantized("fp8-out-rows-gate", _packed(17, 30, 16, (2,), (2,)), activation="swiglu", out_quantize="row"),
-    _quantized("fp8-out-no-columns", _axes(5, 0, 8), out_quantize="row"),
-    _scaled("fp8-tensor", FP8, _axes(33, 48, 64), "tensor"),
-    _scaled("fp8-row", FP8, _axes(33, 48, 80), "row", activation="silu"),
-    _scaled("fp8-batch", FP8, _axes(17, 20, 32, (2,), (2,)), "batch", out_dtype=torch.float32),
-    _scaled("fp8-block", FP8, _axes(20, 140, 300), "block"),
-    _scaled("int8-tensor", torch.int8, _axes(33, 48, 64), "tensor"),
-    _scaled("int8-row", torch.int8, _axes(17, 20, 50), "row", out_dtype=torch.float32),
-    _scaled("fp8-gate", FP8, _packed(33, 48, 80), "row", activation="swiglu", return_preactivation=True),
-    _scaled("fp8-gate-interleaved", FP8, _packed(33, 24, 64), "row", activation="swiglu", packed="interleaved"),
-    _scaled("fp8-gate-block", FP8, _packed(20, 128, 300), "block", activation="swiglu"),
-    _scaled("fp8-gate-block-interleaved", FP8, _packed(9, 80, 200), "block", activation="geglu", packed="interleaved"),
-    _scaled("int8-gate", torch.int8, _packed(17, 20, 50), "tensor", activation="swiglu"),
-)  # fmt: skip
-
-
-def _random_case(rng: Rng, case: Case) -> Case:
-    """Batches that fit, scales for 8-bit operands only, and no gradients where rounding may cross a kink."""
-    axes, options, present = dict(case.axes), dict(case.options), list(case.present)
-    batch = rng.call.choice((1, 2, 3))
-    left, right = rng.one((((), ()), ((), ()), ((batch,), (batch,)), ((batch,), ()), ((1,), (batch,)), ((), (batch,))))
-    axes |= {"a_batch": left, "b_batch": right, "c_batch": _axes(1, 1, 1, left, right)["c_batch"]}
-    eight_bits = "a" in case.dtype_of
-    gated = activation_width(options.get("activation")) == 2
-    absent = ("a_scale", "b_scale", "up_bias", *(() if gated and not eight_bits else ("up",)))
-    present = [name for name in present if name not in absent]
-    if "up" in present and "bias" in present:
-        present.append("up_bias")
-    axes.pop("b_parts", None)
-    if gated and "up" not in present:
-        axes["b_parts"] = 2
-    if eight_bits and options.get("out_quantize") == "row":  # the exact result is rounded to bfloat16, too
-        options["out_quantize"] = "block"
-    if options.get("out_quantize") is not None:
-        options.pop("out_dtype", None)
-        options.pop("accumulate", None)
-        present = [name for name in present if name not in ("out", "out_scale")]
-    if options.get("out_dtype") == FP8:
-        axes["out_scales"] = rng.one(((), (axes["m"], 1)))
-    else:
-        present = [name for name in present if name != "out_scale"]
-    if "out" in present:
-        options.pop("out_dtype", None)
-        present = [name for name in present if name != "out_scale"]
-    quantizes = "out_quantize" in options or options.get("out_dtype") == FP8
-    options.pop("seed", None)
-    if "dropout" in options:
-        options["seed"] = rng.call.getrandbits(40)
-    if options.pop("accumulate", False) and "out" in present:
-        options["accumulate"] = True
-        present = [name for name in present if name != "residual"]
-    dtype_of = {name: dtype for name, dtype in case.dtype_of.items() if name in ("a", "b", *present)}
-    if eight_bits:
-        present += ["a_scale", "b_scale"]
-        axes |= _scale_axes(axes, rng.one(("tensor", "row", "batch", "block")))
-    kinked = options.get("activation") in ("relu", "reglu", "gpt_oss_glu") or isinstance(
-        options.get("activation"), Gate
-    )
-    return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
-                   gradients=not eight_bits and not (kinked and case.dtypes[0] != torch.float32)
-                   and "out" not in present and not quantizes,
-                   through=_tensor_core_dtype(case.dtype_of.get("a", torch.float32), options))  # fmt: skip
-
-
 def _bench(name: str, m: int, n: int, k: int, present: tuple[str, ...] = (), **options: Any) -> Case:
     """The weight is (N, K), as in torch.nn.Linear."""
     small = {"m": min(m, 512), "n": min(n, 512), "k": min(k, 1024)}
-    return Case(name, _axes(m, n, k), options, dtypes=_HALF, present=present, layout_of={"b": "transposed"},
+    return Case(name, axes_of(m, n, k), options, dtypes=_HALF, present=present, layout_of={"b": "transposed"},
                 check_axes=small)  # fmt: skip
 
 
@@ -296,10 +116,10 @@ def _projections(name: str) -> dict[str, tuple[int, int]]:
 
 
 def _scaled_bench(name: str, kind: str, m: int, n: int, k: int) -> Case:
-    small = _axes(512, 512, 1024)
+    small = axes_of(512, 512, 1024)
     return replace(
-        _scaled(f"fp8-{kind}-{name}", FP8, _axes(m, n, k), kind), dtypes=_HALF, layout_of={"b": "transposed"},
-        check_axes={"m": 512, "n": 512, "k": 1024, **_scale_axes(small, kind)},
+        scaled(f"fp8-{kind}-{name}", FP8, axes_of(m, n, k), kind), dtypes=_HALF, layout_of={"b": "transposed"},
+        check_axes={"m": 512, "n": 512, "k": 1024, **scale_axes(small, kind)},
     )  # fmt: skip
 
 
@@ -307,7 +127,7 @@ def _benches() -> tuple[Case, ...]:
     """Squares, the projections of models over 512 to 16,384 rows, GeLU after the up projection, and FP8."""
     llama, gpt_oss, gpt2 = _PROJECTED["llama-8b"], _PROJECTED["gpt-oss"], MODELS["gpt2"]
     gelu = {"llama-8b": llama, "llama-1b": _PROJECTED["llama-1b"], "gpt2": gpt2}
-    swiglu = _packed(8192, llama.intermediate, llama.hidden)
+    swiglu = gated_axes(8192, llama.intermediate, llama.hidden)
     large = {"8192x8192x8192": (8192, 8192, 8192), "4096x4096x4096": (4096, 4096, 4096)} | {
         f"llama-8b-{layer}-4096": (4096, n, k) for layer, (n, k) in _projections("llama-8b").items()
     }
@@ -318,7 +138,7 @@ def _benches() -> tuple[Case, ...]:
         *(_bench(f"{name}-gelu-{rows}", rows, model.intermediate, model.hidden, ("bias",), activation="gelu_tanh")
           for name, model in gelu.items() for rows in (4096, 16384)),
         Case("llama-8b-swiglu-8192", swiglu, {"activation": "swiglu"}, dtypes=_HALF, layout_of={"b": "transposed"},
-             check_axes=_packed(512, 512, 1024)),
+             check_axes=gated_axes(512, 512, 1024)),
         _bench("gpt-oss-o-bias-residual-4096", 4096, gpt_oss.hidden, gpt_oss.heads * gpt_oss.head_dim,
                ("bias", "residual")),
         *(_gated_bench(f"llama-8b-swiglu-{rows}", rows, llama.intermediate, llama.hidden, activation="swiglu")
@@ -349,33 +169,33 @@ def _written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 MATMUL = declare(
-    _ROOM,
+    _PACKAGE,
     "matmul",
     "matrix products, batched and scaled, with bias, activation and residual",
     backward=None,  # the gradients are products of the same kernels
-    function=f"{_ROOM}.named:matmul",
-    reference=f"{_ROOM}.named:reference",
+    function=f"{_PACKAGE}.named:matmul",
+    reference=f"{_PACKAGE}.named:reference",
     inputs=_INPUTS,
     written=_written,
     kernels=(
         backends.hopper(
-            f"{_ROOM}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
+            f"{_PACKAGE}.hopper", _hopper, (torch.bfloat16, torch.float16, FP8, torch.int8), _cublas_is_faster
         ),
         replace(
-            backends.triton(f"{_ROOM}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
-            deprioritised=_cublas_is_faster,
+            backends.triton(f"{_PACKAGE}.triton", _triton, dtypes=(*FLOATS, FP8, torch.int8), min_arch=80),
+            deprioritized=_cublas_is_faster,
         ),
     ),
-    workload=Workload(_CASES, _benches(), _cost),
+    workload=Workload(CASES, _benches(), _cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
-    random_case=_random_case,
+    random_case=random_case,
     random_share=3,
     sum_length=lambda case: case.axes["k"],
     baselines=(
         "eager",
         "compile",
-        Baseline("max_autotune", f"{_ROOM}.baselines:max_autotune", forward_only=True),
-        Baseline("addmm_activation", f"{_ROOM}.baselines:addmm_activation", forward_only=True),
+        Baseline("max_autotune", f"{_PACKAGE}.baselines:max_autotune", forward_only=True),
+        Baseline("addmm_activation", f"{_PACKAGE}.baselines:addmm_activation", forward_only=True),
     ),
 )
 
@@ -390,7 +210,7 @@ class _Preactivation(Input):
 def _dact(m: int, n: int, k: int, activation: Any, *batches: tuple[int, ...], **options: Any) -> dict[str, Any]:
     """Axes and options of a product with an activation's gradient."""
     return {
-        "axes": {**_axes(m, n, k, *batches), "z_parts": activation_width(activation)},
+        "axes": {**axes_of(m, n, k, *batches), "z_parts": activation_width(activation)},
         "options": {"activation": activation, **options},
     }
 
@@ -425,7 +245,7 @@ _DACT_CASES = (
 def _random_dact(rng: Rng, case: Case) -> Case:
     options = {name: value for name, value in case.options.items() if name in ("activation", "packed")}
     options.setdefault("activation", rng.one((*ACTIVATIONS, *GATES)))
-    case = _random_case(rng, replace(case, options=options, present=(), dtype_of={}))
+    case = random_case(rng, replace(case, options=options, present=(), dtype_of={}))
     axes = {**case.axes, "z_parts": activation_width(case.options["activation"])}
     in_place = rng.maybe(0.3)
     options = {**case.options, "in_place": True} if in_place else dict(case.options)
@@ -457,11 +277,11 @@ def _dact_written(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 MATMUL_DACT = declare(
-    _ROOM,
+    _PACKAGE,
     "matmul_dact",
     "a matrix product with an activation's gradient in its epilogue",
-    function=f"{_ROOM}.named:matmul_dact",
-    reference=f"{_ROOM}.named:reference_dact",
+    function=f"{_PACKAGE}.named:matmul_dact",
+    reference=f"{_PACKAGE}.named:reference_dact",
     inputs={
         "a": Input(("*a_batch", "m", "k")),
         "b": Input(("*b_batch", "k", "n"), draw=normal(0.1)),
@@ -469,15 +289,15 @@ MATMUL_DACT = declare(
         "dz_out": _Preactivation(("*c_batch", "m", "n"), optional=True),
     },
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", dtypes=(torch.bfloat16, torch.float16)),
-        backends.triton(f"{_ROOM}.triton", min_arch=80),
+        backends.hopper(f"{_PACKAGE}.hopper", dtypes=(torch.bfloat16, torch.float16)),
+        backends.triton(f"{_PACKAGE}.triton", min_arch=80),
     ),
     differentiable=False,
     written=_dact_written,
     workload=Workload(_DACT_CASES, _dact_benches(), _dact_cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
     random_case=_random_dact,
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager_dact"),),
+    baselines=(Baseline("eager", f"{_PACKAGE}.baselines:eager_dact"),),
 )
 
 

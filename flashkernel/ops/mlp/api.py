@@ -210,7 +210,7 @@ def _check_tensors(
                 f"{tuple(size)} on {x.device}"
             )
     if norm_weight is not None and x.shape[-1] == 0:
-        raise ValueError("mlp: x has no columns to be normalised; leave norm_weight out")
+        raise ValueError("mlp: x has no columns to be normalized; leave norm_weight out")
     return shape
 
 

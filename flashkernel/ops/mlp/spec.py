@@ -20,8 +20,8 @@ from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.mlp.configs import FEW_ROWS
 
-_ROOM = "flashkernel.ops.mlp"
-PRODUCTS = f"{_ROOM}.products"  # the only module of kernel calls
+_PACKAGE = "flashkernel.ops.mlp"
+PRODUCTS = f"{_PACKAGE}.products"  # the only module of kernel calls
 _HALF = (torch.bfloat16,)
 _FEW, _MANY = f"1 to {FEW_ROWS}", f"over {FEW_ROWS}"
 
@@ -249,20 +249,20 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 MLP = declare(
-    _ROOM,
+    _PACKAGE,
     "mlp",
     "up, gate, activation and down of a transformer's MLP, with norm, biases and residual",
-    function=f"{_ROOM}.named:mlp",
-    reference=f"{_ROOM}.named:reference",
+    function=f"{_PACKAGE}.named:mlp",
+    reference=f"{_PACKAGE}.named:reference",
     inputs=_INPUTS,
     kernels=(
         backends.hopper(PRODUCTS, _hopper),
         replace(
-            backends.triton(PRODUCTS, _triton, dtypes=FLOATS), deprioritised=_cublas_is_faster
+            backends.triton(PRODUCTS, _triton, dtypes=FLOATS), deprioritized=_cublas_is_faster
         ),
         backends.cuda(
             PRODUCTS, _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",),
-            deprioritised=_triton_is_faster,
+            deprioritized=_triton_is_faster,
         ),
     ),
     workload=Workload(_CASES, _BENCHES, _cost),

@@ -67,5 +67,5 @@ class Experts:
 
 
 def dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
-    """The weights of all experts as a tensor; a quantized stack is dequantised."""
+    """The weights of all experts as a tensor; a quantized stack is dequantized."""
     return weight.dequantize(dtype) if isinstance(weight, Weight) else weight

@@ -18,8 +18,8 @@ from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.moe.routing.spec import MOE_ROUTE, MOE_SORT
 
-_ROOM = "flashkernel.ops.moe"
-PRODUCTS = f"{_ROOM}.products"  # the only module of kernel calls
+_PACKAGE = "flashkernel.ops.moe"
+PRODUCTS = f"{_PACKAGE}.products"  # the only module of kernel calls
 
 
 class _GateUp(Input):
@@ -186,11 +186,11 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 MOE_EXPERTS = declare(
-    _ROOM,
+    _PACKAGE,
     "moe_experts",
     "each token through its experts, and the weighted sum: gathered, gated, combined",
-    function=f"{_ROOM}.named:moe_experts",
-    reference=f"{_ROOM}.named:reference",
+    function=f"{_PACKAGE}.named:moe_experts",
+    reference=f"{_PACKAGE}.named:reference",
     inputs=_INPUTS,
     kernels=(backends.hopper(PRODUCTS), backends.triton(PRODUCTS, dtypes=FLOATS, min_arch=80)),
     workload=Workload(_CASES, _BENCHES, _cost),
@@ -199,6 +199,6 @@ MOE_EXPERTS = declare(
     ranges={"tokens": (0, 70, 1), "num_experts": (1, 8, 1), "hidden": (1, 50, 1), "inner": (1, 40, 1)},
     random_case=_random_case,
     random_share=2,
-    baselines=(Baseline("vllm", f"{_ROOM}.baselines:vllm", forward_only=True), "hf_grouped", "hf_eager"),
+    baselines=(Baseline("vllm", f"{_PACKAGE}.baselines:vllm", forward_only=True), "hf_grouped", "hf_eager"),
 )
 OPS = (MOE_ROUTE, MOE_SORT, MOE_EXPERTS)

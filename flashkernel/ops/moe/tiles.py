@@ -1,7 +1,7 @@
 """Experts whose weights are in tiles (int4, int8, MXFP4), for few tokens on Hopper: two products in CUDA C++, and the
 weighted sum.
 
-A product is one launch of few_rows.cu of the linear room. Its work is a list of (expert, rows of it, 16 weight rows),
+A product is one launch of ops/gemm/quantized/few_rows.cu. Its work is a list of (expert, rows of it, 16 weight rows),
 made on the device from the routing's offsets: experts without rows are not read, and a CUDA graph can hold it.
 """
 
@@ -30,13 +30,13 @@ _TOKENS = (8, 16)  # rows of an expert that a product takes at a time
 
 def _chunked(shape: Mapping[str, int], tokens: int) -> dict[str, int]:
     """The shape of a plain product with as many work items as the experts have at most."""
-    return {**shape, "rows": tokens * few_rows.most_chunks(shape["rows"], tokens, shape["experts"])}
+    return {**shape, "rows": tokens * few_rows.max_chunks(shape["rows"], tokens, shape["experts"])}
 
 
 def _configs(device: Device, shape: Mapping[str, int], tokens: int) -> list[few_rows.QuantizedConfig]:
     found = few_rows.few_rows_configs(device, shape, tokens, experts=shape["experts"])
     chunked = _chunked(shape, tokens)
-    fits = [one for one in found if few_rows.few_rows_problem(one, device, chunked, shape["experts"]) is None]
+    fits = [one for one in found if few_rows.few_rows_error(one, device, chunked, shape["experts"]) is None]
     return sorted(fits, key=lambda one: one.slices > 1)  # blocks that share no sum first
 
 
@@ -55,7 +55,7 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[few_rows.Quanti
 
 
 def _valid(config: few_rows.QuantizedConfig, device: Device, shape: Mapping[str, int]) -> str | None:
-    return few_rows.few_rows_problem(config, device, _chunked(shape, config.tokens), shape["experts"])
+    return few_rows.few_rows_error(config, device, _chunked(shape, config.tokens), shape["experts"])
 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def forward(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     gate_up, down = experts.gate_up, experts.down
     assert isinstance(gate_up, Weight)
     assert isinstance(down, Weight)
-    rows, x = routing.tokens.shape[0], cuda.vectorised(x)
+    rows, x = routing.tokens.shape[0], cuda.vectorized(x)
     chain = experts.piece.text
     hidden = torch.empty((rows, experts.inner), dtype=x.dtype, device=x.device)
     bias = _readable(experts.gate_up_bias)

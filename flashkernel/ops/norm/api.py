@@ -19,7 +19,7 @@ def rms_norm(
     offset: float = 0.0,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the root-mean-square normalisation of x over its last dim: x / rms(x) * (weight + offset) + bias.
+    """Returns the root-mean-square normalization of x over its last dim: x / rms(x) * (weight + offset) + bias.
 
     Statistics are in float32. Under autocast the output keeps x's dtype; x and a residual of another dtype are
     promoted to the wider one. Every tensor is differentiable.
@@ -28,7 +28,7 @@ def rms_norm(
         x: (..., width), float32, float16 or bfloat16; any strides.
         weight: (width,), any float dtype; None means 1.
         bias: (width,), any float dtype; None means 0.
-        residual: shape and dtype of x; x + residual is normalised, in the same pass over memory.
+        residual: shape and dtype of x; x + residual is normalized, in the same pass over memory.
         eps: added to the mean square before the root.
         offset: added to the weight; Gemma's norms take 1.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
@@ -64,13 +64,13 @@ def layer_norm(
     eps: float = 1e-5,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the layer normalisation of x over its last dim: (x - mean(x)) / std(x) * weight + bias.
+    """Returns the layer normalization of x over its last dim: (x - mean(x)) / std(x) * weight + bias.
 
     Args:
         x: (..., width), float32, float16 or bfloat16; any strides.
         weight: (width,), any float dtype; None means 1.
         bias: (width,), any float dtype; None means 0.
-        residual: shape and dtype of x; x + residual is normalised, in the same pass over memory.
+        residual: shape and dtype of x; x + residual is normalized, in the same pass over memory.
         eps: added to the variance before the root.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 

@@ -1,4 +1,4 @@
-"""Normalisation in plain torch: the ground truth, in whatever precision it is given."""
+"""Normalization in plain torch: the ground truth, in whatever precision it is given."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of x + residual where a residual is given."""
     total = x if residual is None else x + residual
-    centred = total - total.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    centered = total - total.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
     y = _affine(y, weight, bias, 0.0).to(x.dtype)
     return y if residual is None else (y, total)
 

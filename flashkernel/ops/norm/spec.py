@@ -14,7 +14,7 @@ from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.norm.configs import MAX_WIDTH
 
-_ROOM = "flashkernel.ops.norm"
+_PACKAGE = "flashkernel.ops.norm"
 
 
 def _width(call: Call) -> str | None:
@@ -85,11 +85,11 @@ def _random_case(rng: Rng, case: Case) -> Case:
 
 def _norm(name: str, summary: str, cases: tuple[Case, ...]) -> Op:
     return declare(
-        _ROOM,
+        _PACKAGE,
         name,
         summary,
         inputs=_INPUTS,
-        kernels=(backends.triton(f"{_ROOM}.triton", _width),),
+        kernels=(backends.triton(f"{_PACKAGE}.triton", _width),),
         cases=cases,
         benches=_benches(),
         cost=_cost,
@@ -101,8 +101,8 @@ def _norm(name: str, summary: str, cases: tuple[Case, ...]) -> Op:
 
 RMS_NORM = _norm(
     "rms_norm",
-    "root-mean-square normalisation, with residual add",
+    "root-mean-square normalization, with residual add",
     (*_CASES, Case("offset", {"rows": 4, "width": 80}, {"offset": 1.0, "eps": 1e-3}, present=("weight",))),
 )
-LAYER_NORM = _norm("layer_norm", "layer normalisation, with residual add", _CASES)
+LAYER_NORM = _norm("layer_norm", "layer normalization, with residual add", _CASES)
 OPS = (RMS_NORM, LAYER_NORM)

@@ -1,4 +1,4 @@
-"""Normalisation by torch's own operators: the CPU default, and what the kernels are timed against."""
+"""Normalization by torch's own operators: the CPU default, and what the kernels are timed against."""
 
 from __future__ import annotations
 

@@ -83,15 +83,15 @@ def norm_forward(
             pivot += tl.load(x + x_row + at, mask=exists[:, None], other=0.0).to(tl.float32) / SAMPLES
             if HAS_RESIDUAL:
                 pivot += tl.load(residual + residual_row + at, mask=exists[:, None], other=0.0).to(tl.float32) / SAMPLES
-        centred = tl.where(inside, value - pivot, 0.0)
-        sum1, sum2 = tl.reduce((centred, centred * centred), 1, _add2)
+        centered = tl.where(inside, value - pivot, 0.0)
+        sum1, sum2 = tl.reduce((centered, centered * centered), 1, _add2)
         shift = sum1[:, None] / width
         row_mean = pivot + shift
         variance = tl.maximum(sum2[:, None] / width - shift * shift, 0.0)
     else:
         row_mean = tl.sum(value, 1)[:, None] / width
-        centred = tl.where(inside, value - row_mean, 0.0)
-        variance = tl.sum(centred * centred, 1)[:, None] / width
+        centered = tl.where(inside, value - row_mean, 0.0)
+        variance = tl.sum(centered * centered, 1)[:, None] / width
     inv_std = tl.rsqrt(variance + eps)
     if not RMS:
         tl.store(mean + row[:, None], row_mean, mask=exists[:, None])

@@ -41,7 +41,7 @@ def quantize(
         granularity: What shares a scale: "row", "group" (128 columns of a row), a size such as "1x64", or "tensor",
             which reads x twice.
         scale: Static quantization: float32, () for one scale, else of the shape that `scales` has.
-        symmetric: False gives int8 zero points, for values that are not centred at 0.
+        symmetric: False gives int8 zero points, for values that are not centered at 0.
         backend: The backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
@@ -168,12 +168,12 @@ def rms_norm_quantize(
     offset: float = 0.0,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns `quantize` of the RMSNorm of x, in one pass over memory; the normalised row is not rounded in between.
+    """Returns `quantize` of the RMSNorm of x, in one pass over memory; the normalized row is not rounded in between.
 
     Args:
         x: (..., width), float32, float16 or bfloat16; any strides.
         weight: (width,), any float dtype; None means 1.
-        residual: Shape and dtype of x; x + residual is normalised.
+        residual: Shape and dtype of x; x + residual is normalized.
         dtype: float8_e4m3fn, float8_e5m2 or int8.
         granularity: What shares a scale: "row", "group" (128 columns of a row), or a size such as "1x64".
         eps: Added to the mean square before the root.

@@ -19,7 +19,7 @@ from flashkernel.core.shapes import MODELS
 from flashkernel.core.tune import power_of_2
 from flashkernel.ops.quant.configs import MAX_WIDTH
 
-_ROOM = "flashkernel.ops.quant"
+_PACKAGE = "flashkernel.ops.quant"
 _HALF = (torch.bfloat16,)
 _E4M3, _E5M2, _INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 _HIDDEN, _INNER = MODELS["llama-3.1-8b"].hidden, MODELS["llama-3.1-8b"].intermediate
@@ -274,8 +274,9 @@ def _declare(
     **fields: Any,
 ) -> Op:  # fmt: skip
     return declare(
-        _ROOM, name, summary, kernels=(backends.triton(f"{_ROOM}.triton", supports),), baselines=("eager", "compile"),
-        ranges={"rows": (0, 6, 1), "width": width}, backward=None, differentiable=False, **fields,
+        _PACKAGE, name, summary, kernels=(backends.triton(f"{_PACKAGE}.triton", supports),),
+        baselines=("eager", "compile"), ranges={"rows": (0, 6, 1), "width": width}, backward=None,
+        differentiable=False, **fields,
     )  # fmt: skip
 
 
@@ -286,8 +287,8 @@ QUANTIZE = _declare(
     "quantize",
     "x in 8 bits and its scales, static or dynamic",
     _quantize,
-    function=f"{_ROOM}.named:quantize",
-    reference=f"{_ROOM}.named:reference",
+    function=f"{_PACKAGE}.named:quantize",
+    reference=f"{_PACKAGE}.named:reference",
     inputs={
         "x": Input(("*rows", "width"), draw=normal(1.0, 0.2)),
         "scale": _Scale(("*rows", "width"), dtype=torch.float32, draw=_positive(0.01), optional=True),

@@ -164,10 +164,10 @@ def argmax(x: Tensor, *, invalid: int | None = None) -> Tensor:
         raise ValueError(f"argmax: x has shape {tuple(x.shape)}; a row without columns has no maximum")
     if x.device.type == "cuda" and x.numel() > 0 and _HAS_TRITON:
         return library.argmax(x, invalid)
-    place = x.argmax(-1)
+    index = x.argmax(-1)
     if invalid is None:
-        return place
-    return torch.where(x.gather(-1, place[..., None])[..., 0].isfinite(), place, invalid)
+        return index
+    return torch.where(x.gather(-1, index[..., None])[..., 0].isfinite(), index, invalid)
 
 
 @replayed

@@ -10,7 +10,7 @@ from flashkernel.core.tune import Tunable, power_of_2
 
 MAX_TILE = 16384  # widest row a softmax keeps in registers: 16 values a thread at 32 warps
 MAX_SPLITS = 1024  # programs that share one row; their results must fit the tile of the pass that merges them
-LEAST_BLOCKS = 4  # a row of fewer tiles is not worth the second launch that a split costs
+MIN_BLOCKS = 4  # a row of fewer tiles is not worth the second launch that a split costs
 BYTES_PER_WARP = 2048  # 64 bytes a thread: four 16-byte loads in flight
 
 Shape = Mapping[str, int]
@@ -46,7 +46,7 @@ def splits_of(config: ReduceConfig, device: Device, tiles: int, width: int, bloc
     """(columns per program, programs per row): one program, unless the rows are too few to fill the GPU and long."""
     blocks = max(1, -(-width // block))
     wanted = min(MAX_SPLITS, device.sms * config.programs_per_sm // max(1, tiles), blocks)
-    if wanted < 2 or blocks < LEAST_BLOCKS:
+    if wanted < 2 or blocks < MIN_BLOCKS:
         return blocks * block, 1
     columns_per_program = -(-blocks // wanted) * block
     return columns_per_program, -(-width // columns_per_program)

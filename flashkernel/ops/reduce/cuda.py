@@ -15,12 +15,12 @@ from flashkernel.ops.reduce.masks import PLAIN, MaskRows, Pair, Scores
 
 FOLDER = Path(__file__).parent
 MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
-WARP, IN_FLIGHT, MOST_THREADS = 32, 4, 512  # as in row.cuh
-MOST_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values a thread
-MOST_SINGLE_COLUMNS = 8192  # the same where rows are not whole vectors: every load takes a register of its own
-LEAST_SPANS = 4  # a shorter row is not worth the second launch that a split costs
-MOST_SPLITS = 1024
-MOST_GRID_ROWS = 65535  # of a grid's second and third dimension
+WARP, IN_FLIGHT, MAX_THREADS = 32, 4, 512  # as in row.cuh
+MAX_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values a thread
+MAX_SINGLE_COLUMNS = 8192  # the same where rows are not whole vectors: every load takes a register of its own
+MIN_STEPS = 4  # a shorter row is not worth the second launch that a split costs
+MAX_SPLITS = 1024
+MAX_GRID_ROWS = 65535  # of a grid's second and third dimension
 ALL, CAUSAL, MASKED = range(3)  # what a row of the softmax sees, as in kernel.cu
 
 _POINTERS = "pointer, pointer, pointer, pointer, pointer"
@@ -68,16 +68,16 @@ def softmax(x: torch.Tensor, mask: MaskRows, scale: float, queries: int) -> torc
     """The softmax of scale * x [rows, width] over what each row sees; queries > 0 says causal."""
     rows, width = x.shape
     vector = _vector(x)
-    if width > (MOST_COLUMNS if vector > 1 else MOST_SINGLE_COLUMNS):
+    if width > (MAX_COLUMNS if vector > 1 else MAX_SINGLE_COLUMNS):
         scores = Scores(scale, queries, mask)
         return _spread(x, None, _reduce_pairs(x, None, kinds.SOFTMAX, scores), kinds.SOFTMAX, scores)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    sight = MASKED if mask.tensor is not None else CAUSAL if queries else ALL
+    masking = MASKED if mask.tensor is not None else CAUSAL if queries else ALL
     sms = target(x.device).sms
-    values = _values_in_registers(rows, width, sms, vector, sight)
+    values = _values_in_registers(rows, width, sms, vector, masking)
     grid, block = _row_in_registers(rows, width, values)
     arguments = (x, mask.tensor, y, x.stride(0), rows, width, scale, queries, *mask.layout)
-    forward = kernel("row_softmax", TYPES[x.dtype], vector, values // vector, sight)
+    forward = kernel("row_softmax", TYPES[x.dtype], vector, values // vector, masking)
     forward.launch(grid, block, arguments, programmatic=_early(x, 2 * x.nbytes))
     return y
 
@@ -86,7 +86,7 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, queries: i
     """dx [rows, width] from dy and the softmax y."""
     rows, width = y.shape
     vector = _vector(y, dy)
-    if width > (MOST_COLUMNS if vector > 1 else MOST_SINGLE_COLUMNS):
+    if width > (MAX_COLUMNS if vector > 1 else MAX_SINGLE_COLUMNS):
         sums = _reduce_pairs(y, dy, kinds.WEIGHTED, Scores(seqlen_q=queries))
         return _spread(y, dy, sums, kinds.SOFTMAX_BACKWARD, Scores(scale, queries))
     dx = torch.empty((rows, width), dtype=y.dtype, device=y.device)
@@ -131,15 +131,15 @@ def _vector(*tensors: torch.Tensor) -> int:
     return count if whole else 1
 
 
-def _values_in_registers(rows: int, width: int, sms: int = 0, vector: int = 1, sight: int = ALL) -> int:
+def _values_in_registers(rows: int, width: int, sms: int = 0, vector: int = 1, masking: int = ALL) -> int:
     """Columns a thread holds in a softmax that reads its rows once."""
     if width <= 8 * WARP:
         return 8
-    if width > 16 * MOST_THREADS:
+    if width > 16 * MAX_THREADS:
         return 32
     if vector > 1 and sms <= rows < 16 * sms and width >= 4096:
         return 32  # half the threads, so that all rows are resident at once
-    if vector > 1 and rows >= 16 * sms and width >= 1024 and sight != ALL:
+    if vector > 1 and rows >= 16 * sms and width >= 1024 and masking != ALL:
         return 32  # half the threads, which find out half as often what their row sees
     return 16
 
@@ -164,18 +164,18 @@ def _reduce_pairs(
     # Maxima and exponentials cost more to merge than to add up: on short rows half the threads, each with twice the
     # columns.
     many = 64 if kind >= kinds.MAX and width <= 8192 else 128
-    most = MOST_THREADS if rows < 4 * sms and width <= 65536 else many
+    most = MAX_THREADS if rows < 4 * sms and width <= 65536 else many
     # A few short rows: what counts is how soon one is done, so two loads a thread.
     loads = 2 if rows < sms and width <= 8192 else IN_FLIGHT
     threads = max(WARP, min(most, power_of_2(-(-width // (vector * loads)))))
     together = 4 if threads == WARP else 1  # rows of a block
-    spans = -(-width // (threads * vector * IN_FLIGHT))
+    steps = -(-width // (threads * vector * IN_FLIGHT))
     # Threads a multiprocessor holds at once, by the registers that each kind takes.
     resident = 1024 if kind in (kinds.WEIGHTED, kinds.SOFTMAX) else 1536
-    wanted = min(MOST_SPLITS, spans, resident * sms // (threads * max(1, rows)))
-    splits = wanted if wanted > 1 and spans >= LEAST_SPANS else 1
-    span = -(-spans // splits) * threads * vector * IN_FLIGHT
-    splits = max(1, -(-width // span)) if span else 1
+    wanted = min(MAX_SPLITS, steps, resident * sms // (threads * max(1, rows)))
+    splits = wanted if wanted > 1 and steps >= MIN_STEPS else 1
+    split_columns = -(-steps // splits) * threads * vector * IN_FLIGHT
+    splits = max(1, -(-width // split_columns)) if split_columns else 1
     pair = whole
     if pair is None or splits > 1:
         a, b = torch.empty((2, rows, splits), dtype=torch.float32, device=x.device).unbind(0)
@@ -184,7 +184,7 @@ def _reduce_pairs(
     weight_stride = weight.stride(0) if weight is not None and weight.ndim == 2 else 0
     kernel("row_reduce", TYPES[x.dtype], weight_type, kind, pair is not whole, mask.tensor is not None).launch(
         (-(-rows // together), splits), (threads, together),
-        (x, weight, mask.tensor, *pair, x.stride(0), weight_stride, rows, width, span, scale, queries,
+        (x, weight, mask.tensor, *pair, x.stride(0), weight_stride, rows, width, split_columns, scale, queries,
          *mask.layout), programmatic=_early(x, x.nbytes),
     )  # fmt: skip
     return pair
@@ -201,7 +201,7 @@ def _spread(
     items = 2 if vector > 1 and not matrix else 1  # loads under way per thread
     blocks = -(-width // (threads * vector * items))
     kernel("spread_rows", TYPES[x.dtype], vector, kind, items, mask.tensor is not None).launch(
-        (blocks, min(rows, MOST_GRID_ROWS), -(-rows // MOST_GRID_ROWS)), (threads,),
+        (blocks, min(rows, MAX_GRID_ROWS), -(-rows // MAX_GRID_ROWS)), (threads,),
         (x, dy, mask.tensor, first, second, result, x.stride(0), matrix[0].stride(0) if matrix else 0, rows, width,
          first.shape[1] if first.ndim == 2 else 1, scale, queries, *mask.layout),
         programmatic=_early(x, 2 * x.nbytes),

@@ -37,19 +37,19 @@ __device__ inline void prepare(float (&value)[N], const W* weight, bool wide, fl
     }
 }
 
-// Block (i, s) reduces columns [s * span, (s + 1) * span) of its rows: to results (first is T*), or, RAW, to the pairs
+// Block (i, s) reduces columns [s * split_columns, (s + 1) * split_columns) of its rows: to results (first is T*), or, RAW, to the pairs
 // first = a and second = b, both float [rows, splits].
 template <typename T, typename W, int KIND, bool RAW, bool MASKED>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MAX_THREADS)
 row_reduce(const T* x, const W* weight, const unsigned char* bits, void* first, float* second, Index x_stride,
-           Index weight_stride, Index rows, Index width, Index span, float scale, Index queries, Index middle,
+           Index weight_stride, Index rows, Index width, Index split_columns, float scale, Index queries, Index middle,
            Index inner, Index outer_stride, Index middle_stride, Index inner_stride, Index column_stride) {
     constexpr int N = PER_LOAD<T>;
     pdl_enter();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;  // a whole warp, alone with its row: nobody waits for it
     const Index seen = KIND == SOFTMAX || KIND == WEIGHTED ? visible_columns(row, width, queries) : width;
-    const Index start = min(seen, blockIdx.y * span), stop = min(seen, start + span);
+    const Index start = min(seen, blockIdx.y * split_columns), stop = min(seen, start + split_columns);
     if constexpr (MASKED) bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
     x += row * x_stride;
     weight += row * weight_stride;
@@ -121,20 +121,20 @@ __global__ void finish_rows(const float* a, const float* b, T* first, float* sec
 }
 
 // What a row of the softmax sees: all of it, the columns up to its own, or (of those, if causal) what a mask shows.
-enum Sight { ALL, CAUSAL, MASKED };
+enum Masking { ALL, CAUSAL, MASKED };
 
 // The softmax of rows that fit the registers of a block: one read, one exponential a column, one write. N is
 // PER_LOAD<T> where rows are made of whole vectors, else 1; thread t holds the N columns from t * N on, from
 // (t + threads) * N on, ...
-template <typename T, int N, int ITEMS, int SIGHT>
-__global__ void __launch_bounds__(MOST_THREADS)
+template <typename T, int N, int ITEMS, int MASKING>
+__global__ void __launch_bounds__(MAX_THREADS)
 row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index rows, int width, float scale,
             Index queries, Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
             Index column_stride) {
     pdl_enter();
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    const int seen = SIGHT == ALL ? width : visible_columns(row, width, queries);
+    const int seen = MASKING == ALL ? width : visible_columns(row, width, queries);
     const int first = threadIdx.x * N, step = blockDim.x * N;
     x += row * x_stride;
     y += row * width;
@@ -145,7 +145,7 @@ row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index r
         if (first + i * step < seen) loaded[i].load(x + first + i * step);
     }
     Shown<N> shown[ITEMS];
-    if constexpr (SIGHT == MASKED) {  // where the mask begins is worked out while x is under way
+    if constexpr (MASKING == MASKED) {  // where the mask begins is worked out while x is under way
         bits = mask_of(row, bits, middle, inner, outer_stride, middle_stride, inner_stride);
         const bool wide = loads_wide<N>(bits, column_stride);
 #pragma unroll
@@ -154,7 +154,7 @@ row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index r
             if (column < seen) shown[i].load(bits + column * column_stride, column_stride, wide);
         }
     }
-    if constexpr (SIGHT != ALL) {  // what is not seen is known already
+    if constexpr (MASKING != ALL) {  // what is not seen is known already
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const float zeros[N] = {};
@@ -175,8 +175,8 @@ row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index r
 #pragma unroll
             for (int j = 0; j < N; ++j) value[i][j] *= scale;
         }
-        if constexpr (SIGHT == MASKED) hide(value[i], shown[i]);
-        if (SIGHT != ALL && left < N) {  // the diagonal passes through this vector
+        if constexpr (MASKING == MASKED) hide(value[i], shown[i]);
+        if (MASKING != ALL && left < N) {  // the diagonal passes through this vector
 #pragma unroll
             for (int j = 1; j < N; ++j) value[i][j] = j < left ? value[i][j] : -infinity();
         }
@@ -209,7 +209,7 @@ row_softmax(const T* x, const unsigned char* bits, T* y, Index x_stride, Index r
 
 // dx = y * (dy - sum(y * dy)) * scale. What the mask hides has y = 0, so the mask is not read again.
 template <typename T, int N, int ITEMS>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MAX_THREADS)
 row_softmax_backward(const T* dy, const T* y, T* dx, Index dy_stride, Index y_stride, Index rows, int width,
                      float scale, Index queries) {
     const Index row = Index(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -254,7 +254,7 @@ row_softmax_backward(const T* dy, const T* y, T* dx, Index dy_stride, Index y_st
 // Block (b, i, j) has some of the columns of row j * gridDim.y + i: a grid of rows is two-dimensional because neither
 // dimension but the first may exceed 65535.
 template <typename T, int N, int KIND, int ITEMS, bool MASKED>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MAX_THREADS)
 spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* first, const float* second, T* result,
             Index x_stride, Index dy_stride, Index rows, Index width, int splits, float scale, Index queries,
             Index middle, Index inner, Index outer_stride, Index middle_stride, Index inner_stride,
@@ -335,7 +335,7 @@ spread_rows(const T* x, const T* dy, const unsigned char* bits, const void* firs
 // (i, w) owns N columns a thread and loops over its part of the rows, adding dweight in registers; partial, [row_programs,
 // width], takes the sums (OUT is W where one row_program's share is everything). A null dx or partial is not wanted.
 template <typename T, typename W, typename OUT, int N>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MAX_THREADS)
 weighted_backward(const T* dy, const T* x, const W* weight, T* dx, OUT* partial, Index x_stride, Index rows,
                   Index width) {
     const Index column = (Index(blockIdx.x) * blockDim.x + threadIdx.x) * N;

@@ -15,7 +15,7 @@ SOFTMAX_BACKWARD = 6  # spreads sum(y * dy) back over the row
 
 
 def new_outputs(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised (y, saved) of the rows of x [rows, width]: y in x's dtype, and in float32 what the backward pass of
+    """Uninitialized (y, saved) of the rows of x [rows, width]: y in x's dtype, and in float32 what the backward pass of
     max and logsumexp needs; empty for the others."""
     rows = x.shape[0]
     y = torch.empty(rows, dtype=x.dtype, device=x.device)

@@ -58,7 +58,7 @@ def mask_rows(mask: torch.Tensor | None, shape: torch.Size) -> MaskRows:
 
 
 def _fold(sizes: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Neighbouring dims that one stride covers become one; those of size 1 vanish."""
+    """Neighboring dims that one stride covers become one; those of size 1 vanish."""
     folded: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides):
         if size == 1:

@@ -6,8 +6,8 @@
 #include "ptx.cuh"
 
 constexpr int WARP = 32;
-constexpr int MOST_THREADS = 512;  // in a block: leaves up to 128 registers to a thread
-constexpr int MOST_WARPS = MOST_THREADS / WARP;
+constexpr int MAX_THREADS = 512;  // in a block: leaves up to 128 registers to a thread
+constexpr int MAX_WARPS = MAX_THREADS / WARP;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int IN_FLIGHT = 4;  // loads a thread issues before it uses the first: latency is hidden by what is under way
 
@@ -201,7 +201,7 @@ template <typename Join> __device__ inline float warp_join(float value) {
 // memory; after the one barrier every warp climbs the same tree over them, which halves the number of partners every
 // round, so that nobody has to hand the result back.
 template <typename Join> __device__ inline float row_join(float value) {
-    __shared__ float partner[MOST_WARPS];
+    __shared__ float partner[MAX_WARPS];
     value = warp_join<Join>(value);
     const int warps = blockDim.x / WARP;
     if (warps == 1) return value;  // the row is this warp's own
@@ -209,7 +209,7 @@ template <typename Join> __device__ inline float row_join(float value) {
     __syncthreads();
     value = partner[threadIdx.x & (warps - 1)];
 #pragma unroll
-    for (int distance = MOST_WARPS / 2; distance > 0; distance /= 2) {
+    for (int distance = MAX_WARPS / 2; distance > 0; distance /= 2) {
         if (distance < warps) value = Join()(value, __shfl_xor_sync(ALL_LANES, value, distance));
     }
     return value;
@@ -246,7 +246,7 @@ __device__ inline Index visible_columns(Index row, Index width, Index queries) {
 template <int N> struct Shown {
     unsigned word[(N + 3) / 4];
 
-    // Neighbours that begin on a boundary (`wide`) come in one load beside the one of x, others one by one.
+    // Neighbors that begin on a boundary (`wide`) come in one load beside the one of x, others one by one.
     __device__ void load(const unsigned char* source, Index stride, bool wide) {
         if (N == 8 && wide) {
             const uint2 both = *reinterpret_cast<const uint2*>(source);

@@ -14,7 +14,7 @@ from flashkernel.core.op import FLOATS, Axes, Call, Case, Cost, Input, Op, Toler
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
-_ROOM = "flashkernel.ops.reduce"
+_PACKAGE = "flashkernel.ops.reduce"
 _HALF = (torch.bfloat16,)
 _X = Input(("*rows", "width"), draw=normal(1.0, 0.5))  # shifted: sums that cancel would be tested on their noise
 
@@ -184,11 +184,11 @@ def _op(
     backward: str | None = None,
 ) -> Op:
     return declare(
-        _ROOM,
+        _PACKAGE,
         name,
         summary,
         inputs={"x": x, **(others or {})},
-        kernels=(backends.triton(f"{_ROOM}.triton", supports), backends.cuda(f"{_ROOM}.cuda", supports)),
+        kernels=(backends.triton(f"{_PACKAGE}.triton", supports), backends.cuda(f"{_PACKAGE}.cuda", supports)),
         cases=cases,
         benches=benches,
         cost=cost,

@@ -22,7 +22,7 @@ def max(x: Tensor, *, keepdim: bool = False) -> Tensor:
 
 def logsumexp(x: Tensor, *, keepdim: bool = False) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    nothing = _rows_of_nothing(wide)
+    nothing = _fully_masked_rows(wide)
     if nothing is None:
         return torch.logsumexp(wide, -1, keepdim=keepdim).to(x.dtype)
     # Torch's own gradient is NaN there.
@@ -36,14 +36,14 @@ def softmax(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal
     visible = visible_pairs(x, mask, causal)
     if visible is not None:
         scores = scores.masked_fill(~visible, NOTHING)
-    nothing = _rows_of_nothing(scores)
+    nothing = _fully_masked_rows(scores)
     if nothing is None:
         return torch.softmax(scores, -1).to(x.dtype)
     # Torch's own answer is NaN there.
     return torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0).to(x.dtype)
 
 
-def _rows_of_nothing(scores: Tensor) -> Tensor | None:
+def _fully_masked_rows(scores: Tensor) -> Tensor | None:
     """Which rows hold nothing but -inf, [..., 1]; None where a CPU, which can look for free, sees that none does."""
     if scores.shape[-1] == 0:
         return None

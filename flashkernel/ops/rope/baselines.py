@@ -15,7 +15,7 @@ def eager(op: Op, case: Case) -> Callable[..., Any]:
     """Transformers' formula, x cos + rotate(x) sin with full-width tables, in the input's dtype."""
     _check(case)
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         if interleaved:
             other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
         else:
@@ -27,7 +27,7 @@ def eager(op: Op, case: Case) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         cos = _of_tokens(cos, q, positions, interleaved)[:, :, None].to(q.dtype)
         sin = _of_tokens(sin, q, positions, interleaved)[:, :, None].to(q.dtype)
-        return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
+        return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
 
     return rope
 

@@ -16,8 +16,8 @@ from flashkernel.core.tune import ceil_div
 
 FOLDER = Path(__file__).parent
 MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
-MOST_THREADS, HEADS = 256, 4  # as in kernel.cu
-MOST_BATCHES = 65535  # of a grid's second axis; the third takes the rest
+MAX_THREADS, HEADS = 256, 4  # as in kernel.cu
+MAX_BATCHES = 65535  # of a grid's second axis; the third takes the rest
 
 _ARGUMENTS = ", ".join(["pointer"] * 8 + ["int64"] * 18 + ["int32"] * 6 + ["float32"] * 2 + ["bool"] * 2)
 
@@ -59,7 +59,7 @@ def _launch(heads: _Pair, outputs: _Pair, rotation: Rotation, inverse: bool) -> 
             cos, sin = cos.contiguous(), sin.contiguous()
     pairs = _pairs_per_thread(heads, outputs, rotary, interleaved)
     block = _block(cuda.target(q.device).sms, batch, seq, q_heads + k_heads, ceil_div(rotary // 2, pairs))
-    across = min(batch, MOST_BATCHES)
+    across = min(batch, MAX_BATCHES)
     table_strides = (0, 0, 0)
     if cos is not None:
         per_batch = cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0
@@ -86,7 +86,7 @@ def _block(sms: int, batch: int, seq: int, heads: int, columns: int) -> tuple[in
     """Threads along a head's columns, its heads and its tokens."""
     x, tokens = min(columns, 32), batch * seq
     # Few tokens: a head for each thread, so that all loads are under way at once. Many: HEADS heads for each.
-    y = min(MOST_THREADS // x, heads if tokens < 4 * sms else ceil_div(heads, HEADS))
+    y = min(MAX_THREADS // x, heads if tokens < 4 * sms else ceil_div(heads, HEADS))
     return x, y, max(1, min(128 // (x * y), 8, seq, tokens // sms))
 
 

@@ -13,7 +13,7 @@
 #include "elements.cuh"
 
 constexpr int HEADS = 4;  // heads a thread has under way
-constexpr int MOST_THREADS = 256;
+constexpr int MAX_THREADS = 256;
 
 // One member of a launch: q or k, where it comes from and where it goes; strides of batch, token and head, in elements.
 template <typename T>
@@ -108,7 +108,7 @@ struct Pairs {
 
 // T: type of the heads; C: of the tables; N: pairs of a thread. The dims beyond `rotary` are copied, unless in place.
 template <typename T, typename C, int N, bool INTERLEAVED>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MAX_THREADS)
 rotate_heads(const T* q, const T* k, T* q_out, T* k_out, const C* cos, const C* sin, const long long* rates,
              const void* positions, Index q_batch, Index q_token, Index q_head, Index k_batch, Index k_token,
              Index k_head, Index q_out_batch, Index q_out_token, Index q_out_head, Index k_out_batch,

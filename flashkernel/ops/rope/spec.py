@@ -15,7 +15,7 @@ from flashkernel.core.op import Axes, Case, Cost, Draw, Input, count
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
-_ROOM = "flashkernel.ops.rope"
+_PACKAGE = "flashkernel.ops.rope"
 _HALF = (torch.bfloat16,)
 
 
@@ -145,12 +145,12 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 ROPE = declare(
-    _ROOM,
+    _PACKAGE,
     "rope",
     "rotary position embedding of q and k",
     backward=None,  # the gradient of a rotation is the inverse rotation
     inputs=_INPUTS,
-    kernels=(backends.triton(f"{_ROOM}.triton"), backends.cuda(f"{_ROOM}.cuda")),
+    kernels=(backends.triton(f"{_PACKAGE}.triton"), backends.cuda(f"{_PACKAGE}.cuda")),
     workload=Workload(_CASES, _BENCHES, _cost),
     random_case=_random_case,
     random_share=2,

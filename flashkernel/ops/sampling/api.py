@@ -6,7 +6,7 @@ from torch import Tensor
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.sampling import library, spec
-from flashkernel.ops.sampling.params import Settings, States
+from flashkernel.ops.sampling.params import SampleParams, States
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -106,9 +106,9 @@ def sample(
                 penalties=penalties, state_rows=state_rows, token_counts=token_counts, bias_ids=bias_ids,
                 bias_values=bias_values, bias_until=bias_until, allowed=allowed, restricted=restricted,
             )  # fmt: skip
-    settings = Settings(seeds, positions, temperature, top_k, top_p, min_p, penalties)
+    params = SampleParams(seeds, positions, temperature, top_k, top_p, min_p, penalties)
     state = States(state_rows, token_counts, bias_ids, bias_values, bias_until, allowed, restricted)
-    return library.sample(logits, settings, state, chosen.target)
+    return library.sample(logits, params, state, chosen.target)
 
 
 def _check(

@@ -43,9 +43,9 @@ def _heuristic(device: Device, shape: Mapping[str, int]) -> SampleConfig:
     """4 values a thread in the search: with its sums, two programs of 16 warps fit the registers of an SM. Triton 3.9
     spills with 64 registers: there they have 8 warps."""
     vocab = max(16, power_of_2(shape["vocab"]))
-    most_warps = 8 if (triton_version() or (0, 0)) >= (3, 9) else 16
-    chunk = min(vocab, max(128 * most_warps, vocab // MAX_CHUNKS))
-    warps = max(1, min(most_warps, chunk // 128))
+    max_warps = 8 if (triton_version() or (0, 0)) >= (3, 9) else 16
+    chunk = min(vocab, max(128 * max_warps, vocab // MAX_CHUNKS))
+    warps = max(1, min(max_warps, chunk // 128))
     return SampleConfig(chunk, max(1, min(8, chunk // 512)), warps, 4)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
-from flashkernel.ops.sampling.params import Settings, States
+from flashkernel.ops.sampling.params import SampleParams, States
 
 
-def _forward(logits: Tensor, settings: Settings, states: States, kernels: str) -> Tensor:
-    return resolve(kernels).forward(unit_stride(logits), Settings(*_dense(settings)), States(*_dense(states)))
+def _forward(logits: Tensor, params: SampleParams, states: States, kernels: str) -> Tensor:
+    return resolve(kernels).forward(unit_stride(logits), SampleParams(*_dense(params)), States(*_dense(states)))
 
 
 def _dense(tensors: Iterable[Tensor | None]) -> list[Any]:

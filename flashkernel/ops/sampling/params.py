@@ -11,8 +11,8 @@ LOWEST = -1e30  # logits at or below it have probability 0, as -inf has
 INVALID = -1  # in place of a token where a row's largest logit is NaN or infinite
 
 
-class Settings(NamedTuple):
-    """Sampling settings of each row, [rows] each; None leaves that setting out."""
+class SampleParams(NamedTuple):
+    """Sampling parameters of each row, [rows] each; None leaves a parameter out."""
 
     seeds: Tensor  # int64
     positions: Tensor  # int64
@@ -40,8 +40,8 @@ class States(NamedTuple):
         return self.token_counts is None and self.bias_ids is None and self.allowed is None
 
 
-def from_keywords(seeds: Tensor, positions: Tensor, given: dict[str, Any]) -> tuple[Settings, States]:
+def from_keywords(seeds: Tensor, positions: Tensor, given: dict[str, Any]) -> tuple[SampleParams, States]:
     """The arguments of `sample` behind the logits."""
-    settings = {name: value for name, value in given.items() if name in Settings._fields}
-    states = {name.removeprefix("state_"): value for name, value in given.items() if name not in settings}
-    return Settings(seeds, positions, **settings), States(**states)
+    params = {name: value for name, value in given.items() if name in SampleParams._fields}
+    states = {name.removeprefix("state_"): value for name, value in given.items() if name not in params}
+    return SampleParams(seeds, positions, **params), States(**states)

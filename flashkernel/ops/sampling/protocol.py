@@ -6,13 +6,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import Settings, States
+from flashkernel.ops.sampling.params import SampleParams, States
 
 
 class SampleKernels(Protocol):
     """A module such as `triton`."""
 
-    def forward(self, logits: Tensor, settings: Settings, states: States) -> Tensor:
+    def forward(self, logits: Tensor, params: SampleParams, states: States) -> Tensor:
         """Returns int64 [rows] of logits [rows, vocab] with unit stride along the row."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import IN_PROMPT, INVALID, LOWEST, Settings, States, from_keywords
+from flashkernel.ops.sampling.params import IN_PROMPT, INVALID, LOWEST, SampleParams, States, from_keywords
 
 _WORD = 0xFFFFFFFF
 _ROUNDS, _MULTIPLIERS, _WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -36,13 +36,13 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     return (philox(seeds, positions) >> 8).double() * 2.0**-24
 
 
-def adjusted(logits: Tensor, settings: Settings, states: States) -> Tensor:
+def adjusted(logits: Tensor, params: SampleParams, states: States) -> Tensor:
     """Logits with penalties, biases and the mask of allowed tokens."""
     rows = torch.arange(logits.shape[0], device=logits.device) if states.rows is None else states.rows
-    if states.token_counts is not None and settings.penalties is not None:
+    if states.token_counts is not None and params.penalties is not None:
         counts = states.token_counts[rows]
         output = counts & (IN_PROMPT - 1)
-        repetition, presence, frequency = (column[:, None].to(logits.dtype) for column in settings.penalties.unbind(1))
+        repetition, presence, frequency = (column[:, None].to(logits.dtype) for column in params.penalties.unbind(1))
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(counts != 0, repeated, logits)
         logits = logits - frequency * output - presence * (output > 0)
@@ -51,7 +51,7 @@ def adjusted(logits: Tensor, settings: Settings, states: States) -> Tensor:
         ids, values = states.bias_ids[rows].long(), states.bias_values[rows].to(logits.dtype)
         applies = (ids >= 0) & (ids < logits.shape[1])
         if states.bias_until is not None:
-            applies &= settings.positions[:, None] < states.bias_until[rows]
+            applies &= params.positions[:, None] < states.bias_until[rows]
         slots = torch.where(applies, ids, logits.shape[1])
         padded = torch.zeros(logits.shape[0], logits.shape[1] + 1, dtype=logits.dtype, device=logits.device)
         padded.scatter_add_(1, slots, torch.where(applies, values, 0.0))
@@ -66,25 +66,25 @@ def adjusted(logits: Tensor, settings: Settings, states: States) -> Tensor:
     return logits
 
 
-def kept(logits: Tensor, settings: Settings) -> Tensor:
+def kept(logits: Tensor, params: SampleParams) -> Tensor:
     """Tokens that top-k, top-p and min-p keep, in this order; equal logits stay or go together. Bool, as logits."""
-    temperature = _column(settings.temperature, logits, 1.0)
+    temperature = _column(params.temperature, logits, 1.0)
     largest = logits.amax(-1, keepdim=True)
     scaled = (logits - largest) / torch.where(temperature > 0, temperature, 1.0)
     values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     negated = (-values).contiguous()
     first = torch.searchsorted(negated, negated)  # where the run of equal values begins
     keep = torch.isfinite(values)
-    if settings.top_k is not None:
-        top_k = settings.top_k[:, None]
+    if params.top_k is not None:
+        top_k = params.top_k[:, None]
         keep &= (first < top_k) | (top_k <= 0)
     probs = torch.where(keep, values.exp(), 0.0)
-    if settings.top_p is not None:
-        top_p = settings.top_p[:, None].to(logits.dtype)
+    if params.top_p is not None:
+        top_p = params.top_p[:, None].to(logits.dtype)
         before = (probs.cumsum(-1) - probs).gather(1, first)  # sum over all larger values
         keep &= (before < top_p * probs.sum(-1, keepdim=True)) | (top_p >= 1)
-    if settings.min_p is not None:
-        keep &= values >= settings.min_p[:, None].to(logits.dtype).log()
+    if params.min_p is not None:
+        keep &= values >= params.min_p[:, None].to(logits.dtype).log()
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
@@ -96,14 +96,14 @@ def _column(values: Tensor | None, like: Tensor, default: float) -> Tensor:
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, **given: Any) -> Tensor:
     """The first token whose cumulative probability, in the vocabulary's order, exceeds uniform * total."""
-    settings, states = from_keywords(seeds, positions, given)
-    logits = adjusted(logits.to(torch.promote_types(logits.dtype, torch.float32)), settings, states)
+    params, states = from_keywords(seeds, positions, given)
+    logits = adjusted(logits.to(torch.promote_types(logits.dtype, torch.float32)), params, states)
     logits = torch.where(logits > LOWEST, logits, torch.where(logits.isnan(), logits, -torch.inf))
     largest, greedy = logits.max(-1)
     valid = torch.isfinite(largest)
     logits = torch.where(valid[:, None], logits, 0.0)
-    scale = _column(settings.temperature, logits, 1.0)
-    probs = torch.softmax(logits / torch.where(scale > 0, scale, 1.0), -1) * kept(logits, settings)
+    scale = _column(params.temperature, logits, 1.0)
+    probs = torch.softmax(logits / torch.where(scale > 0, scale, 1.0), -1) * kept(logits, params)
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
     target = torch.minimum(uniform(seeds, positions)[:, None].to(cdf.dtype) * total, _below(total))

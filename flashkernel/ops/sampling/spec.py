@@ -16,7 +16,7 @@ from flashkernel.core.random_case import Rng
 from flashkernel.ops.sampling.configs import MAX_CHUNKS
 from flashkernel.ops.sampling.params import IN_PROMPT
 
-_ROOM = "flashkernel.ops.sampling"
+_PACKAGE = "flashkernel.ops.sampling"
 _TRUNCATE = ("temperature", "top_k", "top_p", "min_p")
 _STATES = ("penalties", "token_counts", "bias_ids", "bias_values", "allowed")
 _MAX_VOCAB = 16384 * MAX_CHUNKS
@@ -136,7 +136,7 @@ _CASES = (
 
 
 def _random_case(rng: Rng, case: Case) -> Case:
-    """Settings by themselves; penalties with counts, ids with values."""
+    """SampleParams by themselves; penalties with counts, ids with values."""
     present = {name for name in _TRUNCATE if rng.maybe()}
     states = rng.call.randint(1, 4)
     for group in (("penalties", "token_counts"), ("bias_ids", "bias_values"), ("allowed",)):
@@ -184,11 +184,11 @@ def _supports(call: Call) -> str | None:
 
 
 SAMPLE = declare(
-    _ROOM,
+    _PACKAGE,
     "sample",
     "one token of each row of logits: temperature, top-k, top-p, min-p, penalties, biases, masks",
     inputs=_INPUTS,
-    kernels=(backends.triton(f"{_ROOM}.triton", _supports),),
+    kernels=(backends.triton(f"{_PACKAGE}.triton", _supports),),
     workload=Workload(_CASES, _BENCHES, _cost),
     baselines=("eager", "compile"),
     differentiable=False,

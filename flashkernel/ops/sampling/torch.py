@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.ops.sampling.params import INVALID, LOWEST, Settings, from_keywords
+from flashkernel.ops.sampling.params import INVALID, LOWEST, SampleParams, from_keywords
 from flashkernel.ops.sampling.reference import adjusted, kept, uniform
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, **given: Any) -> Tensor:
-    settings, states = from_keywords(seeds, positions, given)
-    logits = adjusted(logits.float(), settings, states)
-    temperature, (largest, greedy) = settings.temperature, logits.max(-1)
+    params, states = from_keywords(seeds, positions, given)
+    logits = adjusted(logits.float(), params, states)
+    temperature, (largest, greedy) = params.temperature, logits.max(-1)
     valid = (largest.abs() < torch.inf) & (largest > LOWEST)
     greedy = torch.where(valid, greedy, INVALID)
     if temperature is not None and _none(temperature > 0):
@@ -23,8 +23,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, **given: Any) -> Te
     logits = torch.where(valid[:, None] & (logits > LOWEST), logits, -torch.inf)
     logits = torch.where(valid[:, None], logits, 0.0)
     probs = torch.softmax(logits / torch.where(scale > 0, scale, 1.0)[:, None], -1)
-    if _truncates(settings):
-        probs = probs * kept(logits, settings)
+    if _truncates(params):
+        probs = probs * kept(logits, params)
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))
@@ -38,9 +38,9 @@ def _none(wanted: Tensor) -> bool:
     return wanted.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(wanted.any())
 
 
-def _truncates(settings: Settings) -> bool:
-    given = ((settings.top_k, 0), (settings.min_p, 0.0))
+def _truncates(params: SampleParams) -> bool:
+    given = ((params.top_k, 0), (params.min_p, 0.0))
     asks = [values > least for values, least in given if values is not None]
-    if settings.top_p is not None:
-        asks.append(settings.top_p < 1)
+    if params.top_p is not None:
+        asks.append(params.top_p < 1)
     return any(not _none(ask) for ask in asks)

@@ -9,14 +9,14 @@ struct Mbarrier {
     int32_t bytes_and_parity;  // 2 * bytes + parity
 };
 
-void initialise_mbarrier(unsigned address, unsigned arrivals) {
+void initialize_mbarrier(unsigned address, unsigned arrivals) {
     const Mbarrier made{static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
     memcpy(shared_bytes(address, 8, "mbarrier.init"), &made, 8);
 }
 
 Mbarrier& mbarrier_at(unsigned address, const char* what) {
     auto& found = *reinterpret_cast<Mbarrier*>(shared_bytes(address, 8, what));
-    if (found.arrivals == 0xffff) fail("%s: the mbarrier at byte %u is not initialised", what, address - SHARED_START);
+    if (found.arrivals == 0xffff) fail("%s: the mbarrier at byte %u is not initialized", what, address - SHARED_START);
     return found;
 }
 

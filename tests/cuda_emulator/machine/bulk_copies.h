@@ -1,4 +1,4 @@
-// mbarriers, and the copies of the copy engine (TMA) that count towards them.
+// mbarriers, and the copies of the copy engine (TMA) that count toward them.
 //
 // An mbarrier is 8 bytes of shared memory, here: arrivals of a phase, those still expected, bytes still expected, parity.
 // Copies happen as late as they may, when no thread can go on; those of every second warp as early as they may.
@@ -9,7 +9,7 @@
 
 namespace cuda_emulator {
 
-void initialise_mbarrier(unsigned address, unsigned arrivals);
+void initialize_mbarrier(unsigned address, unsigned arrivals);
 void arrive_at_mbarrier(unsigned address, int bytes, const char* what);
 void wait_for_mbarrier(unsigned address, unsigned parity);
 

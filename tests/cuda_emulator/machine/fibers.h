@@ -7,7 +7,7 @@
 namespace cuda_emulator {
 
 constexpr int LANES = 32;
-constexpr size_t STACK = 256 << 10, PAGE = 4096, MOST_SHARED = 256 << 10;
+constexpr size_t STACK = 256 << 10, PAGE = 4096, MAX_SHARED = 256 << 10;
 constexpr unsigned SHARED_START = 1024;  // address of the first byte of shared memory, as on recent GPUs
 constexpr unsigned char POISON = 0xff;   // NaN in float16, bfloat16 and float32
 
@@ -60,7 +60,7 @@ struct Thread {
     std::vector<size_t> product_ends;        // of committed groups: ends in `products`
 };
 
-// A copy by the copy engine (TMA), which counts towards an mbarrier when it is done: rows of `bytes` at a distance.
+// A copy by the copy engine (TMA), which counts toward an mbarrier when it is done: rows of `bytes` at a distance.
 struct BulkCopy {
     unsigned target, mbarrier, rows, bytes, valid_rows, valid_bytes;
     const unsigned char* source;

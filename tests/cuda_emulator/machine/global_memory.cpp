@@ -53,7 +53,7 @@ void on_fault(int, siginfo_t* info, void*) {
         if (address >= one.region && address < one.region + one.region_size())
             fail("accesses byte %td of a tensor's storage of %zu bytes", address - one.copy, one.size);
     }
-    if (address >= machine.region && address < machine.region + MOST_SHARED + 2 * PAGE)
+    if (address >= machine.region && address < machine.region + MAX_SHARED + 2 * PAGE)
         fail("accesses byte %td of shared memory, of which the block has %zu", address - machine.dynamic,
              machine.dynamic_size);
     if (address >= machine.stacks && address < machine.stacks + machine.stack_count * (STACK + PAGE))

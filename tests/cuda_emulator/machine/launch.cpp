@@ -24,7 +24,7 @@ const char* launch(void (*kernel)(void**), void** arguments, const unsigned* poi
     blockDim = dim3(block[0], block[1], block[2]);
     machine.kernel = kernel, machine.arguments = arguments, machine.failed = false;
     machine.storages = storages, machine.storage_count = storage_count;
-    if (shared > MOST_SHARED) return "more shared memory than any GPU has";
+    if (shared > MAX_SHARED) return "more shared memory than any GPU has";
     if (blockDim.x * blockDim.y * blockDim.z > 1024) return "more than 1024 threads in a block";
     if (!prepare_stacks(blockDim.x * blockDim.y * blockDim.z)) {
         return_stacks();

@@ -23,7 +23,7 @@ void return_stacks() {
 
 void start_block(unsigned number) {
     const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-    memset(machine.region + PAGE, POISON, MOST_SHARED);
+    memset(machine.region + PAGE, POISON, MAX_SHARED);
     if (machine.fixed != nullptr) memset(machine.fixed, POISON, machine.fixed_size);
     machine.bulk_copies.clear(), machine.registers.assign(threads / 128, 0);
     machine.threads.resize(threads);

@@ -9,13 +9,13 @@ unsigned shared_address_of(const void* pointer) {
     if (byte >= machine.dynamic && byte <= machine.dynamic + machine.dynamic_size)
         return SHARED_START + static_cast<unsigned>(byte - machine.dynamic);
     if (byte >= machine.fixed && byte < machine.fixed + machine.fixed_size)
-        return SHARED_START + MOST_SHARED + static_cast<unsigned>(byte - machine.fixed);
+        return SHARED_START + MAX_SHARED + static_cast<unsigned>(byte - machine.fixed);
     fail("%p is not an address of shared memory", pointer);
 }
 
 unsigned char* shared_bytes(unsigned address, unsigned size, const char* what) {
     if (address % size) fail("%s: shared address %u is not a multiple of %u", what, address, size);
-    const unsigned offset = address - SHARED_START, fixed = offset - static_cast<unsigned>(MOST_SHARED);
+    const unsigned offset = address - SHARED_START, fixed = offset - static_cast<unsigned>(MAX_SHARED);
     if (offset + static_cast<size_t>(size) <= machine.dynamic_size) return machine.dynamic + offset;
     if (fixed + static_cast<size_t>(size) <= machine.fixed_size) return machine.fixed + fixed;
     fail("%s: byte %d of shared memory, of which the block has %zu", what, static_cast<int>(offset),
@@ -25,13 +25,13 @@ unsigned char* shared_bytes(unsigned address, unsigned size, const char* what) {
 // Dynamic shared memory ends at a page that may not be touched, as closely as its alignment allows.
 void prepare_shared(size_t size) {
     if (machine.region == nullptr) {
-        machine.region = static_cast<unsigned char*>(mmap(nullptr, MOST_SHARED + 2 * PAGE, PROT_READ | PROT_WRITE,
+        machine.region = static_cast<unsigned char*>(mmap(nullptr, MAX_SHARED + 2 * PAGE, PROT_READ | PROT_WRITE,
                                                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         mprotect(machine.region, PAGE, PROT_NONE);
-        mprotect(machine.region + PAGE + MOST_SHARED, PAGE, PROT_NONE);
+        mprotect(machine.region + PAGE + MAX_SHARED, PAGE, PROT_NONE);
     }
     machine.dynamic_size = size;
-    machine.dynamic = machine.region + PAGE + (MOST_SHARED - size) / 1024 * 1024;
+    machine.dynamic = machine.region + PAGE + (MAX_SHARED - size) / 1024 * 1024;
 }
 
 // Where this library's thread-local storage lies: its static shared memory.
@@ -59,9 +59,9 @@ void find_fixed_shared() {
 // Whether the bytes of the shared region outside of what the block has are as they were.
 void check_overrun() {
     const unsigned char* end = machine.dynamic + machine.dynamic_size;
-    for (const unsigned char* byte = machine.region + PAGE; byte < machine.region + PAGE + MOST_SHARED; ++byte) {
+    for (const unsigned char* byte = machine.region + PAGE; byte < machine.region + PAGE + MAX_SHARED; ++byte) {
         if (byte >= machine.dynamic && byte < end) byte = end;
-        if (byte < machine.region + PAGE + MOST_SHARED && *byte != POISON) {
+        if (byte < machine.region + PAGE + MAX_SHARED && *byte != POISON) {
             snprintf(machine.message, sizeof machine.message,
                      "block (%u, %u, %u) wrote byte %td of shared memory, of which it has %zu", blockIdx.x, blockIdx.y,
                      blockIdx.z, byte - machine.dynamic, machine.dynamic_size);

@@ -78,7 +78,7 @@ __device__ inline void multiply(float (&c)[MT][NT][4], const unsigned (&a_block)
 }
 
 // Where a thread is in the grid of warps over S^T, and in an accumulator tile: rows `group` and `group` + 8, columns
-// 2 `pair` and 2 `pair` + 1. It is made anew for each product, from a thread index that is read again: the addresses
+// 2 `pair` and 2 `pair` + 1. It is computed again for each product, from a thread index that is read again: the addresses
 // that follow from it then take no registers between products.
 template <int QUERY_WARPS>
 struct WarpPlace {

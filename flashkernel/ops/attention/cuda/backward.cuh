@@ -19,8 +19,8 @@ struct DqTiles {
     __device__ static inline int first_row(int warp) { return warp % ROW_WARPS * ROWS; }
     __device__ static inline int first_chunk(int warp) { return warp / ROW_WARPS * NT; }
 
-    // The sum is kept in the order of the accumulators: mma tile after mma tile, 128 elements each. Nobody reads it
-    // before the postprocess kernel, and so the lanes of a warp add to neighbouring addresses.
+    // The sum is kept in the order of the accumulators: mma tile after mma tile, 128 elements each. Only the
+    // postprocess kernel reads it, so that the lanes of a warp may add to neighboring addresses.
     __device__ static inline float* tile(float* block, int warp, int m, int n) {
         return block + ((warp * MT + m) * NT + n) * 4 * WARP;
     }
@@ -77,7 +77,7 @@ __device__ inline void copy(unsigned (&to)[4], const unsigned (&from)[4]) {
     for (int i = 0; i < 4; ++i) to[i] = from[i];
 }
 
-// Two neighbouring 16 x 8 accumulators, times `scale`, as a 16 x 16 block of 16-bit elements.
+// Two neighboring 16 x 8 accumulators, times `scale`, as a 16 x 16 block of 16-bit elements.
 template <typename T>
 __device__ inline void pack_block(unsigned (&block)[4], const float (&left)[4], const float (&right)[4], float scale) {
     block[0] = pack<T>(left[0] * scale, left[1] * scale), block[1] = pack<T>(left[2] * scale, left[3] * scale);

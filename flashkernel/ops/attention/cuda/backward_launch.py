@@ -44,7 +44,7 @@ def backward(
 ) -> InputGradients:
     """The gradients; those without their input, and a bias gradient not wanted, are None."""
     o, lse, do, dlse = outputs
-    q, k, v, do = (cuda.vectorised(x) for x in (inputs.q, inputs.k, inputs.v, do))
+    q, k, v, do = (cuda.vectorized(x) for x in (inputs.q, inputs.k, inputs.v, do))
     inputs = inputs._replace(q=q, k=k, v=v)
     batch, seqlen_q, heads, head_dim = q.shape
     dlse = None if dlse is None else dlse.float().contiguous()

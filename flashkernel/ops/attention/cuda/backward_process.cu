@@ -19,7 +19,7 @@ attention_backward_preprocess(
     constexpr int THREADS = WARPS * WARP;
     constexpr int LANES = VALUE_DIM / CHUNK;  // that share a row: 16 bytes each
     const float infinity = __int_as_float(0x7f800000);
-    // Neighbouring blocks take neighbouring heads, which are neighbours in O and dO.
+    // Neighboring blocks take neighboring heads, which are neighbors in O and dO.
     const int h = static_cast<int>(blockIdx.x) % heads;
     const int tile = static_cast<int>(blockIdx.x) / heads % tiles;
     const int b = static_cast<int>(blockIdx.x) / heads / tiles;

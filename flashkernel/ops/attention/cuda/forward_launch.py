@@ -46,7 +46,7 @@ def launch_forward(inputs: AttentionInputs, params: AttentionParams, rotary: Rot
 
     With `rotary`, q and k are rotated as they are loaded.
     """
-    q, k, v = (cuda.vectorised(x) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (cuda.vectorized(x) for x in (inputs.q, inputs.k, inputs.v))
     inputs = inputs._replace(q=q, k=k, v=v)
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, value_dim = k.shape[1], v.shape[3]

@@ -30,7 +30,7 @@ __device__ inline void rotate_pairs(float2& a, float2& b, float2 cos, float2 sin
 template <typename T, int ROWS, int DIM, int THREADS>
 __device__ inline void rotate_tile(unsigned tile, const float* cos, const float* sin, int rotary_dim, int position,
                                    int positions) {
-    const int half = rotary_dim / 2, chunks = half / CHUNK;  // chunks of first elements, or pairs of neighbouring chunks
+    const int half = rotary_dim / 2, chunks = half / CHUNK;  // chunks of first elements, or pairs of neighboring chunks
     for (int index = threadIdx.x; index < ROWS * chunks; index += THREADS) {
         const int row = index / chunks, chunk = index % chunks;
         if (position + row < 0 || position + row >= positions) continue;

@@ -56,7 +56,7 @@ struct Tables {
     TABLE_FIELDS
 };
 
-// MurmurHash3's finaliser: blocks/dropout.py has the same in torch.
+// MurmurHash3's finalizer: blocks/dropout.py has the same in torch.
 __device__ inline unsigned scramble(unsigned word) {
     word ^= word >> 16;
     word *= 0x85ebca6bu;
@@ -120,7 +120,7 @@ __device__ inline bool keep(const ScoreParams& p, int q, int k) {
     return scramble(static_cast<unsigned>(index) ^ outer) >= p.drop_threshold;
 }
 
-// The K blocks that a tile of queries sees (or the Q blocks that a tile of keys is seen by): ranges of neighbouring
+// The K blocks that a tile of queries sees (or the Q blocks that a tile of keys is seen by): ranges of neighboring
 // blocks, each with whether the mask must be applied. blocks/tile_ranges.py makes the table.
 struct BlockIterator {
     const int* table;  // [tiles * max_ranges][3]: first block, end, masked

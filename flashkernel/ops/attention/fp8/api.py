@@ -10,6 +10,7 @@ from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_heads
 from flashkernel.ops.attention.fp8 import library, spec
+from flashkernel.ops.attention.fp8.params import Fp8Inputs
 
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -87,9 +88,12 @@ def attention_fp8(
                 q, k, v, q_scale, k_scale, v_scale,
                 mask=mask, scale=scale, sinks=sinks, softcap=softcap, return_lse=return_lse, out_dtype=out_dtype,
             )  # fmt: skip
-    as_bytes = [x.view(torch.uint8) for x in (q, k, v)]  # torch.compile and autograd support few float8 operations
+    # As bytes: torch.compile and autograd support few float8 operations.
+    inputs = Fp8Inputs(
+        q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8), q_scale, k_scale, v_scale, sinks
+    )  # fmt: skip
     out, lse = library.attention_fp8(
-        *as_bytes, library.Fp8Scales(q_scale, k_scale, v_scale), sinks, source_of(mask),
+        inputs, source_of(mask),
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap), out_dtype, chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -77,8 +77,8 @@ HOPPER = Tunable("attention_fp8_hopper", HopperFp8, _hopper_heuristic, _hopper_s
 
 def _tiles(device: Device, shape: Mapping[str, int]) -> AttentionConfig:
     wide = max(shape["head_dim"], shape["value_dim"]) > 128
-    rows = min(64, max(16, power_of_2(shape["queries"])))
-    columns = min(32 if wide else 64, max(16, power_of_2(shape["keys"])))
+    rows = min(64, max(16, power_of_2(shape["seqlen_q"])))
+    columns = min(32 if wide else 64, max(16, power_of_2(shape["seqlen_k"])))
     return AttentionConfig(rows, columns, 4, 2)
 
 
@@ -102,7 +102,7 @@ def _tiles_space(device: Device, shape: Mapping[str, int]) -> Iterator[Attention
 
 def _tiles_bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     return (
-        power_of_2(shape["queries"]), power_of_2(shape["keys"]), power_of_2(max(32, shape["head_dim"])),
+        power_of_2(shape["seqlen_q"]), power_of_2(shape["seqlen_k"]), power_of_2(max(32, shape["head_dim"])),
         power_of_2(shape["value_dim"]),
     )  # fmt: skip
 

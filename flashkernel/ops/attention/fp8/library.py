@@ -1,7 +1,5 @@
 """The FP8 attention kernels as a torch operator; it has no gradient."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -9,28 +7,22 @@ from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.mask import Source
 from flashkernel.core.library import KernelOp
 from flashkernel.core.op import resolve
+from flashkernel.ops.attention.fp8.params import Fp8Inputs
 from flashkernel.ops.attention.library import empty_outputs
-
-
-class Fp8Scales(NamedTuple):
-    """What the 8-bit values are multiplied by."""
-
-    q_scale: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
+from flashkernel.ops.attention.params import AttentionParams
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scales: Fp8Scales, sinks: Tensor | None, mask: Source, scale: float,
-    softcap: float, out_dtype: torch.dtype, kernels: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = q.view(FP8), k.view(FP8), v.view(FP8)
+    inputs: Fp8Inputs, mask: Source, scale: float, softcap: float, out_dtype: torch.dtype, kernels: str
+) -> tuple[Tensor, Tensor]:
+    q, k, v, *_, sinks = inputs
     sinks = None if sinks is None else sinks.contiguous()
-    return resolve(kernels).forward(q, k, v, *scales, sinks, mask.mask, scale, softcap, out_dtype)
+    inputs = inputs._replace(q=q.view(FP8), k=k.view(FP8), v=v.view(FP8), sinks=sinks)
+    return resolve(kernels).forward(inputs, AttentionParams(mask.mask, scale, softcap, None, 0.0, 0), out_dtype)
 
 
-def _fake_forward(q, k, v, scales, sinks, mask, scale, softcap, out_dtype, kernels):
-    out, lse = empty_outputs(q, v)
+def _fake_forward(inputs, mask, scale, softcap, out_dtype, kernels):
+    out, lse = empty_outputs(inputs.q, inputs.v)
     return out.new_empty(out.shape, dtype=out_dtype), lse
 
 

@@ -7,19 +7,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask
+from flashkernel.ops.attention.fp8.params import Fp8Inputs
+from flashkernel.ops.attention.params import AttentionParams
 
 
 class Fp8Kernels(Protocol):
     """A module such as `triton` or `hopper`."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
-        sinks: Tensor | None, mask: Mask | None, scale: float, softcap: float, out_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(self, inputs: Fp8Inputs, params: AttentionParams, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns (o, lse): o (batch, seqlen_q, heads, value_dim) in `out_dtype`, lse float32 (batch, heads, seqlen_q).
 
-        q, k and v are float8_e4m3fn, their scales float32 (batch, heads) or (batch, heads, blocks of 128 positions).
+        Of `params`, mask, scale and softcap are set.
         """
 
 

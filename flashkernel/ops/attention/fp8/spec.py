@@ -16,7 +16,7 @@ from flashkernel.core.op import Axes, Call, Case, Cost, Input, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.random_cases import random_fp8_case
 
-_ROOM = "flashkernel.ops.attention.fp8"
+_PACKAGE = "flashkernel.ops.attention.fp8"
 _TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
 _SPREAD = 64.0  # of the e4m3 elements, which reach 448; the scales bring them back to order one
 
@@ -148,13 +148,13 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 ATTENTION_FP8 = declare(
-    _ROOM,
+    _PACKAGE,
     "attention_fp8",
     "softmax attention of FP8 queries, keys and values, forward",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", _hopper, dtypes=(FP8,)),
-        backends.triton(f"{_ROOM}.triton", _triton, dtypes=(FP8,), min_arch=89),
+        backends.hopper(f"{_PACKAGE}.hopper", _hopper, dtypes=(FP8,)),
+        backends.triton(f"{_PACKAGE}.triton", _triton, dtypes=(FP8,), min_arch=89),
     ),
     workload=Workload(_CASES, _benches(), _cost),
     # P is rounded to e4m3: the relative error is at most 1/16, half of its eps.

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
-from flashkernel.blocks.tile_ranges import max_visible_keys, tile_ranges
+from flashkernel.blocks.tile_ranges import tile_ranges
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import TRITON, AttentionConfig
+from flashkernel.ops.attention.fp8.params import Fp8Inputs
 from flashkernel.ops.attention.params import AttentionParams
 from flashkernel.ops.attention.triton.arguments import Ranges, Sizes
 from flashkernel.ops.attention.triton.forward_kernel import store_output
@@ -115,24 +115,19 @@ def attention_fp8(
     store_output(o_acc, row_sum, row_max, row, b, h, sinks, o, lse, heads, seqlen_q, HAS_SINKS, VALUE_DIM, BLOCK_DV)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, sinks: Tensor | None,
-    mask: Mask | None, scale: float, softcap: float, out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(inputs: Fp8Inputs, params: AttentionParams, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns o (batch, seqlen_q, heads, value_dim) in `out_dtype` and lse (batch, heads, seqlen_q) in float32."""
+    (q, k, v, *scales, sinks), (mask, scale, softcap, *_) = inputs, params
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, value_dim = k.shape[1], v.shape[3]
     o = torch.empty((batch, seqlen_q, heads, value_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    shape = {
-        "queries": seqlen_q, "keys": seqlen_k, "span": max_visible_keys(mask, batch, heads, seqlen_q, seqlen_k),
-        "head_dim": head_dim, "value_dim": value_dim,
-    }  # fmt: skip
+    shape = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "value_dim": value_dim}
     config: AttentionConfig = tune.pick(TRITON, device.properties(q.device), shape)
     ranges, _ = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
-    functions = AttentionParams(mask, scale, softcap, None, 0.0, 0).functions()
+    functions = params.functions()
     tiles = tune.ceil_div(seqlen_q, config.block_m)
-    scales = [x.contiguous() for x in (q_scale, k_scale, v_scale)]
+    scales = [x.contiguous() for x in scales]
     groups = (Scale(x, x.shape[2] if x.ndim == 3 else 1, 1 if x.ndim == 3 else None) for x in scales)
     launch(
         attention_fp8, (tiles * heads * batch,),

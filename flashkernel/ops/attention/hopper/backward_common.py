@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernel.blocks.ragged_gluon import head_place
+from flashkernel.blocks.ragged_gluon import head_coords
 from flashkernel.blocks.softmax_triton import LOG2E, tanh
 from flashkernel.core.gluon import gl, gluon, load_tile, mbarrier, store_tile, tma, warpgroup_mma
 from flashkernel.ops.attention.hopper.pipeline import (
@@ -129,14 +129,14 @@ def allocate_buffers(q, do, k, v, lse_delta, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _kv_place(work_tile, x, schedule, TRAITS: gl.constexpr):
+def _kv_coords(work_tile, x, schedule, TRAITS: gl.constexpr):
     """Returns the coordinates of a work tile of keys in the descriptor x."""
     if TRAITS.VARLEN:
         sequence = sequence_of(work_tile, schedule)
-        place = head_place(sequence.k_start + sequence.first, work_tile.head, sequence.k_end)
+        coords = head_coords(sequence.k_start + sequence.first, work_tile.head, sequence.k_end)
     else:
-        place = [work_tile.batch, work_tile.tile * x.block_shape[1], work_tile.head, 0]
-    return place
+        coords = [work_tile.batch, work_tile.tile * x.block_shape[1], work_tile.head, 0]
+    return coords
 
 
 @gluon.jit
@@ -147,8 +147,8 @@ def _load_kv(args, tile_index, TRAITS: gl.constexpr):
         stage = tile_index % TRAITS.KV_STAGES
         full = args.barriers.kv_full.index(stage)
         mbarrier.expect(full, args.k.block_type.nbytes + args.v.block_type.nbytes)
-        load_tile(args.k, _kv_place(work_tile, args.k, args.work_tiles, TRAITS), full, args.buffers.k.index(stage))
-        load_tile(args.v, _kv_place(work_tile, args.v, args.work_tiles, TRAITS), full, args.buffers.v.index(stage))
+        load_tile(args.k, _kv_coords(work_tile, args.k, args.work_tiles, TRAITS), full, args.buffers.k.index(stage))
+        load_tile(args.v, _kv_coords(work_tile, args.v, args.work_tiles, TRAITS), full, args.buffers.v.index(stage))
 
 
 @gluon.jit
@@ -158,8 +158,8 @@ def _store_dkdv(args, tile_index, TRAITS: gl.constexpr):
     work_tile = work_tile_at(args.work_tiles, tile_index, TRAITS.VARLEN)
     stage = tile_index % KV_STAGES
     mbarrier.wait(args.barriers.kv_done.index(stage), (tile_index // KV_STAGES) & 1)
-    store_tile(args.dv, _kv_place(work_tile, args.dv, args.work_tiles, TRAITS), args.buffers.v.index(stage))
-    store_tile(args.dk, _kv_place(work_tile, args.dk, args.work_tiles, TRAITS), args.buffers.k.index(stage))
+    store_tile(args.dv, _kv_coords(work_tile, args.dv, args.work_tiles, TRAITS), args.buffers.v.index(stage))
+    store_tile(args.dk, _kv_coords(work_tile, args.dk, args.work_tiles, TRAITS), args.buffers.k.index(stage))
     tma.store_wait(0)
     _load_kv(args, tile_index + KV_STAGES, TRAITS)
 
@@ -185,15 +185,15 @@ def _load_queries(args, batch, head, first_query, block, num_loaded, SHARE_BARRI
         mbarrier.expect(q_full, Q_BYTES)
     query = first_query + block * BLOCK_M
     if TRAITS.VARLEN:
-        place = head_place(batch.q_start + block * BLOCK_M, head, batch.q_end)
+        coords = head_coords(batch.q_start + block * BLOCK_M, head, batch.q_end)
     else:
-        place = [batch, block * BLOCK_M, head, 0]
-    load_tile(args.q, place, q_full, buffers.q.index(stage))
+        coords = [batch, block * BLOCK_M, head, 0]
+    load_tile(args.q, coords, q_full, buffers.q.index(stage))
     load_tile(args.lse_delta, [query], q_full, buffers.neg_lse.index(stage))
     if not SHARE_BARRIERS:
         mbarrier.wait(barriers.do_empty.index(stage), phase ^ 1)
         mbarrier.expect(do_full, DO_BYTES)
-    load_tile(args.do, place, do_full, buffers.do.index(stage))
+    load_tile(args.do, coords, do_full, buffers.do.index(stage))
     load_tile(args.lse_delta, [args.delta_start + query], do_full, buffers.neg_delta.index(stage))
 
 

@@ -31,8 +31,8 @@ from flashkernel.ops.attention.hopper.head_split import (
     issue_over_columns,
     left_columns,
     num_products,
+    scale_accumulator,
     store_columns,
-    times,
     wait_columns,
     zero_columns,
 )
@@ -55,7 +55,7 @@ from flashkernel.ops.attention.hopper.warp_roles import (
     TableSizes,
     issue_s,
     q_slot,
-    query_place,
+    query_coords,
     run_warp_roles,
 )
 
@@ -79,10 +79,10 @@ def _load_rows(args, work_tile, w: gl.constexpr, ROWS: gl.constexpr, TRAITS: gl.
         query = first + row // TRAITS.PACK_GQA  # [64]
         exists = query < args.scores.seqlen_q
         batch_head = work_tile.batch.to(gl.int64) * args.heads + head
-    place = batch_head * args.scores.seqlen_q + query
-    lse = gl.load(args.lse + place, mask=exists, other=float("inf"))
+    offset = batch_head * args.scores.seqlen_q + query
+    lse = gl.load(args.lse + offset, mask=exists, other=float("inf"))
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
-    delta = gl.load(args.delta + place, mask=exists, other=0.0)
+    delta = gl.load(args.delta + offset, mask=exists, other=0.0)
     return (lse * -LOG2E)[:, None], delta[:, None]
 
 
@@ -187,10 +187,10 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             consumer_release_k(state.stage, NUM_CONSUMERS, NUM_STAGES)
             state = skip_blocks(barriers, next_stage(state, NUM_STAGES), skipped, NUM_CONSUMERS, NUM_STAGES)
         # Epilogue: dQ leaves through the buffer of Q, and only then may the next Q and dO come.
-        store_columns(q_tile, times(dq, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+        store_columns(q_tile, scale_accumulator(dq, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
         fence_async_shared()
-        place = query_place(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
-        store_tile(args.o, place, buffers.q.index(slot))
+        coords = query_coords(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
+        store_tile(args.o, coords, buffers.q.index(slot))
         tma.store_wait(0)
         mbarrier.arrive(barriers.q_empty.index(slot), count=1)
         num_tiles += 1

@@ -18,7 +18,7 @@ in global memory (dq_accum), in one of three ways, or left to another kernel (TR
   blocks of 64 queries leave.
 - "dq_kernel": not here. backward_dq_kernel.py computes dQ, in a fixed order; this kernel has four products.
 
-A product is always awaited in the step that issues it; ptxas serialises all of them otherwise.
+A product is always awaited in the step that issues it; ptxas serializes all of them otherwise.
 """
 
 from typing import Any, NamedTuple
@@ -59,8 +59,8 @@ from flashkernel.ops.attention.hopper.head_split import (
     issue_over_columns,
     left_columns,
     num_products,
+    scale_accumulator,
     store_columns,
-    times,
     wait_both,
     wait_columns,
     zero_columns,
@@ -233,7 +233,7 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
     if not DQ_KERNEL:  # else a warpgroup has read its own rows of K only
         mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
-    store_columns(own_k, times(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+    store_columns(own_k, scale_accumulator(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
     fence_async_shared()
     mbarrier.arrive(barriers.kv_done.index(kv_stage), count=1)
     return step, work_tile, cursor

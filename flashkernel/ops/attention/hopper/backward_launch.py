@@ -38,7 +38,7 @@ from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, I
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
+class BackwardLaunch:
     """How the backward kernels are launched.
 
     Attributes:
@@ -76,7 +76,7 @@ def backward(
     config = backward_config(shape, params, q.device)
     if config.dq_mode == WINDOW:
         return _window(do, dlse, inputs, o, lse, params, shape["window"])
-    return launch_backward(do, dlse, inputs, o, lse, params, _plan(q, k, v, params, shape, config))
+    return launch_backward(do, dlse, inputs, o, lse, params, _backward_launch(q, k, v, params, shape, config))
 
 
 def _window(
@@ -94,31 +94,31 @@ def _window(
 
 def launch_backward(
     do: Tensor, dlse: Tensor | None, inputs: AttentionInputs, o: Tensor, lse: Tensor, params: AttentionParams,
-    plan: BackwardPlan,
+    options: BackwardLaunch,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None]:  # fmt: skip
     """Launches three kernels: preprocess (delta, and zeros in dq_accum), the main kernel (dk, dv, dq_accum) and
     postprocess (dq from dq_accum), or instead of it the kernel of dQ. Returns what `backward` does."""
     q, k, v, _, sinks, _ = inputs
-    config, q_blocks = plan.config, plan.q_blocks
+    config, q_blocks = options.config, options.q_blocks
     batch, seqlen_q, heads, head_dim = q.shape
     padded = q_blocks * config.block_m
     lse_delta = torch.empty((2, batch, heads, padded), dtype=torch.float32, device=q.device)
     lse_scale = 1 / params.scale if config.fold_lse else LOG2E  # S is scaled after -LSE has been folded in
-    if plan.dq is not None:
+    if options.dq is not None:
         delta = torch.empty_like(lse)
-        dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, delta, None, lse_scale, plan)
-        dk, dv = _main(do, q, k, v, lse_delta, None, params, plan)
-        dq = _dq(do, q, k, v, lse, delta, params, plan.descriptor, *plan.dq)
+        dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, delta, None, lse_scale, options)
+        dk, dv = _main(do, q, k, v, lse_delta, None, params, options)
+        dq = _dq(do, q, k, v, lse, delta, params, options.descriptor, *options.dq)
         summed = None if dsinks_partial is None else dsinks_partial.sum((0, 2))
         return dq, dk, dv, None, None if sinks is None or summed is None else summed.to(sinks.dtype), None
     dq_accum = torch.empty((batch, heads, padded, block(head_dim)), dtype=torch.float32, device=q.device)
-    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, None, dq_accum, lse_scale, plan)
+    dsinks_partial = _preprocess(do, dlse, sinks, o, lse, lse_delta, None, dq_accum, lse_scale, options)
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
-    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, plan)
+    dk, dv = _main(do, q, k, v, lse_delta, dq_accum, params, options)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(
         attention_backward_postprocess, (heads * q_blocks * batch,),
-        dq_accum, dq, dsinks_partial, dsinks, plan.query_blocks, params.scale, heads, seqlen_q, q_blocks,
+        dq_accum, dq, dsinks_partial, dsinks, options.query_blocks, params.scale, heads, seqlen_q, q_blocks,
         0 if dsinks_partial is None else dsinks_partial.shape[2],
         HAS_SINKS=sinks is not None, HEAD_DIM=head_dim, BLOCK_D=block(head_dim), BLOCK_M=config.block_m,
         DQ_MODE=config.dq_mode, num_warps=8, **pdl_options(device.properties(q.device)),
@@ -139,13 +139,13 @@ def without_keys(
 
 def _preprocess(
     do: Tensor, dlse: Tensor | None, sinks: Tensor | None, o: Tensor, lse: Tensor, lse_delta: Tensor,
-    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, plan: BackwardPlan | None = None,
+    delta: Tensor | None, dq_accum: Tensor | None, lse_scale: float, options: BackwardLaunch | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Fills lse_delta, and delta where it is given; zeroes dq_accum. Returns the gradient of the sinks in parts,
     [batch, heads, blocks]."""
     query_blocks, table_block = None, 64
-    if plan is not None and plan.query_blocks is not None:
-        query_blocks, table_block = plan.query_blocks, plan.config.block_m
+    if options is not None and options.query_blocks is not None:
+        query_blocks, table_block = options.query_blocks, options.config.block_m
     batch, seqlen_q, heads, value_dim = o.shape
     padded, block_m = lse_delta.shape[3], 64
     blocks = padded // block_m
@@ -163,26 +163,26 @@ def _preprocess(
 
 def _main(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_delta: Tensor, dq_accum: Tensor | None,
-    params: AttentionParams, plan: BackwardPlan,
+    params: AttentionParams, options: BackwardLaunch,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Adds dQ / scale to dq_accum, if there is one, and returns (dk, dv)."""
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    config, descriptor = plan.config, plan.descriptor
+    config, descriptor = options.config, options.descriptor
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     mask, _, _, _, mask_tables = params.functions()
     traits = _traits(config, params, head_dim, value_dim, device.properties(q.device))
-    if plan.query_blocks is not None:
+    if options.query_blocks is not None:
         traits = traits._replace(VARLEN=True, MASK_RELATIVE=False)
     q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
     launch(
-        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (plan.programs,),
+        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (options.programs,),
         reduce_descriptor(dq_accum) if dq_accum is not None and config.dq_mode == "tma_reduce" else dq_accum,
         descriptor(q, q_box), descriptor(do, q_box), descriptor(k, kv_box), descriptor(v, kv_box),
         vector_descriptor(lse_delta, config.block_m), descriptor(dk, kv_box), descriptor(dv, kv_box),
-        mask_tables, *plan.tables, batch * kv_heads, kv_heads, heads // kv_heads, plan.q_blocks, seqlen_q, seqlen_k,
-        params.scale * LOG2E, params.scale, params.softcap,
+        mask_tables, *options.tables, batch * kv_heads, kv_heads, heads // kv_heads, options.q_blocks, seqlen_q,
+        seqlen_k, params.scale * LOG2E, params.scale, params.softcap,
         MASK=mask, TRAITS=traits, num_warps=4, launch_pdl=traits.PDL,
     )  # fmt: skip
     return dk, dv
@@ -208,10 +208,10 @@ def _dq(
     return dq
 
 
-def _plan(
+def _backward_launch(
     q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, shape: dict[str, int],
     config: BackwardConfig | WideBackwardConfig,
-) -> BackwardPlan:  # fmt: skip
+) -> BackwardLaunch:  # fmt: skip
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     ranges = block_ranges(
@@ -226,7 +226,7 @@ def _plan(
         dq_config = unpacked_by_head(tune.pick(BACKWARD_DQ, device.properties(q.device), shape), params)
         kv_bytes = seqlen_k * (k.shape[3] + v.shape[3]) * k.element_size()
         dq = dq_config, schedule_forward(params.mask, q, k, dq_config, kv_bytes, UNMASKED_KV_HEADS, dq_config.pad_front)
-    return BackwardPlan(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m), dq=dq)
+    return BackwardLaunch(config, programs, (tables, *sizes), tune.ceil_div(seqlen_q, config.block_m), dq=dq)
 
 
 def _traits(

@@ -50,8 +50,8 @@ from flashkernel.ops.attention.hopper.head_split import (
     issue_over_columns,
     left_columns,
     num_products,
+    scale_accumulator,
     store_columns,
-    times,
     wait_columns,
     zero_columns,
 )
@@ -244,7 +244,7 @@ def _consume_dk(args, TRAITS: gl.constexpr):
             dq_block_base += args.q_blocks
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         mbarrier.wait(exchange.k_read.index(0), tile_index & 1)
-        store_columns(k_tile, times(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+        store_columns(k_tile, scale_accumulator(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         tile_index += 1

@@ -1,7 +1,7 @@
 """Block ranges of the Hopper kernels: which K blocks a work tile loads, and which of them each consumer visits.
 
 The producer of a work tile loads every K block that at least one of its consumer warpgroups needs. A consumer skips the
-loaded blocks before its first and after its last visible block, and visits those between: in ranges of neighbouring
+loaded blocks before its first and after its last visible block, and visits those between: in ranges of neighboring
 blocks, masked or not, as in blocks/tile_ranges.py.
 """
 
@@ -21,7 +21,7 @@ from flashkernel.core.tables import DeviceTables
 _EVERYTHING = Mask(Variable("k") >= 0)
 _ESTIMATE_BLOCK = 128  # queries and keys of the blocks that mean_visible_keys counts
 _MIN_BLOCKS_TO_ROTATE = 8  # K blocks; shorter sequences are read from the first block on
-_ROTATION_STEP = 5  # blocks between the starts of neighbouring work tiles; coprime with usual numbers of blocks
+_ROTATION_STEP = 5  # blocks between the starts of neighboring work tiles; coprime with usual numbers of blocks
 
 
 @dataclass(frozen=True)

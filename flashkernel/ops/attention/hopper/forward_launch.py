@@ -54,7 +54,7 @@ class ForwardSchedule:
         return tables, *sizes
 
     def retry_flags(self) -> Tensor:
-        """Uninitialised flags of work tiles that overflow (overflow_retry.py)."""
+        """Uninitialized flags of work tiles that overflow (overflow_retry.py)."""
         return torch.empty(self.work_tiles.shape[:2], dtype=torch.int32, device=self.work_tiles.device)
 
 

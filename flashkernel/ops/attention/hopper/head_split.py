@@ -125,7 +125,7 @@ def store_columns(tile, accumulator, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def times(accumulator, factor, TAIL: gl.constexpr):
+def scale_accumulator(accumulator, factor, TAIL: gl.constexpr):
     """Returns accumulator * factor."""
     if TAIL == 0:
         found = accumulator * factor

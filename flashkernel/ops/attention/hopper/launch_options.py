@@ -30,7 +30,7 @@ def config_shape(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> di
 
 
 def allocate_outputs(q: Tensor, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns uninitialised o (batch, seqlen_q, heads, value_dim) and lse (batch, heads, seqlen_q) in float32."""
+    """Returns uninitialized o (batch, seqlen_q, heads, value_dim) and lse (batch, heads, seqlen_q) in float32."""
     batch, seqlen_q, heads, _ = q.shape
     o = torch.empty((batch, seqlen_q, heads, value_dim), dtype=dtype, device=q.device)
     return o, torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)

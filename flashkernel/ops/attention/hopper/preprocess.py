@@ -37,8 +37,8 @@ def attention_backward_preprocess(
     of its own there is none, and delta is also stored as `lse` is laid out (delta_rows).
 
     lse_delta is [2, batch, heads, padded], with `padded` queries up to a whole number of blocks. Queries that do not
-    exist or see no key get an LSE of +inf, so that P = 0. Heads come first in the grid: neighbouring programs read
-    neighbouring addresses. The first batch entry comes last: it is in L2 when the main kernel begins with it.
+    exist or see no key get an LSE of +inf, so that P = 0. Heads come first in the grid: neighboring programs read
+    neighboring addresses. The first batch entry comes last: it is in L2 when the main kernel begins with it.
     TABLE_BLOCK is the number of rows of a block in query_blocks.
     """
     if PDL:

@@ -19,13 +19,8 @@ from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.forward_launch import launch_forward
 from flashkernel.ops.attention.hopper.launch_options import allocate_outputs, without_keys
 from flashkernel.ops.attention.hopper.shape_buckets import MEDIUM_CONTEXT
-from flashkernel.ops.attention.hopper.varlen_schedule import (
-    TileShape,
-    VarlenLayout,
-    VarlenShape,
-    kernel_arguments,
-    make_schedule,
-)
+from flashkernel.ops.attention.hopper.varlen_layout import TileShape, VarlenLayout, VarlenShape, kernel_arguments
+from flashkernel.ops.attention.hopper.varlen_schedule import make_schedule
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, HeadShape, VarlenInputs, VarlenParams, schedule_size
 
 _BLOCK = 128  # queries and keys of the blocks in which visible keys are estimated
@@ -37,9 +32,9 @@ def schedule(
 ) -> Tensor:  # fmt: skip
     """Returns the tile schedule of all calls with these lengths and shapes, int32; of both directions with `gradients`.
     It takes one launch, and nothing waits for the device."""
-    plan = _plan(tokens, heads, dtype, params, cu_seqlens_q.device)
+    configs = _launch_configs(tokens, heads, dtype, params, cu_seqlens_q.device)
     size = schedule_size(params.num_sequences, *tokens, heads.heads)
-    return make_schedule(cu_seqlens_q, cu_seqlens_k, plan.layout, size, gradients, params.left, params.right)
+    return make_schedule(cu_seqlens_q, cu_seqlens_k, configs.layout, size, gradients, params.left, params.right)
 
 
 def forward(inputs: VarlenInputs, schedule: Tensor, params: VarlenParams) -> tuple[Tensor, Tensor]:
@@ -49,12 +44,12 @@ def forward(inputs: VarlenInputs, schedule: Tensor, params: VarlenParams) -> tup
     if k.shape[0] == 0:
         without_keys(o, lse, sinks)
     elif q.shape[0] > 0:
-        plan = _plan_of(inputs, params)
-        scheduled = _ForwardSchedule(plan.layout, schedule)
+        configs = _configs_of(inputs, params)
+        scheduled = _ForwardSchedule(configs.layout, schedule)
         # A query that sees no key has its work tile computed twice, but has none unless keys are fewer than queries.
         fixed_max = q.dtype == torch.bfloat16
         launch_forward(
-            inputs.one_batch, o, lse, params.attention, plan.forward, scheduled, fixed_max, _descriptor
+            inputs.one_batch, o, lse, params.attention, configs.forward, scheduled, fixed_max, _descriptor
         )  # fmt: skip
     return o[0], lse[0]
 
@@ -78,14 +73,14 @@ def backward(
     if inputs.q.shape[0] == 0 or inputs.k.shape[0] == 0:
         dq, dk, dv, _, dsinks, _ = backward_launch.without_keys(batch_dlse, whole.q, whole.k, whole.v, whole.sinks)
         return dq[0], dk[0], dv[0], dsinks
-    plan = _plan_of(inputs, params)
-    layout = plan.layout
-    by_queries = plan.backward.dq_mode == "dq_kernel"
-    launches = backward_launch.BackwardPlan(
-        plan.backward, layout.backward_grid.num_programs,
+    configs = _configs_of(inputs, params)
+    layout = configs.layout
+    by_queries = configs.backward.dq_mode == "dq_kernel"
+    launches = backward_launch.BackwardLaunch(
+        configs.backward, layout.backward_grid.num_programs,
         kernel_arguments(layout.backward_table(schedule), layout.backward_grid), layout.query_blocks, _descriptor,
         layout.query_blocks_table(schedule),
-        (plan.forward, _ForwardSchedule(layout, schedule)) if by_queries else None,
+        (configs.forward, _ForwardSchedule(layout, schedule)) if by_queries else None,
     )  # fmt: skip
     dq, dk, dv, _, dsinks, _ = backward_launch.launch_backward(
         do[None], batch_dlse, whole, o[None], lse[None], params.attention, launches
@@ -110,13 +105,13 @@ class _ForwardSchedule:
         return kernel_arguments(self.layout.forward_table(self.schedule), self.layout.forward_grid)
 
     def retry_flags(self) -> Tensor:
-        """Uninitialised flags of work tiles that overflow (overflow_retry.py)."""
+        """Uninitialized flags of work tiles that overflow (overflow_retry.py)."""
         grid = self.layout.forward_grid
         return torch.empty((grid.num_programs, grid.max_work_tiles), dtype=torch.int32, device=self.schedule.device)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LaunchConfigs:
     """Launch configs of both directions, and where their tables lie in the schedule."""
 
     forward: Forward
@@ -124,15 +119,15 @@ class _Plan:
     layout: VarlenLayout
 
 
-def _plan_of(inputs: VarlenInputs, params: VarlenParams) -> _Plan:
+def _configs_of(inputs: VarlenInputs, params: VarlenParams) -> _LaunchConfigs:
     q, k, v, _ = inputs
     heads = HeadShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    return _plan((q.shape[0], k.shape[0]), heads, q.dtype, params, q.device)
+    return _launch_configs((q.shape[0], k.shape[0]), heads, q.dtype, params, q.device)
 
 
-def _plan(
+def _launch_configs(
     tokens: tuple[int, int], heads: HeadShape, dtype: torch.dtype, params: VarlenParams, where: torch.device
-) -> _Plan:
+) -> _LaunchConfigs:
     shape = _config_shape(tokens, heads, dtype, params)
     forward: Forward = tune.pick(FORWARD, device.properties(where), shape)
     wide_tiles = forward.num_consumers == 3 and block(shape["head_dim"]) == 128 and shape["seqlen_q"] > MEDIUM_CONTEXT
@@ -145,7 +140,7 @@ def _plan(
         backward = replace(backward, kv_stages=1)
     if backward.dq_mode == "dq_kernel":  # it goes by the forward pass's part of the schedule
         forward = tune.pick(BACKWARD_DQ, device.properties(where), shape)
-    return _Plan(
+    return _LaunchConfigs(
         forward, backward,
         VarlenLayout(
             VarlenShape(params.num_sequences, *tokens),

@@ -2,13 +2,13 @@
 
 A work tile never crosses the end of a sequence. The launch finds for each work tile its sequence and the blocks that it
 visits, in closed form (query i is aligned with key i + seqlen_k - seqlen_q, and sees from `left` keys before that one
-to `right` behind it), and its place in the order, longest first: how many work tiles of each sequence are longer
-follows from the lengths alone. Programs need nothing from each other, and nothing waits for the device.
+to `right` behind it), and its rank, longest first: how many work tiles of each sequence are longer follows from the
+lengths alone. Programs need nothing from each other, and the host never waits for the device.
 
-Each persistent program of the kernels gets a list of work tiles. Heads are worked on in groups: neighbouring work tiles
-of a sequence and head then run at the same time, and read the same blocks from L2. Within a group the work tiles, in
-their order, go to the programs in turns, from the first to the last and back. Groups are alike, so every group begins
-with another program: who got the longest work tiles of one group gets shorter ones of the next.
+Each persistent program of the kernels gets a list of work tiles. Heads are worked on in groups: neighboring work tiles
+of a sequence and head then run at the same time, and read the same blocks from L2. Within a group the work tiles go to
+the programs round-robin, longest first, in alternating direction. Each group starts at another program, so that a
+program with the longest work tiles of one group gets shorter ones of the next.
 
 The tokens behind the last sequence count as one more sequence, hidden from each other: kernels then write their zeros.
 
@@ -18,7 +18,6 @@ tile for each sequence. Lists end with -1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,32 +27,14 @@ from torch import Tensor
 
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.attention.hopper.pipeline import CONSUMER, MAX_RANGES, RECORD, TileTables
+from flashkernel.ops.attention.hopper.pipeline import CONSUMER, MAX_RANGES, RECORD
+from flashkernel.ops.attention.hopper.varlen_layout import Grid, VarlenLayout
 
-MAX_HEAD_GROUP = 8  # heads that are worked on at the same time
 _PROGRAM_TILES = tl.constexpr(32)  # work tiles, or blocks of queries, of a program
 _CHUNK = tl.constexpr(128)  # sequences that a program looks at together
 _ENTRIES = tl.constexpr(1024)  # entries of the programs' lists that a program of this kernel makes
 _RECORD, _CONSUMER = tl.constexpr(RECORD.value), tl.constexpr(CONSUMER.value)
 _COUNTS = tl.constexpr(3 * MAX_RANGES.value)  # of a consumer, behind its ranges
-
-
-class TileShape(NamedTuple):
-    """How work tiles are cut: NUM_CONSUMERS blocks of BLOCK rows each, which visit blocks of VISITED."""
-
-    BLOCK: int  # queries of a consumer; with TRANSPOSED keys
-    VISITED: int  # keys of a visited block; with TRANSPOSED queries
-    NUM_CONSUMERS: int = 1
-    PAD_FRONT: bool = False  # consumers without rows are the first of a sequence (`block_ranges`)
-    TRANSPOSED: bool = False  # work tiles are tiles of keys, as in the backward kernels
-
-    @property
-    def rows(self) -> int:
-        return self.BLOCK * self.NUM_CONSUMERS
-
-    def max_tiles(self, tokens: int, num_sequences: int) -> int:
-        """Work tiles of a head at most, rounded up so that the tables are aligned."""
-        return tune.ceil_div(tokens // self.rows + num_sequences + 1, 16) * 16
 
 
 class Lengths(NamedTuple):
@@ -198,23 +179,23 @@ def _make_tiles(lengths, records, left, right, max_tiles, program, TILE: tl.cons
     exists = index < tl.minimum(total, max_tiles)
     q_start, q_len, k_start, k_len = _sequences(lengths, sequence, TRANSPOSED)
     tile = index - first_index
-    # The place in the order: by cost, then by sequence; those of its own sequence by their number.
+    # Rank: by cost, then by sequence; work tiles of the same sequence by their number.
     cost = _cost(q_len, k_len, tile, right, TILE)
-    place = tile if TRANSPOSED else _num_tiles(q_len, k_len, TILE) - 1 - tile
+    rank = tile if TRANSPOSED else _num_tiles(q_len, k_len, TILE) - 1 - tile
     for chunk in range(0, lengths.num_sequences + 1, _CHUNK):
         other = chunk + tl.arange(0, _CHUNK)
         _, other_q_len, _, other_k_len = _sequences(lengths, other, TRANSPOSED)
         before = other[None, :] < sequence[:, None]
         limit = cost[:, None] - before.to(tl.int32)
         longer = _num_longer(other_q_len[None, :], other_k_len[None, :], limit, right, TILE)
-        place += tl.sum(tl.where(other[None, :] == sequence[:, None], 0, longer), 1)
-    exists = exists & (place >= 0) & (place < max_tiles)
+        rank += tl.sum(tl.where(other[None, :] == sequence[:, None], 0, longer), 1)
+    exists = exists & (rank >= 0) & (rank < max_tiles)
     # The record
     diagonal = k_len - q_len
     first = tile * ROWS
     if not TRANSPOSED:
         first -= _padding(q_len, TILE)
-    record = records + place * (_RECORD + NUM_CONSUMERS * _CONSUMER)
+    record = records + rank * (_RECORD + NUM_CONSUMERS * _CONSUMER)
     tl.store(record, first, mask=exists)
     tl.store(record + 1, q_start, mask=exists)
     tl.store(record + 2, q_start + q_len, mask=exists)
@@ -287,22 +268,22 @@ def _make_lists(lengths, table, grid, max_tiles, program, TILE: tl.constexpr):
     taken = entry * 0 - 1
     first_head, begin = entry * 0, entry * 0
     for group in range(grid.num_groups):
-        # The owner's turn in whole rounds, which alternate in direction, and in the last one.
-        turn = (owner + grid.num_programs - group * grid.num_programs // grid.num_groups) % grid.num_programs
-        last_turn = tl.where(rounds % 2 == 0, turn, grid.num_programs - 1 - turn)
-        count = rounds + (last_turn < rest).to(tl.int32)
+        # The owner's position in whole rounds, which alternate in direction, and in the last one.
+        position = (owner + grid.num_programs - group * grid.num_programs // grid.num_groups) % grid.num_programs
+        last_position = tl.where(rounds % 2 == 0, position, grid.num_programs - 1 - position)
+        count = rounds + (last_position < rest).to(tl.int32)
         number = step - begin
-        this = tl.where(number % 2 == 0, turn, grid.num_programs - 1 - turn)
+        this = tl.where(number % 2 == 0, position, grid.num_programs - 1 - position)
         inside = (number >= 0) & (number < count)
         taken = tl.where(inside, number * grid.num_programs + this, taken)
         first_head = tl.where(inside, group * grid.head_group, first_head)
         begin += count
     head = (first_head + taken % grid.head_group) * grid.pack_gqa
-    place = table + entry * 2
+    address = table + entry * 2
     exists = owner < grid.num_programs
     record = grid.records + taken // grid.head_group * STRIDE
-    tl.store(place, tl.where(taken >= 0, record, -1), mask=exists)
-    tl.store(place + 1, tl.where(taken >= 0, head, 0), mask=exists)
+    tl.store(address, tl.where(taken >= 0, record, -1), mask=exists)
+    tl.store(address + 1, tl.where(taken >= 0, head, 0), mask=exists)
 
 
 @triton.jit
@@ -342,113 +323,6 @@ def attention_varlen_schedule(
         else:
             program -= forward_programs + backward_programs
             _make_query_blocks(lengths, query_blocks, num_query_blocks, program, BACKWARD)
-
-
-class Grid(NamedTuple):
-    """How work tiles go to the persistent programs of a kernel.
-
-    Attributes:
-        num_programs: persistent programs.
-        max_work_tiles: entries of a program's list, the end included.
-        head_group: heads that are worked on at the same time; packed heads count once, and kv heads backward.
-        num_groups: groups of them.
-        pack_gqa: query heads that share a work tile.
-        records: where the records begin in the table, behind the lists.
-    """
-
-    num_programs: int
-    max_work_tiles: int
-    head_group: int
-    num_groups: int
-    pack_gqa: int
-    records: int
-
-    @staticmethod
-    def of(tiles: int, heads: int, pack_gqa: int, sms: int) -> Grid:
-        """The grid of at most `tiles` work tiles for each of `heads` heads."""
-        head_group = next(size for size in range(min(heads, MAX_HEAD_GROUP), 0, -1) if heads % size == 0)
-        num_programs = min(sms, tiles * heads)
-        most = (tiles * head_group // num_programs + 1) * (heads // head_group) + 2
-        records = tune.ceil_div(2 * num_programs * most, 16) * 16
-        return Grid(num_programs, most, head_group, heads // head_group, pack_gqa, records)
-
-
-class VarlenShape(NamedTuple):
-    """Sizes of a call: sequences, and tokens in all."""
-
-    num_sequences: int
-    tokens_q: int
-    tokens_k: int
-
-
-@dataclass(frozen=True)
-class VarlenLayout:
-    """Where the tables of both directions lie in the schedule, one int32 tensor: first those of the forward pass."""
-
-    shape: VarlenShape
-    forward: TileShape
-    backward: TileShape
-    heads: int
-    kv_heads: int
-    pack_gqa: int  # heads that share a work tile of the forward pass
-    sms: int
-
-    @property
-    def forward_tiles(self) -> int:
-        """Work tiles of a head at most."""
-        return self.forward.max_tiles(self.shape.tokens_q, self.shape.num_sequences)
-
-    @property
-    def backward_tiles(self) -> int:
-        return self.backward.max_tiles(self.shape.tokens_k, self.shape.num_sequences)
-
-    @property
-    def forward_grid(self) -> Grid:
-        return Grid.of(self.forward_tiles, self.heads // self.pack_gqa, self.pack_gqa, self.sms)
-
-    @property
-    def backward_grid(self) -> Grid:
-        return Grid.of(self.backward_tiles, self.kv_heads, 1, self.sms)
-
-    @property
-    def query_blocks(self) -> int:
-        """Blocks of queries of a head: every sequence begins with a new one (`_make_query_blocks`)."""
-        return self.shape.tokens_q // self.backward.VISITED + self.shape.num_sequences + 2
-
-    @property
-    def forward_size(self) -> int:
-        """Elements of the table of the forward pass."""
-        return _size(self.forward, self.forward_tiles, self.forward_grid)
-
-    @property
-    def backward_size(self) -> int:
-        return _size(self.backward, self.backward_tiles, self.backward_grid)
-
-    @property
-    def size(self) -> int:
-        """Elements of the schedule."""
-        return self.forward_size + self.backward_size + 2 * self.query_blocks
-
-    def forward_table(self, schedule: Tensor) -> Tensor:
-        return schedule[: self.forward_size]
-
-    def backward_table(self, schedule: Tensor) -> Tensor:
-        return schedule[self.forward_size : self.forward_size + self.backward_size]
-
-    def query_blocks_table(self, schedule: Tensor) -> Tensor:
-        """[blocks, 2]: the first row of each block of queries in the packed tensor, and its rows."""
-        start = self.forward_size + self.backward_size
-        return schedule[start : start + 2 * self.query_blocks]
-
-
-def _size(tile: TileShape, tiles: int, grid: Grid) -> int:
-    records = tiles * (RECORD.value + tile.NUM_CONSUMERS * CONSUMER.value)
-    return grid.records + tune.ceil_div(records, 16) * 16
-
-
-def kernel_arguments(table: Tensor, grid: Grid) -> tuple[Any, ...]:
-    """Kernel arguments: tables, of which packed sequences have one, sizes of the others, and max_work_tiles."""
-    return TileTables(None, None, None, None, table), None, None, None, None, grid.max_work_tiles
 
 
 def make_schedule(

@@ -13,7 +13,7 @@ The kernels differ in their layouts of K and V, and in the function PROCESS by w
 from typing import Any, NamedTuple
 
 from flashkernel.blocks.pipeline_gluon import PipelineState
-from flashkernel.blocks.ragged_gluon import head_place
+from flashkernel.blocks.ragged_gluon import head_coords
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -106,7 +106,7 @@ class ConsumerArgs(NamedTuple):
 
 @gluon.jit
 def _new_pipeline_barriers(TRAITS: gl.constexpr):
-    """Allocates and initialises the mbarriers."""
+    """Allocates and initializes the mbarriers."""
     NUM_Q: gl.constexpr = TRAITS.Q_STAGES * TRAITS.NUM_CONSUMERS
     q_full = new_barriers(NUM_Q, 1)
     q_empty = new_barriers(NUM_Q, 1)
@@ -145,16 +145,16 @@ def _load_q(args, work_tile, sequence, num_tiles, TRAITS: gl.constexpr):
         full = args.barriers.q_full.index(slot)
         if TRAITS.VARLEN:
             first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
-            place = head_place(first, work_tile.head, sequence.q_end)
+            coords = head_coords(first, work_tile.head, sequence.q_end)
         else:
             first = first_query(work_tile, w, args.seqlen_q, NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT)
-            place = [work_tile.batch, first, work_tile.head, 0]
+            coords = [work_tile.batch, first, work_tile.head, 0]
         if args.do is None:
             mbarrier.expect(full, args.q.block_type.nbytes)
         else:
             mbarrier.expect(full, args.q.block_type.nbytes + args.do.block_type.nbytes)
-            load_tile(args.do, place, full, args.buffers.o.index(slot))
-        load_tile(args.q, place, full, args.buffers.q.index(slot))
+            load_tile(args.do, coords, full, args.buffers.o.index(slot))
+        load_tile(args.q, coords, full, args.buffers.q.index(slot))
 
 
 @gluon.jit
@@ -169,22 +169,22 @@ def _load_kv(args, batch, kv_head, block, num_loaded, TRAITS: gl.constexpr):
     k_full = args.barriers.k_full.index(stage)
     mbarrier.expect(k_full, args.k.block_type.nbytes)
     if TRAITS.FP8:  # (batch, pair, quad, one, heads and dims): key = 4 quad + 2 pair + one
-        k_place = [batch, 0, block * (BLOCK_N // 4), 0, kv_head * TRAITS.HEAD_DIM]
+        k_coords = [batch, 0, block * (BLOCK_N // 4), 0, kv_head * TRAITS.HEAD_DIM]
     elif TRAITS.VARLEN:
-        k_place = head_place(batch.k_start + block * BLOCK_N, kv_head, batch.k_end)
+        k_coords = head_coords(batch.k_start + block * BLOCK_N, kv_head, batch.k_end)
     else:
-        k_place = [batch, block * BLOCK_N, kv_head, 0]
-    load_tile(args.k, k_place, k_full, args.buffers.k.index(stage))
+        k_coords = [batch, block * BLOCK_N, kv_head, 0]
+    load_tile(args.k, k_coords, k_full, args.buffers.k.index(stage))
     producer_acquire_v(num_loaded, NUM_CONSUMERS, NUM_STAGES)
     v_full = args.barriers.v_full.index(stage)
     mbarrier.expect(v_full, args.v.block_type.nbytes)
     if TRAITS.FP8:  # V^T
-        v_place = [batch, kv_head, 0, block * BLOCK_N]
+        v_coords = [batch, kv_head, 0, block * BLOCK_N]
     elif TRAITS.VARLEN:
-        v_place = k_place
+        v_coords = k_coords
     else:
-        v_place = [batch, block * BLOCK_N, kv_head, 0]
-    load_tile(args.v, v_place, v_full, args.buffers.v.index(stage))
+        v_coords = [batch, block * BLOCK_N, kv_head, 0]
+    load_tile(args.v, v_coords, v_full, args.buffers.v.index(stage))
 
 
 @gluon.jit
@@ -248,18 +248,18 @@ def consume(w: gl.constexpr, args, PROCESS: gl.constexpr, MASK: gl.constexpr, TR
 
 
 @gluon.jit
-def query_place(work_tile, schedule, seqlen_q, w: gl.constexpr, TRAITS: gl.constexpr):
+def query_coords(work_tile, schedule, seqlen_q, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns the TMA coordinates of consumer `w`'s rows of a work tile."""
     if TRAITS.VARLEN:
         sequence = sequence_of(work_tile, schedule)
         first = sequence.q_start + first_row(sequence, w, 64 // TRAITS.PACK_GQA)
-        place = head_place(first, work_tile.head, sequence.q_end)
+        coords = head_coords(first, work_tile.head, sequence.q_end)
     else:
         first = first_query(
             work_tile, w, seqlen_q, TRAITS.NUM_CONSUMERS, 64 // TRAITS.PACK_GQA, TRAITS.PAD_FRONT
         )  # fmt: skip
-        place = [work_tile.batch, first, work_tile.head, 0]
-    return place
+        coords = [work_tile.batch, first, work_tile.head, 0]
+    return coords
 
 
 @gluon.jit
@@ -270,8 +270,8 @@ def store_o(o, args, work_tile, w: gl.constexpr, TRAITS: gl.constexpr):
     buffer = args.buffers.o.index(w)
     store_columns(buffer.reshape([64, TRAITS.VALUE_DIM]), o, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
     fence_async_shared()
-    place = query_place(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
-    store_tile(args.o, place, buffer)
+    coords = query_coords(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
+    store_tile(args.o, coords, buffer)
 
 
 @gluon.jit
@@ -286,7 +286,7 @@ def run_warp_roles(
     q, k, v, o, lse, sinks, buffers, retry_flags, tables, sizes, heads, group_size, scores, descales,
     PROCESS: gl.constexpr, MASK: gl.constexpr, TRAITS: gl.constexpr, do=None, delta=None,
 ):  # fmt: skip
-    """A kernel's body behind its shared-memory buffers: initialises barriers and flags, then runs the producer warp and
+    """A kernel's body behind its shared-memory buffers: initializes barriers and flags, then runs the producer warp and
     the consumer warpgroups.
 
     Args:

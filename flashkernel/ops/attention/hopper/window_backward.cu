@@ -1,7 +1,7 @@
 // Gradients of causal attention under a window of at most 129 keys, heads of 64: dQ, dK and dV by one kernel. For sm_90a.
 //
 // Why: kernels that divide the keys among thread blocks add dQ to a float32 buffer in device memory, which is zeroed before
-// and rounded after. Under a window these passes are most of the time. Here a thread block has `chunk` neighbouring blocks
+// and rounded after. Under a window these passes are most of the time. Here a thread block has `chunk` neighboring blocks
 // of 64 positions of one kv head and walks over them: a block of queries i sees keys of blocks i - 2, i - 1 and i alone, so
 // that its dQ is complete when it leaves, and so are dK and dV of a block of keys two blocks later. What a thread block
 // computes beyond its own positions, S and dP of two blocks at each end, is not stored.

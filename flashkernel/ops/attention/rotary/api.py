@@ -40,7 +40,7 @@ def rotary_attention(
         cos: (positions, rotary_dim / 2), cosines of the angles of each position; at least seqlen_k positions. The first
             rotary_dim dims of a head are rotated.
         sin: The sines, shaped as cos.
-        interleaved: Pairs are neighbours (2 i, 2 i + 1) (GPT-J) instead of (i, i + rotary_dim / 2) (Llama).
+        interleaved: Pairs are neighbors (2 i, 2 i + 1) (GPT-J) instead of (i, i + rotary_dim / 2) (Llama).
         causal: A query sees the keys up to its own position.
         window: A query sees so many keys up to its own, itself included; None is no limit.
         mask: A `Mask`, a boolean tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), or None.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
-from flashkernel.core.cuda import vectorised
+from flashkernel.core.cuda import vectorized
 from flashkernel.ops.attention import cuda as plain
 from flashkernel.ops.attention.cuda.forward_launch import Rotary, launch_forward
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, OutputGradients
@@ -16,7 +16,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, mask: Mask | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): o is (batch, seqlen_q, heads, value_dim) in q's dtype, lse (batch, heads, seqlen_q) in float32."""
-    return launch_forward(*_call(q, k, v, mask, scale), Rotary(vectorised(cos), vectorised(sin), interleaved))
+    return launch_forward(*_call(q, k, v, mask, scale), Rotary(vectorized(cos), vectorized(sin), interleaved))
 
 
 def backward(

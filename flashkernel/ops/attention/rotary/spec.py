@@ -13,7 +13,7 @@ from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Draw, Input, Tolerance
 from flashkernel.core.random_case import Rng
 
-_ROOM = "flashkernel.ops.attention.rotary"
+_PACKAGE = "flashkernel.ops.attention.rotary"
 
 
 def _cuda(call: Call) -> str | None:
@@ -101,11 +101,11 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 ROTARY_ATTENTION = declare(
-    _ROOM,
+    _PACKAGE,
     "rotary_attention",
     "softmax attention that rotates q and k (RoPE) as it loads them",
     inputs=_INPUTS,
-    kernels=(backends.cuda(f"{_ROOM}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),),
+    kernels=(backends.cuda(f"{_PACKAGE}.cuda", _cuda, dtypes=(torch.float16, torch.bfloat16), auto_devices=("cuda",)),),
     workload=Workload(_CASES, _benches(), _cost),
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     ranges={"queries": (0, 40, 1), "keys": (8, 40, 1), "positions": (40, 48, 1)},

@@ -4,7 +4,7 @@ A descriptor sees a tensor (batch, sequence, heads, head_dim) as a matrix whose 
 apart. Batches are further down; heads are further down as well, or side by side in the columns.
 
 The TMA unit wants the matrix to begin at a multiple of 16 bytes and its rows to lie a multiple of 16 bytes apart. A
-tile may begin at any row and column; what it has outside the matrix reads as zero, but what it has of a neighbouring
+tile may begin at any row and column; what it has outside the matrix reads as zero, but what it has of a neighboring
 sequence or head does not. Heads that begin at odd columns, and rows of less than 64 bytes, are left to pointers: they
 are rare, gain nothing by it, and make the compiler take other paths than all other tiles.
 """

@@ -16,7 +16,7 @@ from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention import support
 from flashkernel.ops.attention.varlen.params import sides
 
-_ROOM = "flashkernel.ops.attention.varlen"
+_PACKAGE = "flashkernel.ops.attention.varlen"
 
 
 def _hopper(call: Call) -> str | None:
@@ -156,18 +156,18 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 _HALF = (torch.float16, torch.bfloat16)
 ATTENTION_VARLEN = declare(
-    _ROOM,
+    _PACKAGE,
     "attention_varlen",
     "attention over packed sequences, by their cumulative lengths",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper("flashkernel.ops.attention.hopper.varlen", _hopper, deprioritised=support.unmeasured),
-        replace(backends.triton(f"{_ROOM}.by_mask:triton", support.triton, min_arch=80), composite=True),
-        replace(backends.cuda(f"{_ROOM}.by_mask:cuda", support.cuda, _HALF, auto_devices=("cuda",)), composite=True),
+        backends.hopper("flashkernel.ops.attention.hopper.varlen", _hopper, deprioritized=support.unmeasured),
+        replace(backends.triton(f"{_PACKAGE}.by_mask:triton", support.triton, min_arch=80), composite=True),
+        replace(backends.cuda(f"{_PACKAGE}.by_mask:cuda", support.cuda, _HALF, auto_devices=("cuda",)), composite=True),
     ),
     workload=Workload(_CASES, _benches(), _cost),
     # Gradients start from probabilities and an output that were rounded to the inputs' dtype; the lse does not.
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     random_case=_random_case,
-    baselines=("sdpa", "cudnn", "fa2", Baseline("fa3", f"{_ROOM}.baselines:fa3", forward_only=True), "fa4"),
+    baselines=("sdpa", "cudnn", "fa2", Baseline("fa3", f"{_PACKAGE}.baselines:fa3", forward_only=True), "fa4"),
 )

@@ -22,7 +22,7 @@ PAGED = Module(FOLDER / "prefill.cu", include=INCLUDE)
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 STORED = {**TYPES, torch.int8: "signed char", torch.float8_e4m3fn: "unsigned char"}
 SINKS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # as in attend.cuh
-MOST_ROW_STRIDE = 2**26  # bytes; 16 rows of it are stepped over with 32-bit numbers
+MAX_ROW_STRIDE = 2**26  # bytes; 16 rows of it are stepped over with 32-bit numbers
 CONTIGUOUS = 31  # page_shift of a cache that is not paged: all keys lie in one page
 
 _CACHE = "int64, int32, int64, int64, int32, int64, int64, int32, int64"  # strides of k, v, the scales, the page table
@@ -56,7 +56,7 @@ def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodePara
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return o, lse
-    q, k, v = _vectorised(q), _vectorised(cache.k), _vectorised(cache.v)
+    q, k, v = _vectorized(q), _vectorized(cache.k), _vectorized(cache.v)
     gpu, dim, group_size = cuda.target(q.device), padded_dim(head_dim, value_dim), heads // kv_heads
     rows = block_m(gpu, dim, seqlen_q * group_size, k.element_size())
     shape = {"dim": dim, "block_m": rows, "cache_bytes": k.element_size()}
@@ -109,7 +109,7 @@ def forward_packed(
     lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return o, lse
-    q, k, v = _vectorised(q), _vectorised(cache.k), _vectorised(cache.v)
+    q, k, v = _vectorized(q), _vectorized(cache.k), _vectorized(cache.v)
     gpu, dim, group_size = cuda.target(q.device), padded_dim(head_dim, value_dim), heads // kv_heads
     config: PrefillConfig = tune.pick(PREFILL, gpu, {"dim": dim, "cache_bytes": k.element_size()})
     # Every sequence may leave a tile unfilled, and so may the tokens behind the last one.
@@ -129,12 +129,12 @@ def forward_packed(
     return o, lse
 
 
-def _vectorised(x: Tensor) -> Tensor:
+def _vectorized(x: Tensor) -> Tensor:
     """The tensor, copied where 16-byte loads cannot read its rows. Of a cache dispatch declines this where it can see
     the address."""
-    if x.stride(1) * x.element_size() >= MOST_ROW_STRIDE:
+    if x.stride(1) * x.element_size() >= MAX_ROW_STRIDE:
         return x.clone(memory_format=torch.contiguous_format)
-    return cuda.vectorised(x)
+    return cuda.vectorized(x)
 
 
 def _sinks(sinks: Tensor | None) -> tuple[int, Tensor | None]:

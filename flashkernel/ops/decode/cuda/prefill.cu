@@ -64,12 +64,12 @@ paged_prefill(
     const int first_end = b == batch ? -tokens : seqlen - (token.y - token.x) + 1;  // keys that query 0 sees
     const auto end_of = [&](int row) { return first_end + (first_row + row) / group_size; };
 
-    const int most_end = max(end_of(rows - 1), 0);
-    const KBlocks visible(most_end, max(most_end - end_of(0) + 1, 1), window, sink_tokens, KEYS);
+    const int max_end = max(end_of(rows - 1), 0);
+    const KBlocks visible(max_end, max(max_end - end_of(0) + 1, 1), window, sink_tokens, KEYS);
     const Cache cache{{k_data, k_head, k_page, k_row, head_dim * static_cast<int>(sizeof(STORED))},
                       {v_data, v_head, v_page, v_row, value_dim * static_cast<int>(sizeof(STORED))},
                       k_scale, v_scale, scale_page, scale_row, page_table, page_table_row, page_shift, b, kv_head};
-    const KeyBounds bounds{most_end, visible.key_min, sink_tokens};
+    const KeyBounds bounds{max_end, visible.key_min, sink_tokens};
     CacheCopy<STORED, KEYS, DIM, THREADS> copy;
     static_assert(!decltype(copy)::IN_PARTS, "page numbers are overwritten before V is stored");
     ScaleCopy<STORED, KEYS, THREADS> scale_copy;
@@ -95,8 +95,8 @@ paged_prefill(
     RowBounds<1> row_bounds;
     row_bounds.sink_tokens = sink_tokens;
     row_bounds.window = window;
-    row_bounds.least_end = end_of(warp * 16);
-    row_bounds.most_begin = window == 0 ? 0 : end_of(min(warp * 16 + 15, rows - 1)) - window;
+    row_bounds.min_end = end_of(warp * 16);
+    row_bounds.max_begin = window == 0 ? 0 : end_of(min(warp * 16 + 15, rows - 1)) - window;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = warp * 16 + group + half * 8;

@@ -8,11 +8,11 @@
 //    every block of threads (a program) takes an equal range of them. Lengths are in device memory alone, so each
 //    program sums them itself: one captured CUDA graph serves any lengths.
 // 2. Copies. Of a K block, each warp owns KEYS keys with a pipeline of its own: it copies STAGES - 1 tiles ahead
-//    (cp.async) and waits for nobody but itself: the loop has no __syncthreads. The page table is read one tile before
+//    (cp.async) and waits for its own copies only: the loop has no __syncthreads. The page table is read one tile before
 //    the copy that needs it. Before sm_80 there is no cp.async: K and V of the next tile wait in registers instead, and
 //    share one buffer in shared memory.
 // 3. Products. S = Q K^T and O += P V by mma.sync; each warp has an m, l and O of its own keys.
-// 4. Merge. At the end of a work tile the warps' O are brought to a common row max and added in shared memory. A work
+// 4. Merge. At the end of a work tile the warps' O are rescaled to a common row max and added in shared memory. A work
 //    tile that lies in one range is finished there; of the others each program leaves a partial O with m and l, and
 //    decode_combine merges them.
 
@@ -217,8 +217,8 @@ decode_split_kv(
         const int first_end = seqlen - seqlen_q + 1;  // of query 0
         row_bounds.sink_tokens = sink_tokens;
         row_bounds.window = window;
-        row_bounds.least_end = first_end + first_row / group_size;
-        row_bounds.most_begin = window == 0 ? 0 : first_end + (first_row + rows - 1) / group_size - window;
+        row_bounds.min_end = first_end + first_row / group_size;
+        row_bounds.max_begin = window == 0 ? 0 : first_end + (first_row + rows - 1) / group_size - window;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -1,18 +1,18 @@
 """Split-KV decoding on Hopper: two producer warps load K and V by TMA, a consumer warpgroup multiplies them.
 
-The split schedule, the partials and the combine step are those of the Triton kernel (triton/split_schedule.py,
+The split schedule, the partials and the combine step are those of the Triton kernel (split_schedule.py,
 triton/split_kv.py). What differs is how a tile is loaded: as TMA boxes, straight into a pipeline that takes all the
-shared memory there is. The producers wait for nothing but free stages, and go on into the next work tile while this one
-is still being multiplied.
+shared memory there is. The producers wait for free stages only, and run ahead into the next work tile.
 
-A warpgroup MMA has 64 rows. A work tile's rows, (query, head of the group), are the first of them; nothing waits for
-the arithmetic that the others waste.
+A warpgroup MMA has 64 rows. A work tile's rows, (query, head of the group), are the first of them. The products of the
+other rows are not used; the kernel is bound by memory.
 """
 
 from typing import Any, NamedTuple
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashkernel.blocks.pipeline_gluon import PipelineState
 from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max, tanh
 from flashkernel.core.gluon import (
     fence_async_shared,
@@ -26,7 +26,7 @@ from flashkernel.core.gluon import (
     warpgroup_mma_wait,
 )
 from flashkernel.ops.decode.kernel_args import Sizes, Window
-from flashkernel.ops.decode.triton.split_schedule import blocks_per_sequence, k_block_range, program_range
+from flashkernel.ops.decode.split_schedule import blocks_per_sequence, k_block_range, program_range
 
 
 class Cursor(NamedTuple):
@@ -56,13 +56,6 @@ class Pipeline(NamedTuple):
     tiles: Any
     full: Any
     empty: Any
-
-
-class PipelineState(NamedTuple):
-    """A stage, and the parity of the barriers' phase there."""
-
-    stage: Any
-    phase: Any
 
 
 @gluon.jit

@@ -11,6 +11,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashkernel.ops.decode.split_schedule import (
+    blocks_per_sequence,
+    k_block_range,
+    one_tile_per_program,
+    program_of,
+    program_range,
+    range_begin,
+)
 from flashkernel.ops.decode.triton.attend import (
     CacheTile,
     KBlocks,
@@ -21,14 +29,6 @@ from flashkernel.ops.decode.triton.attend import (
     init_softmax,
     load_rows,
     store_output,
-)
-from flashkernel.ops.decode.triton.split_schedule import (
-    blocks_per_sequence,
-    k_block_range,
-    one_tile_per_program,
-    program_of,
-    program_range,
-    range_begin,
 )
 
 

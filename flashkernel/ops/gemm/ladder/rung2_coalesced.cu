@@ -1,6 +1,6 @@
-// Rung 2: the threads of a warp take neighbouring columns.
+// Rung 2: the threads of a warp take neighboring columns.
 //
-// Before: neighbouring threads were neighbouring rows, and each load of A touched 32 cache lines.
+// Before: neighboring threads were neighboring rows, and each load of A touched 32 cache lines.
 // Idea: threadIdx.x is the column. The warp reads 32 consecutive elements of B with one or two cache lines (a coalesced
 // load), its element of A is the same for all lanes (a broadcast), and it writes 32 consecutive elements of C.
 // Arithmetic intensity: still 0.5 FLOP per byte that a thread loads in float16, but the two loads of a warp now fetch 2

@@ -1,6 +1,6 @@
 // Rung 3: tiles in shared memory.
 //
-// Before: every thread loaded its whole row of A and column of B, which its neighbours loaded as well: 32 x 32 outputs
+// Before: every thread loaded its whole row of A and column of B, which its neighbors loaded as well: 32 x 32 outputs
 // ask the caches for each element 32 times.
 // Idea: the block copies a 32 x 32 tile of A and one of B into shared memory, each thread one element of each, and all
 // threads read them there. Then comes the next 32 of K. Two barriers per tile: one before it is read, one after.

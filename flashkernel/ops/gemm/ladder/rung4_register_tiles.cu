@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(THREADS) gemm_register_tiles(const T* a, const
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < BLOCK_K; ++i) {
-            // Rows 4 y to 4 y + 3 and the same + 64, so for columns: neighbouring threads read neighbouring vectors.
+            // Rows 4 y to 4 y + 3 and the same + 64, so for columns: neighboring threads read neighboring vectors.
             __align__(16) float left[8], right[8];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

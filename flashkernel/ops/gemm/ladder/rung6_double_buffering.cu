@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(WARP * WARPS_M * WARPS_N)
     TileCopy<BLOCK_M, BLOCK_K, THREADS> copy_a;
     TileCopy<BLOCK_K, BLOCK_N, THREADS> copy_b;
 
-    // Starts the copies of one step of K. Past the end of K they fill in zeros, which nobody reads.
+    // Starts the copies of one step of K. Past the end of K they fill in zeros, which are not read.
     auto start = [&](int step) {
         const int inner = step * BLOCK_K;
         const unsigned buffer = buffers + step % STAGES * BYTES;

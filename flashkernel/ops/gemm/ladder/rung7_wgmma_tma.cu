@@ -7,7 +7,7 @@
 //   instruction replaces 128 mma.sync and all ldmatrix, and it runs asynchronously.
 // - TMA: one thread asks for a whole tile. The hardware computes addresses, swizzles, fills zeros outside the matrix
 //   and reports the bytes to an mbarrier.
-// - Warp specialisation: a producer warp keeps STAGES tiles in flight; two consumer warpgroups, 64 rows each, multiply.
+// - Warp specialization: a producer warp keeps STAGES tiles in flight; two consumer warpgroups, 64 rows each, multiply.
 //   full[stage] says that a tile arrived, empty[stage] that all consumers have read it. No __syncthreads() in the loop.
 // - Persistent blocks: one per SM, which computes tile after tile. The producer loads the next output tile's operands
 //   while the consumers store the current one.

@@ -19,8 +19,8 @@ from flashkernel.core.tune import ceil_div
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 HALVES = (torch.float16, torch.bfloat16)
-MOST_GRID_Y = 65535
-MOST_INNER = 1 << 24  # of K and N: offsets within a tile are 32-bit
+MAX_GRID_Y = 65535
+MAX_INNER = 1 << 24  # of K and N: offsets within a tile are 32-bit
 PIPELINED = {  # bytes of shared memory: BLOCK_M, BLOCK_N, BLOCK_K, WARPS_M, WARPS_N, STAGES
     192 * 1024: (128, 256, 64, 2, 4, 4),
     144 * 1024: (128, 256, 64, 2, 4, 3),
@@ -122,8 +122,8 @@ def unsupported(rung: Rung, a: Tensor, b: Tensor, device: Device) -> str | None:
             f"K is {k} and N is {n}; it loads 16 bytes at a time, so both must be multiples of {vector}, and A and B "
             "must start at addresses that are multiples of 16"
         )
-    if max(k, n) >= MOST_INNER or m >= 1 << 31 or (not rung.hopper and ceil_div(n, 16) > MOST_GRID_Y):
-        return f"M, N and K are {m}, {n}, {k}; it takes N up to {16 * MOST_GRID_Y} and K below {MOST_INNER}"
+    if max(k, n) >= MAX_INNER or m >= 1 << 31 or (not rung.hopper and ceil_div(n, 16) > MAX_GRID_Y):
+        return f"M, N and K are {m}, {n}, {k}; it takes N up to {16 * MAX_GRID_Y} and K below {MAX_INNER}"
     return None
 
 
@@ -186,7 +186,7 @@ RUNGS = (
     ),
     Rung(
         "coalesced",
-        "a warp's threads take neighbouring columns",
+        "a warp's threads take neighboring columns",
         "a warp's loads of B and stores of C touch one or two cache lines instead of 32",
         "rung2_coalesced.cu",
         _one_output_per_thread,

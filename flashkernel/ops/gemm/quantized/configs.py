@@ -1,4 +1,4 @@
-"""Launch configs of the two kernels that multiply by quantised weights on Hopper."""
+"""Launch configs of the two kernels that multiply by quantized weights on Hopper."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashkernel.ops.gemm.configs import MAX_COUNTERS
 TILE = 64
 TOKENS = (8, 16, 32, 64, 128, 256)  # columns of wgmma
 FEW_TOKENS = (8, 16, 32)  # columns of mma, in few_rows.cu
-MOST_BLOCKS = {8: 7, 16: 4, 32: 1}  # by tokens: of a warp there, without spills at 128 registers; twice that at 255
-MOST_STAGES = 12
-MOST_FEW_ROWS = 5  # configs of few_rows.cu that a search times
+MAX_BLOCKS = {8: 7, 16: 4, 32: 1}  # by tokens: of a warp there, without spills at 128 registers; twice that at 255
+MAX_STAGES = 12
+MAX_FEW_ROWS = 5  # configs of few_rows.cu that a search times
 _PITCH = 4 * (TILE + 4)
 _WORTH_WHOLE = 0.65  # of the SMs busy: from there on a search also times tiles that are never cut
 
@@ -65,7 +65,7 @@ def _with_stages(
     one = QuantizedConfig(tokens, warpgroups, blocks, 1, height=height)
     stage = stage_bytes(one, shape)
     stages = 1 + (limit - one.shared_bytes(stage)) // (stage + 16)
-    return replace(one, stages=min(MOST_STAGES, stages))
+    return replace(one, stages=min(MAX_STAGES, stages))
 
 
 def _few_rows_heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig | None:
@@ -75,7 +75,7 @@ def _few_rows_heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedCo
         return None
     one = next((other for other in found if other.warps == 8 and found[0].slices == other.slices > 1), found[0])
     one = replace(one, stages=max(2, one.stages // 2) if one.stages > 3 else one.stages)
-    return one if few_rows_problem(one, device, shape) is None else None
+    return one if few_rows_error(one, device, shape) is None else None
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> QuantizedConfig:
@@ -116,9 +116,9 @@ def few_rows_bytes(config: QuantizedConfig, shape: Mapping[str, int], experts: i
     return config.stages * slot + partial + factors + 4 * (config.warps // 4 + experts)
 
 
-def _registers_problem(config: QuantizedConfig, shape: Mapping[str, int]) -> str | None:
+def _register_error(config: QuantizedConfig, shape: Mapping[str, int]) -> str | None:
     """Why x, or the scales that a warp copies at once, are too many for few_rows.cu; or None."""
-    most = MOST_BLOCKS[config.tokens] * (2 if config.warps <= 8 else 1)
+    most = MAX_BLOCKS[config.tokens] * (2 if config.warps <= 8 else 1)
     if shape["zeros"] and shape["group"] == 32:
         most = max(1, most // 2)
     if config.blocks > most:
@@ -129,19 +129,19 @@ def _registers_problem(config: QuantizedConfig, shape: Mapping[str, int]) -> str
 
 
 def few_rows_configs(
-    device: Device, shape: Mapping[str, int], tokens: int, most_slices: int = 6, experts: int = 0
+    device: Device, shape: Mapping[str, int], tokens: int, max_slices: int = 6, experts: int = 0
 ) -> list[QuantizedConfig]:
     """Configs of few_rows.cu for so many rows at a time, those that leave the fewest warps without a share first."""
     limit, units = device.shared_per_block or 232448, shape["inner"] // TILE
     found = []
-    for slices in range(1, min(most_slices, units) + 1):
+    for slices in range(1, min(max_slices, units) + 1):
         for warps in (16, 15, 14, 12, 8):
             blocks = ceil_div(ceil_div(units, slices), warps)
             one = QuantizedConfig(tokens, 0, blocks, 1, True, warps, slices)
-            if device.sms % slices or _registers_problem(one, shape) is not None:
+            if device.sms % slices or _register_error(one, shape) is not None:
                 continue
             first, second = (few_rows_bytes(replace(one, stages=stages), shape, experts) for stages in (1, 2))
-            stages = min(MOST_STAGES, 1 + (limit - first) // (second - first))
+            stages = min(MAX_STAGES, 1 + (limit - first) // (second - first))
             if stages >= 2:
                 found.append(replace(one, stages=stages))
     return sorted(found, key=lambda one: (one.slices * one.warps * one.blocks, one.slices, -one.warps))
@@ -159,7 +159,7 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig
     least = max(8, power_of_2(min(shape["rows"], 256)))
     if least <= FEW_TOKENS[-1]:
         found = few_rows_configs(device, shape, least)
-        yield from found[:MOST_FEW_ROWS]
+        yield from found[:MAX_FEW_ROWS]
         yield from (replace(one, stages=one.stages // 2) for one in found[:1] if one.stages > 3)
     for tokens in TOKENS:
         for warpgroups in (2, 4):
@@ -176,7 +176,7 @@ def _space(device: Device, shape: Mapping[str, int]) -> Iterator[QuantizedConfig
 
 def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) -> str | None:
     if config.warps:
-        return few_rows_problem(config, device, shape)
+        return few_rows_error(config, device, shape)
     if config.tokens not in TOKENS or config.warpgroups not in (2, 4) or config.blocks not in (1, 2):
         return f"{config} is no instance of the kernel"
     if config.tokens > 64 and config.warpgroups != 2:
@@ -192,11 +192,11 @@ def _valid(config: QuantizedConfig, device: Device, shape: Mapping[str, int]) ->
     return None
 
 
-def few_rows_problem(config: QuantizedConfig, device: Device, shape: Mapping[str, int], experts: int = 0) -> str | None:
+def few_rows_error(config: QuantizedConfig, device: Device, shape: Mapping[str, int], experts: int = 0) -> str | None:
     """The reason why few_rows.cu cannot be launched so, or None."""
     if config.tokens not in FEW_TOKENS or not 4 <= config.warps <= 16 or config.slices < 1 or config.stages < 1:
         return f"{config} is no instance of few_rows.cu"
-    reason = _registers_problem(config, shape)
+    reason = _register_error(config, shape)
     if reason is not None:
         return reason
     if slice_units(config, shape["inner"]) > config.warps * config.blocks:

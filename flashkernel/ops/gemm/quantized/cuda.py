@@ -85,7 +85,7 @@ def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: Line
     if len({bias.dtype for bias in biases}) > 1:
         biases = [bias.float() for bias in biases]
     residual = residual if residual is None or residual.dtype in TYPES else residual.float()
-    x = cuda.vectorised(x)
+    x = cuda.vectorized(x)
     if gated:
         launch(Call(x, tuple(weights), y, tuple(biases), residual, chain))
         return y.to(dtype)

@@ -1,4 +1,4 @@
-// A linear layer whose weight is quantised, for few rows of x, plain or for the experts of a mixture: y^T = W x^T, and
+// A linear layer whose weight is quantized, for few rows of x, plain or for the experts of a mixture: y^T = W x^T, and
 // an epilogue. Bound by the bytes of the weight.
 //
 // - x stays in registers: the warps of a block divide the columns of the sum among them, UNITS units of 64 each, and

@@ -24,12 +24,12 @@ from flashkernel.ops.gemm.quantized.configs import (
     QuantizedConfig,
     few_rows_bytes,
     few_rows_configs,
-    few_rows_problem,
+    few_rows_error,
     slice_units,
     span,
 )
 
-__all__ = ["FewRows", "QuantizedConfig", "few_rows_configs", "few_rows_problem", "launch", "module", "most_chunks"]
+__all__ = ["FewRows", "QuantizedConfig", "few_rows_configs", "few_rows_error", "launch", "max_chunks", "module"]
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 TILE_ROWS = 16  # of the weight: a work item
@@ -88,7 +88,7 @@ class FewRows:
         return [first, self.biases[-1]], apart, 1
 
 
-def most_chunks(rows: int, tokens: int, experts: int) -> int:
+def max_chunks(rows: int, tokens: int, experts: int) -> int:
     """Chunks of `tokens` rows that so many rows of y make at most; 0 experts: one weight for all rows."""
     return min(rows, experts + rows // tokens) if experts else ceil_div(rows, tokens)
 
@@ -99,7 +99,7 @@ def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> 
     inner, outputs, rows = x.shape[1], y.shape[1], y.shape[0]
     experts = 0 if call.offsets is None else call.offsets.shape[0] - 1
     row_tiles = weight.shape[-2] // TILE_ROWS
-    items = row_tiles * most_chunks(rows, config.tokens, experts)
+    items = row_tiles * max_chunks(rows, config.tokens, experts)
     slices = config.slices
     blocks = slices * max(1, min(target.sms // slices, items))
     workspace = None

@@ -1,7 +1,7 @@
-// A linear layer whose weight is quantised, for sm_90a: y^T = W x^T, and an epilogue.
+// A linear layer whose weight is quantized, for sm_90a: y^T = W x^T, and an epilogue.
 //
 // W is the left matrix of wgmma and comes from registers: a thread loads 16 bytes, which are its own elements of a tile of
-// 64 outputs x 64 columns (blocks/weight_formats/tiles.py), and dequantises them (dequantize.cuh). x is the right matrix, in
+// 64 outputs x 64 columns (blocks/weight_formats/tiles.py), and dequantizes them (dequantize.cuh). x is the right matrix, in
 // shared memory: TOKENS rows of x are columns of the product, 8 to 256. One kernel so serves a single row, bound by the
 // weight's bytes, and thousands of rows, bound by the tensor cores.
 //
@@ -9,7 +9,7 @@
 //   The weight is constant, so with programmatic dependent launch its first tiles are loaded while the kernel before still
 //   runs; x waits for that one.
 // - WARPGROUPS consumer warpgroups have HEIGHT times 64 outputs each and share x. A step of BLOCKS x 64 columns is four
-//   products of 16 each; while two of them run, the registers of the next two are dequantised. Of a gated layer, two
+//   products of 16 each; while two of them run, the registers of the next two are dequantized. Of a gated layer, two
 //   warpgroups have the gate's and up's rows of the same outputs.
 // - Stream-K: blocks take whole tiles while there is one for each, and equal shares of the remaining tiles' steps. A
 //   block whose share ends within a tile stores partial sums; the last to arrive adds them in the order of the blocks.

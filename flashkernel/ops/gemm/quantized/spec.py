@@ -14,7 +14,7 @@ from flashkernel.blocks.weight import Layout
 from flashkernel.core.op import Axes, Backend, Baseline, Case, Cost, Input, Op, count
 from flashkernel.core.random_case import Rng
 
-_ROOM = "flashkernel.ops.gemm"
+_PACKAGE = "flashkernel.ops.gemm"
 _HALF = (torch.bfloat16,)
 _BENCHED = ((4096, 6144), (4096, 28672), (14336, 4096))  # inner x columns: Llama-3.1-8B's qkv, gate and up, down
 _ROWS = (1, 16, 64, 256, 4096)
@@ -147,8 +147,8 @@ def quantized_linear(backends: tuple[Backend, ...]) -> Op:
         name="quantized_linear",
         backward=None,
         summary="linear layer by the tensors of a quantized weight",
-        function=f"{_ROOM}.api:quantized_linear",
-        reference=f"{_ROOM}.reference:quantized_linear",
+        function=f"{_PACKAGE}.api:quantized_linear",
+        reference=f"{_PACKAGE}.reference:quantized_linear",
         inputs=_INPUTS,
         backends=backends,
         cases=_CASES,
@@ -157,7 +157,7 @@ def quantized_linear(backends: tuple[Backend, ...]) -> Op:
         cost=_cost,
         sum_length=lambda case: case.axes["inner"],
         baselines=tuple(
-            Baseline(name, f"{_ROOM}.quantized.baselines:{name}", forward_only=True)
+            Baseline(name, f"{_PACKAGE}.quantized.baselines:{name}", forward_only=True)
             for name in ("cublas", "marlin", "machete", "cutlass_fp8")
         ),
     )

@@ -38,27 +38,27 @@ def product_gradient_kernel(
         inside = (in_rows & grouped)[:, None] & (column < columns)[None, :]
         written = in_rows[:, None] & (column < columns)[None, :]
         gradient = tl.load(dy + dy_row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        place = wide_row[:, None] * columns + column[None, :]
+        offset = wide_row[:, None] * columns + column[None, :]
         if GATE == "":
             if preactivation is None:
                 value, derivative = 0.0, 1.0
             else:
-                z = tl.load(preactivation + place, mask=inside, other=0.0).to(tl.float32)
+                z = tl.load(preactivation + offset, mask=inside, other=0.0).to(tl.float32)
                 if KIND == "":
                     value, derivative = z, 1.0
                 else:
                     value, derivative = activate(z, KIND, alpha)
-            tl.store(dz + place, (gradient * derivative * weight).to(dz.dtype.element_ty), mask=written)
+            tl.store(dz + offset, (gradient * derivative * weight).to(dz.dtype.element_ty), mask=written)
         else:
             if GATE == "halves":
-                gate_place = wide_row[:, None] * (2 * columns) + column[None, :]
-                gate = tl.load(preactivation + gate_place, mask=inside, other=0.0).to(tl.float32)
-                up = tl.load(preactivation + gate_place + columns, mask=inside, other=0.0).to(tl.float32)
+                gate_offset = wide_row[:, None] * (2 * columns) + column[None, :]
+                gate = tl.load(preactivation + gate_offset, mask=inside, other=0.0).to(tl.float32)
+                up = tl.load(preactivation + gate_offset + columns, mask=inside, other=0.0).to(tl.float32)
             else:
                 both = 2 * first + tl.arange(0, 2 * BLOCK_N)
                 in_both = in_rows[:, None] & (both < 2 * columns)[None, :]
-                pair_place = wide_row[:, None] * (2 * columns) + both[None, :]
-                pair = tl.load(preactivation + pair_place, mask=in_both & grouped[:, None], other=0.0)
+                pair_offset = wide_row[:, None] * (2 * columns) + both[None, :]
+                pair = tl.load(preactivation + pair_offset, mask=in_both & grouped[:, None], other=0.0)
                 gate, up = tl.split(tl.reshape(pair.to(tl.float32), [BLOCK_M, BLOCK_N, 2]))
             value, derivative = activate(clamp_gate(gate, limit, KIND), KIND, alpha)
             factor = clamp_up(up, limit, KIND)
@@ -69,11 +69,11 @@ def product_gradient_kernel(
                 dgate = tl.where(gate > limit, 0.0, dgate)
                 dup = tl.where((up > limit) | (up < -limit), 0.0, dup)
             if GATE == "halves":
-                tl.store(dz + gate_place, dgate.to(dz.dtype.element_ty), mask=written)
-                tl.store(dz + gate_place + columns, dup.to(dz.dtype.element_ty), mask=written)
+                tl.store(dz + gate_offset, dgate.to(dz.dtype.element_ty), mask=written)
+                tl.store(dz + gate_offset + columns, dup.to(dz.dtype.element_ty), mask=written)
             else:
                 pair = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * BLOCK_N])
-                tl.store(dz + pair_place, pair.to(dz.dtype.element_ty), mask=in_both)
+                tl.store(dz + pair_offset, pair.to(dz.dtype.element_ty), mask=in_both)
         if row_weight_gradient is not None:
             product += gradient * value
     if row_weight_gradient is not None:
@@ -145,8 +145,8 @@ def sum_repeated_rows_kernel(rows, order, starts, total, columns, BLOCK_N: tl.co
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin, end = tl.load(starts + token), tl.load(starts + token + 1)
     value = tl.zeros([BLOCK_N], tl.float32)
-    for place in tl.range(begin, end):
-        row = tl.load(order + place).to(tl.int64)
+    for offset in tl.range(begin, end):
+        row = tl.load(order + offset).to(tl.int64)
         value += tl.load(rows + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
     tl.store(total + token * columns + column, value.to(total.dtype.element_ty), mask=column < columns)
 

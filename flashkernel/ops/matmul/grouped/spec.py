@@ -18,7 +18,7 @@ from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input,
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
-_ROOM = "flashkernel.ops.matmul.grouped"
+_PACKAGE = "flashkernel.ops.matmul.grouped"
 _HALF = (torch.bfloat16,)
 
 
@@ -248,21 +248,21 @@ _BENCHES = (
 )
 
 GROUPED_MATMUL = declare(
-    _ROOM,
+    _PACKAGE,
     "grouped_matmul",
     "a product for each group of rows in one launch, gathered and scattered: a mixture of experts",
     backward="grouped_weight_gradient",
     inputs=_INPUTS,
     kernels=(
-        backends.hopper(f"{_ROOM}.hopper", eight_bit_gradients, (torch.bfloat16, torch.float16, FP8)),
-        backends.triton(f"{_ROOM}.triton", triton_operands, dtypes=(*FLOATS, FP8), min_arch=80),
+        backends.hopper(f"{_PACKAGE}.hopper", eight_bit_gradients, (torch.bfloat16, torch.float16, FP8)),
+        backends.triton(f"{_PACKAGE}.triton", triton_operands, dtypes=(*FLOATS, FP8), min_arch=80),
     ),
     workload=Workload(_CASES, _BENCHES, _cost),
     ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
     random_case=_random_groups,
     random_share=2,
     sum_length=_sum_length,
-    baselines=(Baseline("grouped_mm", f"{_ROOM}.baselines:torch_grouped_mm"), "loop"),
+    baselines=(Baseline("grouped_mm", f"{_PACKAGE}.baselines:torch_grouped_mm"), "loop"),
 )
 
 
@@ -283,7 +283,7 @@ def _random_gradient(rng: Rng, case: Case) -> Case:
 
 
 GROUPED_WEIGHT_GRADIENT = declare(
-    _ROOM,
+    _PACKAGE,
     "grouped_weight_gradient",
     "the gradient of a grouped product's weights, in one launch",
     inputs={
@@ -292,7 +292,7 @@ GROUPED_WEIGHT_GRADIENT = declare(
         "group_offsets": _INPUTS["group_offsets"],
         "gather": _INPUTS["gather"],
     },
-    kernels=(backends.hopper(f"{_ROOM}.hopper"), backends.triton(f"{_ROOM}.triton", min_arch=80)),
+    kernels=(backends.hopper(f"{_PACKAGE}.hopper"), backends.triton(f"{_PACKAGE}.triton", min_arch=80)),
     differentiable=False,
     backward=None,
     cases=(
@@ -308,5 +308,5 @@ GROUPED_WEIGHT_GRADIENT = declare(
     cost=_gradient_cost,
     ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
     random_case=_random_gradient,
-    baselines=(Baseline("grouped_mm", f"{_ROOM}.baselines:weight_gradient_grouped_mm"),),
+    baselines=(Baseline("grouped_mm", f"{_PACKAGE}.baselines:weight_gradient_grouped_mm"),),
 )

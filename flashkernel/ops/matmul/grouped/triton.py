@@ -16,8 +16,8 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
+from flashkernel.ops.matmul.tiles_triton import load_tile, tile_position
 from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
-from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
 
 @triton.jit
@@ -116,10 +116,10 @@ def grouped_matmul_kernel(
             weight_scale_strides, bias_strides,
         )  # fmt: skip
         inside = in_rows[:, None] & in_columns[None, :]
-        z_place = row.to(tl.int64)[:, None] * N + column[None, :]
+        z_offset = row.to(tl.int64)[:, None] * N + column[None, :]
         if preactivation is not None:
             z = tl.where(real, value, 0.0).to(preactivation.dtype.element_ty)
-            tl.store(preactivation + z_place, z, mask=inside)
+            tl.store(preactivation + z_offset, z, mask=inside)
         if HALVES:
             up = _scaled_and_biased(
                 up, x_scale, weight_scale, bias, x_row, weight_group, column + columns, in_rows, in_columns,
@@ -127,7 +127,7 @@ def grouped_matmul_kernel(
             )  # fmt: skip
             if preactivation is not None:
                 z = tl.where(real, up, 0.0).to(preactivation.dtype.element_ty)
-                tl.store(preactivation + z_place + columns, z, mask=inside)
+                tl.store(preactivation + z_offset + columns, z, mask=inside)
         y_column, in_y = column, in_columns
         if GATE == "interleaved":
             value, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N // 2, 2]))
@@ -206,9 +206,9 @@ def grouped_forward(
     # Gate and up share the registers of one accumulator.
     block_n = max(16, config.block_n // 2) if params.gate == "halves" else config.block_n
     tiles_n = tune.ceil_div(columns if params.gate == "halves" else n, block_n)
-    most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * tiles_n
+    max_tiles = (tune.ceil_div(rows, config.block_m) + groups) * tiles_n
     launch(
-        grouped_matmul_kernel, (min(most_tiles, props.sms) if config.persistent else most_tiles,),
+        grouped_matmul_kernel, (min(max_tiles, props.sms) if config.persistent else max_tiles,),
         x, describe(x, config.block_m, config.block_k) if x_tma else x,
         weights, describe(weights, config.block_k, block_n) if w_tma else weights,
         y, offsets, *tensors, x.stride(), weights.stride(), tensors.bias_strides, *tensors.scale_strides,

@@ -66,7 +66,7 @@ class HopperMatmul(HopperTile):
     """Launch config of the Hopper matrix product.
 
     Attributes:
-        pingpong: consumers take work tiles in turn; else they share one.
+        pingpong: consumer warpgroups alternate work tiles (CUTLASS ping-pong); else they share one (cooperative).
         group_m: tiles of rows that are worked on at the same time (L2 swizzle).
         num_splits: parts of K, which are summed by a second kernel.
         stream_k: the tiles that do not divide evenly among the programs are shared out along K.

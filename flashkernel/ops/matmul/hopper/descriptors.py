@@ -25,7 +25,7 @@ def tma_compatible(x: Tensor) -> bool:
 
 
 def padded_empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialised tensor whose rows are multiples of 16 bytes apart."""
+    """Returns an uninitialized tensor whose rows are multiples of 16 bytes apart."""
     unit = 16 // dtype.itemsize
     padded = -(-shape[2] // unit) * unit
     return torch.empty((*shape[:2], padded), dtype=dtype, device=device)[:, :, : shape[2]]

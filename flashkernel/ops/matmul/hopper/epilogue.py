@@ -103,9 +103,9 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
             up_value = gl.convert_layout(chunks[chunk + COUNT], LAYOUT).to(gl.float32)
         if TRAITS.STREAM_K:
             for program in range(tile.first_program, gl.program_id(0)):
-                value += gl.load(_partial_places(args, program, chunk, w, TRAITS), cache_modifier=".cg")
+                value += gl.load(_partial_offsets(args, program, chunk, w, TRAITS), cache_modifier=".cg")
                 if TRAITS.GATED:
-                    up_value += gl.load(_partial_places(args, program, chunk + COUNT, w, TRAITS), cache_modifier=".cg")
+                    up_value += gl.load(_partial_offsets(args, program, chunk + COUNT, w, TRAITS), cache_modifier=".cg")
         if TRAITS.SCALED:
             b_scale = gl.load(ep.b_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
             value = value * a_scale[:, None] * b_scale[None, :]
@@ -117,10 +117,10 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 value, up_value, ep, tile, row, column, in_rows, in_columns, m, n, TRAITS
             )  # fmt: skip
             if TRAITS.Z_TMA:
-                place = [entry, first_row, first_column]
-                _stage_chunk(z_value, args, ep.z_target, place, chunk * STORES, w, TRAITS)
+                coords = [entry, first_row, first_column]
+                _stage_chunk(z_value, args, ep.z_target, coords, chunk * STORES, w, TRAITS)
                 if TRAITS.PACKED != "":
-                    _stage_chunk(z_up, args, ep.up_target, place, chunk * STORES + 1, w, TRAITS)
+                    _stage_chunk(z_up, args, ep.up_target, coords, chunk * STORES + 1, w, TRAITS)
             if TRAITS.QUANTIZE != "":
                 value = _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS)
         if PAIRS:
@@ -144,18 +144,18 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
     batch = tile.batch.to(gl.int64)
     STEP: gl.constexpr = 2 if PACKED == "interleaved" else 1  # from one gate to the next
     to_up = 1 if PACKED == "interleaved" else n
-    place = row.to(gl.int64)[:, None]
+    wide_row = row.to(gl.int64)[:, None]
     z_column = column[None, :] * STEP
     inside = in_rows[:, None] & in_columns[None, :]
     if TRAITS.DACT:
-        z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
+        z = ep.z + (batch * ep.z_strides[0] + wide_row * ep.z_strides[1] + z_column)
         z_value = gl.load(z, mask=inside, other=0.0).to(gl.float32)
         z_up = z_value
         if PACKED != "":
             z_up = gl.load(z + to_up, mask=inside, other=0.0).to(gl.float32)
         value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, CHAIN_AFTER)
         if not TRAITS.Z_TMA:
-            dz = ep.dz + (batch * ep.dz_strides[0] + place * ep.dz_strides[1] + z_column)
+            dz = ep.dz + (batch * ep.dz_strides[0] + wide_row * ep.dz_strides[1] + z_column)
             gl.store(dz, gradient, mask=inside)
             if PACKED != "":
                 gl.store(dz + to_up, up_gradient, mask=inside)
@@ -163,7 +163,7 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
     else:
         value, up = add_bias(value, up, column, in_columns, ep.bias, ep.up_bias, ep.bias_stride, CHAIN_BEFORE, PACKED)
         if TRAITS.PREACTIVATION and not TRAITS.Z_TMA:
-            z = ep.z + (batch * ep.z_strides[0] + place * ep.z_strides[1] + z_column)
+            z = ep.z + (batch * ep.z_strides[0] + wide_row * ep.z_strides[1] + z_column)
             gl.store(z, value, mask=inside)
             if PACKED != "":
                 gl.store(z + to_up, up, mask=inside)
@@ -180,14 +180,14 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
 @gluon.jit
 def _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS: gl.constexpr):
     """Divides a chunk by its rows' scales and saturates it; the scales are given, or found and stored."""
-    batch, place = tile.batch.to(gl.int64), row.to(gl.int64)
+    batch, wide_row = tile.batch.to(gl.int64), row.to(gl.int64)
     if TRAITS.QUANTIZE == "block":
         scale = block_scale(value, in_columns)
         target = ep.block_scales + (batch * ep.block_scales_strides[0] + first_column // 128)
-        gl.store(target + place * ep.block_scales_strides[1], scale, mask=in_rows & (first_column < n))
+        gl.store(target + wide_row * ep.block_scales_strides[1], scale, mask=in_rows & (first_column < n))
         value = value / scale[:, None]
     if TRAITS.QUANTIZE == "scale":
-        scales = ep.out_scale + (batch * ep.out_scale_strides[0] + place * ep.out_scale_strides[1])
+        scales = ep.out_scale + (batch * ep.out_scale_strides[0] + wide_row * ep.out_scale_strides[1])
         value = value / gl.load(scales, mask=in_rows, other=1.0)[:, None]
     return saturate_fp8(value)
 
@@ -207,17 +207,17 @@ def _store_chunk(
 
 
 @gluon.jit
-def _stage_chunk(value, args, target, place, index: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
+def _stage_chunk(value, args, target, coords, index: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
     """Stores a chunk by TMA, from one of this consumer's buffers; `index` counts the stores of a work tile."""
     buffer = args.buffers.c.index(w * TRAITS.STORE_STAGES + index % TRAITS.STORE_STAGES)
     tma.store_wait(TRAITS.STORE_STAGES - 1)  # TMA has read the chunk that was staged here
     buffer.reshape([TRAITS.ROWS, TRAITS.CHUNK_N]).store(value.to(target.dtype))
     fence_async_shared()
-    store_tile(target, place, buffer)
+    store_tile(target, coords, buffer)
 
 
 @gluon.jit
-def _partial_places(args, program, chunk: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
+def _partial_offsets(args, program, chunk: gl.constexpr, w: gl.constexpr, TRAITS: gl.constexpr):
     """Returns the addresses of a chunk of a program's partial sums."""
     ROWS: gl.constexpr = TRAITS.ROWS
     CHUNK_N: gl.constexpr = TRAITS.CHUNK_N
@@ -237,7 +237,7 @@ def store_partial(acc, args, w: gl.constexpr, TRAITS: gl.constexpr):
     chunks = _chunks(acc, TRAITS)
     for chunk in gl.static_range(TRAITS.BLOCK_N // CHUNK_N):
         value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
-        gl.store(_partial_places(args, program, chunk, w, TRAITS), value)
+        gl.store(_partial_offsets(args, program, chunk, w, TRAITS), value)
     synchronize()
     gl.atomic_add(args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w, 1, sem="release")
 

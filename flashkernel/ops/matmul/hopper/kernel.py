@@ -128,7 +128,7 @@ class ConsumerArgs(NamedTuple):
 
 
 @gluon.jit
-def _b_place(batch, column, block, TRAITS: gl.constexpr):
+def _b_coords(batch, column, block, TRAITS: gl.constexpr):
     """Where a tile of B lies in its tensor."""
     if TRAITS.B_K_MAJOR:
         return [batch, column, block * TRAITS.BLOCK_K]
@@ -163,15 +163,15 @@ def _produce(args, TRAITS: gl.constexpr):
             mbarrier.expect(full, A_TILES * a.block_type.nbytes + b.block_type.nbytes + SECOND_BYTES)
             for w in gl.static_range(A_TILES):
                 row = (tile.row * A_TILES + w) * ROWS
-                a_place = [a_batch, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [a_batch, block * BLOCK_K, row]
-                load_tile(a, a_place, full, buffers.a.index(stage * A_TILES + w))
-            load_tile(b, _b_place(b_batch, column, block, TRAITS), full, buffers.b.index(stage * HALVES))
+                a_coords = [a_batch, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [a_batch, block * BLOCK_K, row]
+                load_tile(a, a_coords, full, buffers.a.index(stage * A_TILES + w))
+            load_tile(b, _b_coords(b_batch, column, block, TRAITS), full, buffers.b.index(stage * HALVES))
             if HAS_SECOND:
-                place = _b_place(b_batch, column + TO_SECOND, block, TRAITS)
+                coords = _b_coords(b_batch, column + TO_SECOND, block, TRAITS)
                 if TRAITS.GATED:
-                    load_tile(b_second, place, full, buffers.b.index(stage * 2 + 1))
+                    load_tile(b_second, coords, full, buffers.b.index(stage * 2 + 1))
                 else:
-                    load_tile(b_second, place, full, buffers.b_second.index(stage))
+                    load_tile(b_second, coords, full, buffers.b_second.index(stage))
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
         if num_loaded + later >= NUM_STAGES:

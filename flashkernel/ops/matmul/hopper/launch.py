@@ -25,8 +25,8 @@ from flashkernel.ops.matmul.hopper.configs import (
 )
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
 from flashkernel.ops.matmul.triton.split_k import add_partials
 
 # A chunk of C whose elements have an address each: more would not fit into the registers.
@@ -68,10 +68,10 @@ def _stored_by_tma(epilogue: EpilogueTensors) -> tuple[Tensor, ...]:
 
 
 def _known_aligned(epilogue: EpilogueTensors, z_by_tma: bool) -> bool:
-    """True if Triton knows rows to be aligned, so that neighbours are read and written together."""
+    """True if Triton knows rows to be aligned, so that neighbors are read and written together."""
     z = None if z_by_tma and epilogue.dz is None else epilogue.z
     if z is not None and epilogue.packed and (epilogue.packed == "interleaved" or epilogue.c.shape[2] % 16):
-        return False  # neighbours in a thread are two elements apart, or up's rows begin anywhere
+        return False  # neighbors in a thread are two elements apart, or up's rows begin anywhere
     by_address = (epilogue.residual, z, None if z_by_tma else epilogue.dz)
     return all(x is None or x.stride(1) % 16 == 0 for x in by_address)
 

@@ -14,7 +14,7 @@ all programs run at the same time.
 from typing import Any, NamedTuple
 
 from flashkernel.core.gluon import gl, gluon
-from flashkernel.ops.matmul.triton.tiles import tile_position
+from flashkernel.ops.matmul.tiles_triton import tile_position
 
 
 class Schedule(NamedTuple):

@@ -16,7 +16,7 @@ from flashkernel.core.driver import TensorMap
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.matmul.hopper.configs import HopperMatmul, tile_width_shared_bytes
 from flashkernel.ops.matmul.hopper.descriptors import tma_compatible
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors
 
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)

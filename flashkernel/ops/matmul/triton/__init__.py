@@ -15,8 +15,8 @@ from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import MATMUL
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors, fp8_bytes, seed_arguments
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors, fp8_bytes, seed_arguments
 from flashkernel.ops.matmul.triton.dense import activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from flashkernel.blocks.epilogue_triton import drop_elements, pull_back_activation
+from flashkernel.ops.matmul.tiles_triton import load_tile, tile_position
 from flashkernel.ops.matmul.triton.store import load_preactivation, store_preactivation, store_result
-from flashkernel.ops.matmul.triton.tiles import load_tile, tile_position
 
 
 @triton.jit

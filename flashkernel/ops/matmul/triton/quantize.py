@@ -11,10 +11,10 @@ from flashkernel.blocks.epilogue_triton import block_scale
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.matmul.triton.arguments import fp8_bytes
+from flashkernel.ops.matmul.kernel_args import fp8_bytes
 from flashkernel.ops.matmul.triton.store import as_stored
 
-_MOST_COLUMNS = 4096  # of a step over a row
+_MAX_COLUMNS = 4096  # of a step over a row
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         return y, torch.ones((batches, m, 1), dtype=torch.float32, device=x.device)
     scales = torch.empty((batches, m, 1), dtype=torch.float32, device=x.device)
     if y.numel():
-        block = min(_MOST_COLUMNS, tune.power_of_2(n))
+        block = min(_MAX_COLUMNS, tune.power_of_2(n))
         launch(
             quantize_rows_kernel, (batches * m,), x, fp8_bytes(y), scales, n, BLOCK=block,
             num_warps=8 if block > 1024 else 4,

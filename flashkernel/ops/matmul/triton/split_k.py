@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
-from flashkernel.ops.matmul.triton.arguments import EpilogueTensors, fp8_bytes
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors, fp8_bytes
 from flashkernel.ops.matmul.triton.store import store_result
 
 _TILE = (16, 128)  # rows and columns of C that a program adds

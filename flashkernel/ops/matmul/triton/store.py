@@ -108,8 +108,10 @@ def store_result(
         if block_scales is not None:
             tl.static_assert(BLOCK_N == 128, "a scale belongs to 128 columns")
             scale = block_scale(value, in_columns)
-            place = matrix * block_scales_strides[0] + row.to(tl.int64) * block_scales_strides[1] + first_n // 128
-            tl.store(block_scales + place, scale, mask=in_rows & (first_n < N))
+            scale_offset = (
+                matrix * block_scales_strides[0] + row.to(tl.int64) * block_scales_strides[1] + first_n // 128
+            )
+            tl.store(block_scales + scale_offset, scale, mask=in_rows & (first_n < N))
             value /= scale[:, None]
         result = as_stored(value, c)
         if C_TMA:

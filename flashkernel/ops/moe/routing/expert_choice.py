@@ -13,7 +13,7 @@ from flashkernel.ops.moe.routing.configs import RouteConfig
 from flashkernel.ops.moe.routing.router import Router
 from flashkernel.ops.moe.routing.scores_triton import dense_weights, load_logits, probabilities
 
-_MOST_TOKENS = 16384  # tokens that `choose_tokens_kernel` holds at a time
+_MAX_TOKENS = 16384  # tokens that `choose_tokens_kernel` holds at a time
 
 
 @triton.jit
@@ -60,9 +60,9 @@ def choose_tokens_kernel(
         taken = (key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) - equal < ties))
         count = taken.to(tl.int32)
         position = tl.where(taken, row + tl.cumsum(count, 0) - count, -1)
-        place = token.to(tl.int64) * experts + expert
-        tl.store(chosen_experts + place, tl.where(taken, expert, -1), mask=inside)
-        tl.store(positions + place, position, mask=inside)
+        offset = token.to(tl.int64) * experts + expert
+        tl.store(chosen_experts + offset, tl.where(taken, expert, -1), mask=inside)
+        tl.store(positions + offset, position, mask=inside)
         tl.store(tokens_of_rows + position, token, mask=taken)
         row += tl.sum(count, 0)
         ties -= tl.minimum(ties, tl.sum(equal, 0))
@@ -81,10 +81,10 @@ def chosen_weights_kernel(
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     inside = (token < tokens)[:, None] & (column < experts)[None, :]
     value = load_logits(logits, noise, token, column, inside, logit_strides, noise_strides)
-    place = token.to(tl.int64)[:, None] * experts + column[None, :]
-    selected = tl.load(chosen_experts + place, mask=inside, other=-1) >= 0
+    offset = token.to(tl.int64)[:, None] * experts + column[None, :]
+    selected = tl.load(chosen_experts + offset, mask=inside, other=-1) >= 0
     weight = dense_weights(value, selected, inside, scale, "softmax", NORMALIZE)
-    tl.store(weights + place, weight, mask=inside)
+    tl.store(weights + offset, weight, mask=inside)
 
 
 def choose_tokens(
@@ -98,7 +98,7 @@ def choose_tokens(
     keys = torch.empty((experts, tokens), dtype=torch.int32, device=logits.device)
     tile = {"TOKENS": config.tokens, "EXPERTS": tune.power_of_2(experts), "num_warps": config.num_warps}
     launch(token_keys_kernel, (blocks,), logits, noise, keys, *strides, tokens, experts, **tile)
-    block = min(_MOST_TOKENS, tune.power_of_2(tokens))
+    block = min(_MAX_TOKENS, tune.power_of_2(tokens))
     launch(
         choose_tokens_kernel, (experts,), keys, chosen, positions, rows, offsets, counts, tokens, experts,
         router.choice_capacity(tokens, experts), BLOCK=block, num_warps=max(4, min(16, block // 512)),

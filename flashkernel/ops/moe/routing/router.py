@@ -66,15 +66,15 @@ class Router:
     )  # the other fields, for torch's operators; `parse` reads it
 
     def __post_init__(self) -> None:
-        problem = self._problem()
-        if problem is not None:
-            raise ValueError(f"Router: {problem}")
+        error = self._error()
+        if error is not None:
+            raise ValueError(f"Router: {error}")
         # Made here, of numbers: torch.compile may hold the fields of a router that it is given as symbols.
         values = (self.kind, self.k, self.normalize, self.scale, self.groups, self.top_groups, self.mass, self.min_k,
                   self.capacity, self.seed)  # fmt: skip
         object.__setattr__(self, "text", " ".join([str(value) for value in values]))
 
-    def _problem(self) -> str | None:
+    def _error(self) -> str | None:
         if self.kind not in KINDS:
             return f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}"
         if self.k < 1:

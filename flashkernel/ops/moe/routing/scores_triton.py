@@ -32,11 +32,11 @@ def first_best(key, column):
 @triton.jit
 def load_logits(logits, noise, token, column, inside, logit_strides, noise_strides):
     """Logits with their noise [T, E] in float32; -inf outside."""
-    place = token.to(tl.int64)[:, None] * logit_strides[0] + column[None, :] * logit_strides[1]
-    value = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+    offset = token.to(tl.int64)[:, None] * logit_strides[0] + column[None, :] * logit_strides[1]
+    value = tl.load(logits + offset, mask=inside, other=float("-inf")).to(tl.float32)
     if noise is not None:
-        place = token.to(tl.int64)[:, None] * noise_strides[0] + column[None, :] * noise_strides[1]
-        value += tl.load(noise + place, mask=inside, other=0.0).to(tl.float32)
+        offset = token.to(tl.int64)[:, None] * noise_strides[0] + column[None, :] * noise_strides[1]
+        value += tl.load(noise + offset, mask=inside, other=0.0).to(tl.float32)
     return value
 
 

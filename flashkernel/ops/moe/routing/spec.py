@@ -14,7 +14,7 @@ from flashkernel.core.op import FLOATS, Axes, Baseline, Case, Cost, Input, Toler
 from flashkernel.core.random_case import Rng
 from flashkernel.ops.moe.routing.router import KINDS, Router
 
-_ROOM = "flashkernel.ops.moe.routing"
+_PACKAGE = "flashkernel.ops.moe.routing"
 
 
 def _case(
@@ -97,7 +97,7 @@ def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 MOE_ROUTE = declare(
-    _ROOM,
+    _PACKAGE,
     "moe_route",
     "experts, weights and sorted rows of each token, from the logits of a gate",
     backward="route_backward",
@@ -107,13 +107,13 @@ MOE_ROUTE = declare(
         "noise": Input(("tokens", "experts"), draw=normal(0.5), optional=True),
         "token_ids": Input(("tokens",), torch.int64, integers(1000), grad=False, optional=True),
     },
-    kernels=(backends.triton(f"{_ROOM}.triton"),),
+    kernels=(backends.triton(f"{_PACKAGE}.triton"),),
     workload=Workload(_CASES, _BENCHES, _cost),
     tolerance=Tolerance(floor32=8.0),
     ranges={"tokens": (0, 70, 1), "experts": (40, 80, 40)},  # what groups and k of all cases fit
     random_case=_random_case,
     random_share=2,
-    baselines=(Baseline("eager", f"{_ROOM}.baselines:eager", forward_only=True),),
+    baselines=(Baseline("eager", f"{_PACKAGE}.baselines:eager", forward_only=True),),
 )
 
 
@@ -143,14 +143,14 @@ def _sort_cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
 
 
 MOE_SORT = declare(
-    _ROOM,
+    _PACKAGE,
     "moe_sort",
     "rows sorted by expert, of experts that are given",
     inputs={
         "experts": Input(("tokens", "slots"), torch.int64, _distinct, grad=False),
         "weights": Input(("tokens", "slots")),
     },
-    kernels=(backends.triton(f"{_ROOM}.triton"),),
+    kernels=(backends.triton(f"{_PACKAGE}.triton"),),
     backward=None,
     cases=(
         _sort_case("plain", 40, 8, 2),

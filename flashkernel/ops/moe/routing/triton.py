@@ -142,8 +142,8 @@ def route_kernel(
             before += tl.sum(tl.where(hit, p, 0.0), 1)
         selected |= hit & used[:, None]
         chosen = tl.where((slot_column == slot)[None, :], tl.where(used, best, -1)[:, None], chosen)
-    place = token.to(tl.int64)[:, None] * K + slot_column[None, :]
-    tl.store(chosen_experts + place, chosen, mask=in_tokens[:, None] & (slot_column < K)[None, :])
+    offset = token.to(tl.int64)[:, None] * K + slot_column[None, :]
+    tl.store(chosen_experts + offset, chosen, mask=in_tokens[:, None] & (slot_column < K)[None, :])
     weight = dense_weights(value, selected, inside, scale, KIND, NORMALIZE)
     for slot in tl.range(0, K):
         picked = _at_expert(weight, column, _slot(chosen, slot_column, slot))
@@ -169,10 +169,10 @@ def scan_kernel(
     total = tl.zeros([EXPERTS], tl.int32)
     for first in tl.range(0, blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        place = block[:, None] * experts + column[None, :]
+        offset = block[:, None] * experts + column[None, :]
         inside = (block < blocks)[:, None] & in_experts[None, :]
-        count = tl.load(block_counts + place, mask=inside, other=0)
-        tl.store(block_starts + place, total[None, :] + tl.cumsum(count, 0) - count, mask=inside)
+        count = tl.load(block_counts + offset, mask=inside, other=0)
+        tl.store(block_starts + offset, total[None, :] + tl.cumsum(count, 0) - count, mask=inside)
         total += tl.sum(count, 0)
     _store_offsets(offsets, counts, total, column, experts, capacity)
 
@@ -211,8 +211,8 @@ def sort_kernel(
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     slot_column = tl.arange(0, SLOTS)
     in_tokens, in_experts = token < tokens, column < experts
-    place = token.to(tl.int64)[:, None] * K + slot_column[None, :]
-    chosen = tl.load(chosen_experts + place, mask=in_tokens[:, None] & (slot_column < K)[None, :], other=-1)
+    offset = token.to(tl.int64)[:, None] * K + slot_column[None, :]
+    chosen = tl.load(chosen_experts + offset, mask=in_tokens[:, None] & (slot_column < K)[None, :], other=-1)
     selected = _selected(chosen, column, slot_column, K)
     starts = tl.load(offsets + column, mask=in_experts, other=0)
     ends = tl.load(offsets + 1 + column, mask=in_experts, other=0)
@@ -264,8 +264,8 @@ def route_gradient_kernel(
         else:
             weight = probabilities(value, inside)
         result = weight * (gradient - tl.sum(weight * gradient, 1)[:, None])
-    place = wide[:, None] * experts + column[None, :]
-    tl.store(dlogits + place, (result * scale).to(dlogits.dtype.element_ty), mask=inside)
+    offset = wide[:, None] * experts + column[None, :]
+    tl.store(dlogits + offset, (result * scale).to(dlogits.dtype.element_ty), mask=inside)
 
 
 def route(

@@ -28,8 +28,8 @@ def combine_kernel(
         if row >= 0:
             value = tl.zeros([BLOCK], tl.float32)
             for split in tl.static_range(SPLITS):
-                place = row.to(tl.int64) * row_stride + split * split_stride + column
-                value += tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+                offset = row.to(tl.int64) * row_stride + split * split_stride + column
+                value += tl.load(rows + offset, mask=inside, other=0.0).to(tl.float32)
             if weights is not None:
                 value *= tl.load(weights + token * weight_strides[0] + slot * weight_strides[1]).to(tl.float32)
             total += value

@@ -22,8 +22,8 @@ def dequantize_kernel(
     group, byte = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, 16)
     inside = (row < rows)[:, None] & (group < groups)[None, :]
     scale = tl.load(scales + row[:, None] * scale_stride + group[None, :], mask=inside, other=127)
-    place = row[:, None, None] * row_stride + group[None, :, None] * 16 + byte[None, None, :]
-    code = tl.load(codes + place, mask=inside[:, :, None], other=0).to(tl.int32)
+    offset = row[:, None, None] * row_stride + group[None, :, None] * 16 + byte[None, None, :]
+    code = tl.load(codes + offset, mask=inside[:, :, None], other=0).to(tl.int32)
     factor = scale_factor(scale)
     low, high = (
         decode_e2m1(code & 15, factor, out.dtype.element_ty),

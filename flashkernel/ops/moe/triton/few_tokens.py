@@ -146,8 +146,8 @@ def few_tokens_kernel(
     if GATE != "":
         value, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N, 2]))
     value = apply_epilogue(value, up, row, column, column, in_rows, in_columns, y, y, 0, y, 0, ACTIVATION)
-    place = (split * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+    offset = (split * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(y + offset, value.to(y.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
 def serves(x: Tensor, routing: Routing, experts: Experts) -> bool:

@@ -27,8 +27,8 @@ def row_weights_kernel(
     """row_weights[positions[t, j]] = weights[t, j]."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(positions + slot, mask=slot < slots, other=-1)
-    place = (slot // SLOTS).to(tl.int64) * weight_strides[0] + slot % SLOTS * weight_strides[1]
-    value = tl.load(weights + place, mask=row >= 0, other=0.0)
+    offset = (slot // SLOTS).to(tl.int64) * weight_strides[0] + slot % SLOTS * weight_strides[1]
+    value = tl.load(weights + offset, mask=row >= 0, other=0.0)
     tl.store(row_weights + row, value.to(tl.float32), mask=row >= 0)
 
 
@@ -63,35 +63,35 @@ def expert_gradient_kernel(
         column = first + tl.arange(0, BLOCK_N)
         written = in_rows[:, None] & (column < columns)[None, :]
         inside = written & real[:, None]
-        place = wide * columns + column[None, :]
-        gradient = tl.load(dh + place, mask=inside, other=0.0).to(tl.float32)
+        offset = wide * columns + column[None, :]
+        gradient = tl.load(dh + offset, mask=inside, other=0.0).to(tl.float32)
         if GATE == "halves":
-            z_place = wide * (2 * columns) + column[None, :]
-            gate = tl.load(z + z_place, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(z + z_place + columns, mask=inside, other=0.0).to(tl.float32)
+            z_offset = wide * (2 * columns) + column[None, :]
+            gate = tl.load(z + z_offset, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(z + z_offset + columns, mask=inside, other=0.0).to(tl.float32)
         elif GATE == "interleaved":
             both = 2 * first + tl.arange(0, 2 * BLOCK_N)
             in_both = in_rows[:, None] & (both < 2 * columns)[None, :]
-            z_place = wide * (2 * columns) + both[None, :]
-            pair = tl.load(z + z_place, mask=in_both & real[:, None], other=0.0).to(tl.float32)
+            z_offset = wide * (2 * columns) + both[None, :]
+            pair = tl.load(z + z_offset, mask=in_both & real[:, None], other=0.0).to(tl.float32)
             gate, up = tl.split(tl.reshape(pair, [BLOCK_M, BLOCK_N, 2]))
         else:
-            z_place = place
-            gate = tl.load(z + z_place, mask=inside, other=0.0).to(tl.float32)
+            z_offset = offset
+            gate = tl.load(z + z_offset, mask=inside, other=0.0).to(tl.float32)
             up = gate
         value, dgate, dup = pull_back_activation(gradient, gate, up, ACTIVATION)
         product += gradient * value
         dgate, dup = tl.where(real[:, None], dgate * weight, 0.0), tl.where(real[:, None], dup * weight, 0.0)
         if GATE == "interleaved":
             pair = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * BLOCK_N])
-            tl.store(dz + z_place, pair.to(dz.dtype.element_ty), mask=in_both)
+            tl.store(dz + z_offset, pair.to(dz.dtype.element_ty), mask=in_both)
         else:
-            tl.store(dz + z_place, dgate.to(dz.dtype.element_ty), mask=written)
+            tl.store(dz + z_offset, dgate.to(dz.dtype.element_ty), mask=written)
             if GATE == "halves":
-                tl.store(dz + z_place + columns, dup.to(dz.dtype.element_ty), mask=written)
+                tl.store(dz + z_offset + columns, dup.to(dz.dtype.element_ty), mask=written)
         if weighted is not None:
             hidden = tl.where(real[:, None], value * weight, 0.0)
-            tl.store(weighted + place, hidden.to(weighted.dtype.element_ty), mask=written)
+            tl.store(weighted + offset, hidden.to(weighted.dtype.element_ty), mask=written)
     tl.store(row_products + row, tl.sum(product, 1), mask=in_rows)
 
 
@@ -176,8 +176,8 @@ def bias_gradient_kernel(
         row = first + tl.arange(0, BLOCK_M)
         in_rows = row < end
         source = row if gather is None else tl.load(gather + row, mask=in_rows, other=0)
-        place = source.to(tl.int64)[:, None] * row_stride + column[None, :]
-        value = tl.load(values + place, mask=in_rows[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+        offset = source.to(tl.int64)[:, None] * row_stride + column[None, :]
+        value = tl.load(values + offset, mask=in_rows[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
         if row_weights is not None:
             value *= tl.load(row_weights + row, mask=in_rows, other=0.0)[:, None]
         result += value

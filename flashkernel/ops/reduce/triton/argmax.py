@@ -1,4 +1,4 @@
-"""The place of each row's largest value, by many programs: torch gives a row to one, and a vocabulary is a long row."""
+"""The index of each row's largest value, by many programs: torch gives a row to one, and a vocabulary is a long row."""
 
 import torch
 import triton
@@ -22,7 +22,7 @@ def _larger(value, index, other, other_index):
 
 
 @triton.jit
-def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexpr, PDL: tl.constexpr):
+def best_of_parts(x, values, indices, row_stride, width, parts, PART: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         pdl_enter()
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -30,17 +30,19 @@ def best_of_parts(x, values, places, row_stride, width, parts, PART: tl.constexp
     given = tl.load(x + row * row_stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
     value, best = tl.reduce((given, column), 0, _larger)
     tl.store(values + row * parts + part, value)
-    tl.store(places + row * parts + part, best)
+    tl.store(indices + row * parts + part, best)
 
 
 @triton.jit
-def best_of_rows(values, places, result, parts, invalid, PARTS: tl.constexpr, CHECKED: tl.constexpr, PDL: tl.constexpr):
+def best_of_rows(
+    values, indices, result, parts, invalid, PARTS: tl.constexpr, CHECKED: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         pdl_enter()
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
-    place = tl.load(places + row * parts + part, mask=part < parts, other=2147483647)
-    largest, best = tl.reduce((value, place), 0, _larger)
+    index = tl.load(indices + row * parts + part, mask=part < parts, other=2147483647)
+    largest, best = tl.reduce((value, index), 0, _larger)
     if CHECKED:  # neither NaN nor an infinity
         best = tl.where(tl.abs(largest) < float("inf"), best, invalid)
     tl.store(result + row, best.to(tl.int64))
@@ -51,12 +53,12 @@ def argmax(x: torch.Tensor, invalid: int | None = None) -> torch.Tensor:
     rows, width = x.shape
     parts = tune.ceil_div(width, PART)
     values = torch.empty((rows, parts), dtype=torch.float32, device=x.device)
-    places = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
+    indices = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     result = torch.empty(rows, dtype=torch.int64, device=x.device)
     early = pdl_options(device.properties(x.device))
-    launch(best_of_parts, (parts, rows), x, values, places, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
+    launch(best_of_parts, (parts, rows), x, values, indices, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
     launch(
-        best_of_rows, (rows,), values, places, result, parts, -1 if invalid is None else invalid,
+        best_of_rows, (rows,), values, indices, result, parts, -1 if invalid is None else invalid,
         PARTS=tune.power_of_2(parts), CHECKED=invalid is not None, num_warps=1, **early,
     )  # fmt: skip
     return result

@@ -169,7 +169,7 @@ def reduce_rows(
                 value = tl.where(unmasked, value, float("-inf"))
             if CAUSAL or not POSITIVE_SCALE:
                 value = tl.where(column < visible - begin, value, float("-inf"))
-        # A thread holds GROUP neighbours of a row it could load 16 bytes at a time, else columns LANES apart: either
+        # A thread holds GROUP neighbors of a row it could load 16 bytes at a time, else columns LANES apart: either
         # way its group is merged without a word to other threads.
         if ALIGNED:
             a, b = _accumulate(a, b, tl.reshape(value, [ROWS, LANES, GROUP]), KIND, 2)
@@ -177,9 +177,9 @@ def reduce_rows(
             a, b = _accumulate(a, b, tl.reshape(value, [ROWS, GROUP, LANES]), KIND, 1)
     a, b = _reduce_lanes(a, b, KIND)  # [ROWS]
     if RAW:
-        place = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(first + place, a, mask=row < rows)
-        tl.store(second + place, b, mask=row < rows)
+        partial = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(first + partial, a, mask=row < rows)
+        tl.store(second + partial, b, mask=row < rows)
     else:
         _store_results(first, second, row, rows, a, b, width, KIND)
 
@@ -195,10 +195,10 @@ def finish_rows(
     row = tl.program_id(0) + tl.arange(0, 1)  # [1]
     split = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     inside = split < splits
-    place = row[:, None] * splits + split
+    partial = row[:, None] * splits + split
     nothing = float("-inf") if KIND >= MAX else 0.0
-    a = tl.load(partial_a + place, mask=inside, other=nothing)
-    b = tl.load(partial_b + place, mask=inside, other=0.0)
+    a = tl.load(partial_a + partial, mask=inside, other=nothing)
+    b = tl.load(partial_b + partial, mask=inside, other=0.0)
     a, b = _reduce_lanes(a, b, KIND)
     _store_results(first, second, row, rows, a, b, width, KIND)
 
@@ -238,11 +238,11 @@ def spread_rows(
         answer = tl.exp2((value - total[:, None]) * LOG2E) * gradient[:, None]
     else:
         split = tl.arange(0, SPLITS)[None, :]  # [1, SPLITS]
-        place = row[:, None] * splits + split
+        partial = row[:, None] * splits + split
         given = here[:, None] & (split < splits)
         if KIND == SOFTMAX:
-            a = tl.load(first + place, mask=given, other=float("-inf"))
-            b = tl.load(second + place, mask=given, other=0.0)
+            a = tl.load(first + partial, mask=given, other=float("-inf"))
+            b = tl.load(second + partial, mask=given, other=0.0)
             a, b = _reduce_lanes(a, b, SOFTMAX)  # [ROWS]
             unmasked = inside & (column < visible)
             if MASKED:
@@ -254,7 +254,7 @@ def spread_rows(
             answer = tl.where(unmasked, exponentials * inverse(b)[:, None], 0.0)
         else:
             gradient = tl.load(dy + begin + row[:, None] * dy_stride + column, mask=there, other=0.0).to(tl.float32)
-            dot = tl.sum(tl.load(first + place, mask=given, other=0.0), 1)
+            dot = tl.sum(tl.load(first + partial, mask=given, other=0.0), 1)
             answer = value * (gradient - dot[:, None]) * scale
     tl.store(result + begin + row[:, None] * width + column, answer, mask=inside)
 

@@ -14,6 +14,7 @@ from flashkernel.core.gluon import TensorDescriptor, gl
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import HOPPER, HopperFp8
 from flashkernel.ops.attention.fp8.hopper.forward_kernel import Fp8Traits, attention_forward_fp8
+from flashkernel.ops.attention.fp8.params import Fp8Inputs
 from flashkernel.ops.attention.hopper.block_ranges import every_row_visible, mean_visible_keys
 from flashkernel.ops.attention.hopper.forward_configs import PRODUCER_REGISTERS
 from flashkernel.ops.attention.hopper.forward_launch import schedule_forward
@@ -24,11 +25,9 @@ _GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16
                  torch.float32: gl.float32}  # fmt: skip
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, sinks: Tensor | None,
-    mask: Mask | None, scale: float, softcap: float, out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(inputs: Fp8Inputs, params: AttentionParams, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns o (batch, seqlen_q, heads, head_dim) in `out_dtype` and lse (batch, heads, seqlen_q) in float32."""
+    (q, k, v, *scales, sinks), (mask, scale, softcap, *_) = inputs, params
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     o, lse = allocate_outputs(q, head_dim, out_dtype)
@@ -36,7 +35,7 @@ def forward(
         return o, lse
     if seqlen_k == 0:
         return without_keys(o, lse, sinks)
-    scales = [x.contiguous() for x in (q_scale, k_scale, v_scale)]
+    scales = [x.contiguous() for x in scales]
     per_block = [x.ndim == 3 for x in scales]
     config = _config(q, k, mask, out_dtype, per_block[1] or per_block[2])
     scheduled = schedule_forward(mask, q, k, config, 2 * seqlen_k * head_dim, unmasked_kv_heads=1)
@@ -61,7 +60,7 @@ def forward(
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
     )
-    visible, _, _, _, mask_tables = AttentionParams(mask, scale, softcap, None, 0.0, 0).functions()
+    visible, _, _, _, mask_tables = params.functions()
     launch(
         attention_forward_fp8, (scheduled.num_programs,),
         lse, _q_descriptor(q, config), _k_descriptor(k, config.block_n), _v_descriptor(v, config.block_n),

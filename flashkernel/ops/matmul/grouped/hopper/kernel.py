@@ -31,7 +31,7 @@ from flashkernel.core.gluon import (
     synchronize,
 )
 from flashkernel.ops.matmul.grouped.hopper.gather import produce_gathered
-from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_gate_up, multiply_tail, release_unread
+from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_gate_up, multiply_tail, skip_work_tile
 from flashkernel.ops.matmul.grouped.hopper.schedule import advance, column_tile, load_weights, start_schedule, work_tile
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
 
@@ -135,8 +135,8 @@ def _produce(args, TRAITS: gl.constexpr):
             for w in gl.static_range(NUM_CONSUMERS):
                 if w < active:
                     row = first_row + w * ROWS
-                    place = [0, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [0, block * BLOCK_K, row]
-                    load_tile(x, place, full, args.buffers.a.index(stage * NUM_CONSUMERS + w))
+                    coords = [0, row, block * BLOCK_K] if TRAITS.A_K_MAJOR else [0, block * BLOCK_K, row]
+                    load_tile(x, coords, full, args.buffers.a.index(stage * NUM_CONSUMERS + w))
             load_weights(args, cursor.group, column, block, stage, full, TRAITS)
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
@@ -156,12 +156,12 @@ def _store_rows(target, value, index, first_row, end, first_column, width, row_s
     column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     inside = row < end
     if index is None:
-        place = row.to(gl.int64)
+        stored_row = row.to(gl.int64)
     else:
-        place = gl.load(index + row, mask=inside, other=0).to(gl.int64)
+        stored_row = gl.load(index + row, mask=inside, other=0).to(gl.int64)
     rounded = gl.convert_layout(value.to(target.dtype.element_ty), LAYOUT)
     gl.store(
-        target + place[:, None] * row_stride + column[None, :], rounded,
+        target + stored_row[:, None] * row_stride + column[None, :], rounded,
         mask=inside[:, None] & (column < width)[None, :],
     )  # fmt: skip
 
@@ -277,7 +277,7 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
                         acc = multiply(args, position, k_blocks, w, TRAITS)[0]
                         _store_epilogue(acc, acc, args, cursor, first_row, tile_column, TRAITS)
             else:
-                release_unread(args, position, k_blocks, TRAITS)
+                skip_work_tile(args, position, k_blocks, TRAITS)
             position += k_blocks
         else:
             # Rows behind the last group. Zeros need no order of gate and up: work tiles have BLOCK_N columns of z each.

@@ -90,9 +90,9 @@ def _multiply(
     x_scale_stride, weight_scale_strides = tensors.scale_strides
     box = (config.rows, block_k) if a_k_major else (block_k, config.rows)
     n_tiles = tune.ceil_div(y.shape[1] if params.gate == "halves" else n, box_n)
-    most_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
+    max_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
     launch(
-        grouped_matmul_kernel, (min(device.properties(x.device).sms, most_tiles),),
+        grouped_matmul_kernel, (min(device.properties(x.device).sms, max_tiles),),
         x if gather is not None else tile_descriptor(x_operand, box),
         tile_descriptor(weights_operand, (box_n, block_k) if b_k_major else (block_k, box_n)),
         offsets, gather, x.stride(0), y, preactivation, scatter, row_weights, bias,

@@ -87,7 +87,7 @@ def multiply_gate_up(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.con
 
 
 @gluon.jit
-def release_unread(args, position, num_blocks, TRAITS: gl.constexpr):
+def skip_work_tile(args, position, num_blocks, TRAITS: gl.constexpr):
     """Releases the stages of a work tile in which this consumer has no rows."""
     state = PipelineState(position % TRAITS.NUM_STAGES, (position // TRAITS.NUM_STAGES) & 1)
     for _ in range(num_blocks):

@@ -120,5 +120,5 @@ def load_weights(args, group, column, block, stage, full, TRAITS: gl.constexpr):
     HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
     for half in gl.static_range(HALVES):
         first = column + half * args.columns
-        place = [group, first, block * BLOCK_K] if TRAITS.B_K_MAJOR else [group, block * BLOCK_K, first]
-        load_tile(args.weights, place, full, args.buffers.b.index(stage * HALVES + half))
+        coords = [group, first, block * BLOCK_K] if TRAITS.B_K_MAJOR else [group, block * BLOCK_K, first]
+        load_tile(args.weights, coords, full, args.buffers.b.index(stage * HALVES + half))

@@ -12,7 +12,7 @@ L2, and every program has its part of each group, whatever its size.
 
 from typing import Any, NamedTuple
 
-from flashkernel.blocks.ragged_gluon import group_place
+from flashkernel.blocks.ragged_gluon import group_coords
 from flashkernel.core.gluon import (
     fence_async_shared,
     gl,
@@ -26,9 +26,9 @@ from flashkernel.core.gluon import (
     synchronize,
     tma,
 )
-from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_tail, release_unread
+from flashkernel.ops.matmul.grouped.hopper.pipeline import multiply_tail, skip_work_tile
 from flashkernel.ops.matmul.hopper.kernel import column_chunks, multiply
-from flashkernel.ops.matmul.triton.tiles import tile_position
+from flashkernel.ops.matmul.tiles_triton import tile_position
 
 # Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
 SIZES = ("groups", "k", "m_tiles", "n_tiles")
@@ -129,10 +129,10 @@ def _produce(args, TRAITS: gl.constexpr):
             mbarrier.expect(full, NUM_CONSUMERS * x.block_type.nbytes + dz.block_type.nbytes)
             for w in gl.static_range(NUM_CONSUMERS):
                 feature = (tile.row * NUM_CONSUMERS + w) * TRAITS.ROWS
-                place = group_place(first, feature, tile.end)
-                load_tile(x, place, full, args.buffers.a.index(stage * NUM_CONSUMERS + w))
-            place = group_place(first, tile.column * TRAITS.BLOCK_N, tile.end)
-            load_tile(dz, place, full, args.buffers.b.index(stage))
+                coords = group_coords(first, feature, tile.end)
+                load_tile(x, coords, full, args.buffers.a.index(stage * NUM_CONSUMERS + w))
+            coords = group_coords(first, tile.column * TRAITS.BLOCK_N, tile.end)
+            load_tile(dz, coords, full, args.buffers.b.index(stage))
             num_loaded += 1
     for later in gl.static_range(NUM_STAGES):  # a named barrier must not be left half full
         if num_loaded + later >= NUM_STAGES:
@@ -172,7 +172,7 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
         tile = _work_tile_at(index, args.schedule, TRAITS.GROUP_M)
         steps = (tile.end - tile.begin + BLOCK_K - 1) // BLOCK_K
         if (tile.row * TRAITS.NUM_CONSUMERS + w) * ROWS >= args.k:  # behind the last row of dW
-            release_unread(args, position, steps, TRAITS)
+            skip_work_tile(args, position, steps, TRAITS)
         elif steps == 0:
             _store(gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT), args, tile, w, TRAITS)
         elif TRAITS.TAIL_N > 0 and tile.column == args.schedule.n_tiles - 1:
