@@ -24,8 +24,8 @@ from flashkernel.ops.norm import library as norm
 from flashkernel.ops.norm.configs import FORWARD
 
 # Uncacheable: linear_cross_entropy multiplies in torch into views; paged_attention on a CPU reads a workspace in
-# another width; attention_varlen in Triton makes the tables of its mask from the lengths of each call.
-NEVER = {"attention_varlen", "linear_cross_entropy", "paged_attention"}
+# another width.
+NEVER = {"linear_cross_entropy", "paged_attention"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -157,13 +157,22 @@ def test_one_tensor_in_several_places_is_not_recorded_with_gradients(repeated: l
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_masks_with_tables_are_not_recorded(repeated: list[Any]) -> None:
-    x = torch.randn(1, 32, 2, 16)
-    for split in (5, 9, 20, 31):
-        ids = (torch.arange(32) >= split).int()[None]
-        found = fk.attention(x, x.clone(), x + 1, mask=fk.documents(ids), backend="triton")
-        torch.testing.assert_close(found, fk.attention(x, x, x + 1, mask=fk.documents(ids), backend="torch"))
-    assert not repeated
+def test_masks_with_tables_are_looked_up_at_every_replay(repeated: list[Any]) -> None:
+    """Forward and backward, with a new tensor of ids at each call, and with one that is written to."""
+    ids = torch.zeros(1, 32, dtype=torch.int32)
+    for split, mine in zip((5, 9, 20, 31, 4, 12), (False, False, False, False, True, True)):
+        given = ids if mine else torch.empty_like(ids)
+        given.copy_(torch.arange(32) >= split)
+        mask, do = fk.documents(given) & fk.causal(), torch.randn(1, 32, 2, 16)
+        q, k, v = (torch.randn(1, 32, 2, 16, requires_grad=True) for _ in range(3))
+        pair = []
+        for backend in ("triton", "torch"):
+            out = fk.attention(q, k, v, mask=mask, backend=backend)
+            pair.append([out, *torch.autograd.grad(out, (q, k, v), do)])
+        for found, wanted in zip(*pair):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert len(set(repeated)) == 2
+    assert len(repeated) == 8
 
 
 def test_overridden_and_searched_configs_are_used(repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashkernel.blocks.expression import Variable
 from flashkernel.blocks.mask import EMPTY, PARTIAL, Mask, recalled
+from flashkernel.core.derived import derived
 from flashkernel.core.tables import DeviceTables
 
 SHORT_ROW = 4  # tiles
@@ -103,16 +104,19 @@ def tile_ranges(
 ) -> tuple[TileRanges, TileRanges]:
     """(ranges of key tiles for each query tile, ranges of query tiles for each key tile).
 
-    Without tables the answer follows from the sizes, and is cached. With tables it is computed at each call, without
-    asking the device: the number of ranges is bounded by that of tiles.
+    Without tables the answer follows from the sizes, and is cached. With tables it is made once for each version of
+    them (core/derived.py), without asking the device: the number of ranges is bounded by that of tiles.
     """
     if mask is not None and mask.tables:
-        status = mask.tiles(batch, heads, seqlen_q, seqlen_k, block_m, block_n, device)
-        transposed = status.transpose(-1, -2)
-        return (
-            ranges_of(merge_short_rows(status), status.shape[-1]),
-            ranges_of(merge_short_rows(transposed), transposed.shape[-1]),
-        )
+        text, sizes = mask.text, (batch, heads, seqlen_q, seqlen_k, block_m, block_n)
+
+        def follow(*tables: Tensor) -> tuple[Tensor, ...]:
+            status = recalled(text, tables).tiles(*sizes, tables[0].device)
+            found = [ranges_of(merge_short_rows(one), one.shape[-1]) for one in (status, status.transpose(-1, -2))]
+            return found[0].table, found[0].count, found[1].table, found[1].count
+
+        tensors = derived(("tile_ranges", text, *sizes), mask.tables, follow)
+        return TileRanges(*tensors[:2]), TileRanges(*tensors[2:])
 
     def make() -> tuple[TileRanges, TileRanges]:
         seen = Mask(Variable("k") >= 0) if mask is None else mask

@@ -12,9 +12,10 @@ recorded; with gradients, the cache keeps the registered operator that the call 
 from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, forward and backward.
 
 A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
-Some calls are uncacheable: those with lists of tensors (the tables of a mask), with two arguments that begin at one
-address, or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
-FLASHKERNEL_REPLAY=0 switches recording off.
+What follows from arguments alone and is shared by calls, such as the block ranges of a mask with tables, is looked up
+again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that begin at one address,
+or with torch operations that core/recording.py does not list; with gradients, those with lists of tensors as a whole.
+`statistics` counts them by reason, and FLASHKERNEL_REPLAY=0 switches recording off.
 """
 
 from __future__ import annotations

@@ -269,9 +269,7 @@ def _packed_mask(
             f"{NAME}: cu_seq_lens_q is given with {sizes[1]} queries, {sizes[2]} keys and a mask that does not know "
             f"how both are cut; packed sequences cannot be continued from a cache"
         )
-    lengths_q = cu_seq_lens_q.to(torch.int32)
-    lengths_k = lengths_q if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k.to(torch.int32)
-    return packed_mask(lengths_q, lengths_k, sizes[1])[0]
+    return packed_mask(cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, sizes[1])[0]
 
 
 def layer_mask(

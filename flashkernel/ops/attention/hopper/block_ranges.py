@@ -16,6 +16,7 @@ from torch import Tensor
 from flashkernel.blocks.expression import Variable, evaluate
 from flashkernel.blocks.mask import EMPTY, FULL, PARTIAL, Mask, recalled
 from flashkernel.blocks.tile_ranges import ranges_of
+from flashkernel.core.derived import derived
 from flashkernel.core.tables import DeviceTables
 
 _EVERYTHING = Mask(Variable("k") >= 0)
@@ -56,7 +57,7 @@ def block_ranges(
     mask: Mask | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int,
     num_consumers: int, device: torch.device, transposed: bool = False, pad_front: bool = False,
 ) -> BlockRanges:  # fmt: skip
-    """Returns the block ranges of work tiles of `num_consumers` consumers; cached if the mask has no tables.
+    """Returns the block ranges of work tiles of `num_consumers` consumers, made once for each version of its tables.
 
     Args:
         block_m: queries of a consumer, or with `transposed` of a visited block.
@@ -67,7 +68,13 @@ def block_ranges(
     """
     shape = (batch, heads, seqlen_q, seqlen_k, block_m, block_n, num_consumers, device, transposed, pad_front)
     if mask is not None and mask.tables:
-        return _from_mask(mask, *shape)
+        text = mask.text
+
+        def follow(*tables: Tensor) -> tuple[Tensor, ...]:
+            found = _from_mask(recalled(text, tables), *shape)
+            return found.ranges, found.counts, found.loads, found.load_counts
+
+        return BlockRanges(*derived(("block_ranges", text, *shape), mask.tables, follow))
 
     def make() -> BlockRanges:
         if mask is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -10,12 +9,10 @@ from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
 from flashkernel.core import device as devices
+from flashkernel.core.derived import derived
 from flashkernel.core.library import traced
 from flashkernel.core.tables import capturing
 from flashkernel.ops.attention.varlen.api import attention_varlen
-
-MAX_TABLES = 16
-_lengths: OrderedDict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = OrderedDict()
 
 
 def packed_lengths(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
@@ -33,23 +30,19 @@ def packed_lengths(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
     ids = form.ids
     if devices.properties(q.device).arch != 90 or ids.is_meta or ids.is_inference() or traced(ids):
         return None
-    key = (id(ids), ids._version, q.shape[0], q.shape[1])
-    found = _lengths.get(key)
-    if found is None:
-        found = _lengths[key] = _cumulative(ids, q.shape[0], q.shape[1]), ids
-        if len(_lengths) > MAX_TABLES:
-            _lengths.popitem(last=False)
-    return found[0]
+    batch, seqlen = q.shape[:2]
+    found = derived(("document_lengths", batch, seqlen), [ids], lambda ids: _cumulative(ids, batch, seqlen))
+    return found[0] if found else None
 
 
-def _cumulative(ids: Tensor, batch: int, seqlen: int) -> Tensor | None:
-    """Where documents start, and the end of the last; None unless ids never decrease."""
+def _cumulative(ids: Tensor, batch: int, seqlen: int) -> tuple[Tensor, ...]:
+    """Where documents start, and the end of the last; nothing unless ids never decrease."""
     host = ids.detach().cpu()[..., :seqlen].expand(batch, seqlen)
     steps = host.diff(dim=1)
     if bool((steps < 0).any()):
-        return None
+        return ()
     starts = torch.cat([torch.ones(batch, 1, dtype=torch.bool), steps != 0], 1).flatten().nonzero().flatten()
-    return torch.cat([starts, torch.tensor([batch * seqlen])]).to(device=ids.device, dtype=torch.int32)
+    return (torch.cat([starts, torch.tensor([batch * seqlen])]).to(device=ids.device, dtype=torch.int32),)
 
 
 def attention_of_documents(
