@@ -187,8 +187,8 @@ class CallRecorder(TorchDispatchMode):
         given = [self._view(x) for x in tensors]
         if any(view.slot >= self.num_inputs for view in given):
             raise CannotRecord("its tables are computed in the call")
-        slots = [self._allocated.get(_storage(x)) for x in results]  # some, if it was looked up before
-        slots = [self._new_slot(x) if slot is None else slot for x, slot in zip(results, slots)]
+        slots = [self._allocated.get(_storage(x), -1) for x in results]  # -1 unless it was looked up before
+        slots = [self._new_slot(x) if slot < 0 else slot for x, slot in zip(results, slots)]
         return DerivedStep(function, given, slots, self.num_inputs)
 
     def _launch_step(self, record: LaunchRecord | str) -> LaunchStep:

@@ -129,7 +129,7 @@ def forward(
         "head_dim": head_dim, "value_dim": value_dim,
     }  # fmt: skip
     config: AttentionConfig = tune.pick(TRITON, device.properties(q.device), shape)
-    ranges, _ = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
+    ranges = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
     functions = AttentionParams(mask, scale, softcap, None, 0.0, 0).functions()
     tiles = tune.ceil_div(seqlen_q, config.block_m)
     scales = [x.contiguous() for x in (q_scale, k_scale, v_scale)]
