@@ -14,6 +14,7 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel.core import launch, replay, tune
 from flashkernel.core.check import verify
+from flashkernel.core.derived import derived
 from flashkernel.core.op import Case, Op, grid_of_cases
 from flashkernel.core.recording import Recording
 from flashkernel.core.replay import LaunchCache
@@ -173,6 +174,33 @@ def test_masks_with_tables_are_looked_up_at_every_replay(repeated: list[Any]) ->
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert len(set(repeated)) == 2
     assert len(repeated) == 8
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_derived_from_arguments_is_looked_up_at_every_replay(gradients: bool, repeated: list[Any]) -> None:
+    """As the tile schedule of packed sequences from their lengths: made once for each version of them."""
+    made: list[int] = []
+
+    def doubled(weight: Tensor) -> tuple[Tensor]:
+        made.append(len(made))
+        return (2 * weight,)
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        (twice,) = derived("doubled", [weight], doubled)
+        return norm.norm(x, twice, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+
+    call, weight = replay.replayed(call), torch.randn(32)
+    for number in range(8):
+        if number in (5, 6):
+            weight.mul_(3)
+        x = torch.randn(4, 32, requires_grad=gradients)
+        found, expected = call(x, weight), fk.rms_norm(x, 2 * weight, backend="torch")
+        torch.testing.assert_close(found, expected)
+        if gradients:
+            pair = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected))
+            torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+    assert len(made) - 3 <= 1  # one more while the call is recorded
+    assert len(repeated) >= 6
 
 
 def test_overridden_and_searched_configs_are_used(repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

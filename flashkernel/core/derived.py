@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flashkernel.core import launch
 from flashkernel.core.library import traced
+from flashkernel.core.replay import notify_derived
 from flashkernel.core.tables import capturing
 from flashkernel.core.tracing import in_compiled_graph
 
@@ -47,7 +48,9 @@ def derived(key: Hashable, tensors: Sequence[Tensor], make: Make) -> tuple[Tenso
         return make(*tensors)
     observer = launch.observer()
     if observer is None:
-        return _found(key, tensors, make)
+        results = _found(key, tensors, make)
+        notify_derived(lambda *others: _found(key, others, make), tensors, results)
+        return results
     # One step of a recorded call: what it does inside is done again only if it must be.
     with launch.unobserved(), observer.paused():
         results = _found(key, tensors, make)

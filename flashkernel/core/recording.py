@@ -185,8 +185,6 @@ class CallRecorder(TorchDispatchMode):
         self, function: Callable[..., Any], tensors: Sequence[Tensor], results: Sequence[Tensor]
     ) -> DerivedStep:
         given = [self._view(x) for x in tensors]
-        if any(view.slot >= self.num_inputs for view in given):
-            raise CannotRecord("its tables are computed in the call")
         slots = [self._allocated.get(_storage(x), -1) for x in results]  # -1 unless it was looked up before
         slots = [self._new_slot(x) if slot < 0 else slot for x, slot in zip(results, slots)]
         return DerivedStep(function, given, slots, self.num_inputs)

@@ -14,12 +14,14 @@ from flashkernel.core.arguments import (
     without_autocast,
 )
 from flashkernel.core.dispatch import choose
+from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_packed_tensors
 from flashkernel.ops.attention.varlen import library, spec
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, sides
 from flashkernel.ops.attention.varlen.schedule_cache import shared_schedule
 
 
+@replayed
 def attention_varlen(
     q: Tensor,
     k: Tensor,
