@@ -51,7 +51,8 @@ def attention_varlen(
         q: (tokens, heads, head_dim).
         k: (tokens, kv_heads, head_dim), in q's dtype.
         v: (tokens, kv_heads, value_dim), in q's dtype.
-        cu_seqlens_q: integers (sequences + 1,), the cumulative lengths of the queries, from 0 on.
+        cu_seqlens_q: int32 or int64 (sequences + 1,), the cumulative lengths of the queries, from 0 on. They must not
+            decrease or go beyond the tokens, which is not checked, since that would wait for the device.
         cu_seqlens_k: the same of the keys; None for those of the queries.
         sinks: (heads,), learned logits (see `attention`).
         causal: a query sees the keys up to its own position; the last query of a sequence is aligned with its last key.
