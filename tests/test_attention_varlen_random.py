@@ -79,6 +79,28 @@ def test_packed_is_each_sequence_alone(backend: str, seeds: int) -> None:
             )
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 9}, {"window": (30, 4)}], ids=str)
+def test_documents_within_sequences(options: dict[str, Any]) -> None:
+    """A mask of sorted documents cuts the sequences; the smaller window counts. Others go to the portable kernels."""
+    q, k, v = (torch.randn(70, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 0, 20, 50, 70])
+    ids = torch.tensor([0] * 35 + [4] * 30 + [5] * 5)
+    for mask in (fk.documents(ids), fk.documents(ids) & fk.window(20) & fk.causal()):
+        assert fk.explain(fk.attention_varlen, q, k, v, cu_seqlens, mask=mask, **options).chosen == "hopper"
+        found, expected = (
+            fk.attention_varlen(q, k, v, cu_seqlens, mask=mask, return_lse=True, backend=backend, **options)
+            for backend in ("hopper", "reference")
+        )
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=4e-3)
+    for other in (fk.documents(ids.flip(0)), fk.documents(ids, ids.clone()), fk.documents(ids) | fk.causal()):
+        assert fk.explain(fk.attention_varlen, q, k, v, cu_seqlens, mask=other, **options).chosen == "triton"
+    q = torch.zeros(40, 4, 64, dtype=torch.float16)  # packed unlike the keys
+    lengths = torch.tensor([0, 0, 20, 30, 40])
+    answer = fk.explain(fk.attention_varlen, q, k, v, lengths, cu_seqlens, mask=fk.documents(ids[:40], ids), **options)
+    assert answer.chosen == "triton"
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton", "torch"])
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_all_sequences_are_empty(backend: str, tokens: int) -> None:

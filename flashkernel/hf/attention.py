@@ -27,7 +27,6 @@ from flashkernel.blocks.expression import Constant, Expression, Table, Variable
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.packed import packed_mask
 from flashkernel.ops.attention import attention, attention_varlen
-from flashkernel.ops.attention.varlen.documents import joined_lengths
 
 NAME = "fkernel"  # Transformers rewrites names that contain "flash" for some models
 
@@ -157,14 +156,12 @@ def attention_forward(
         mask = _implied_mask(bool(is_causal), sliding_window, sizes)
     if cu_seq_lens_q is not None:
         form = None if mask is None or bias is not None else mask.packed_form
-        if mask is not None and form is not None and sizes[1] == sizes[2]:
-            lengths_q: Tensor | None = cu_seq_lens_q
-            lengths_k = cu_seq_lens_k
+        if form is not None and sizes[1] == sizes[2]:
+            lengths = (cu_seq_lens_q, cu_seq_lens_k)
             if form.ids is not None:  # position_ids say it as well
-                lengths_q, lengths_k = _joined(mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
-            if lengths_q is not None:
-                window = form.left, form.right
-                return _packed(query, key, value, (lengths_q, lengths_k), window, s_aux, options), None  # type: ignore
+                options["mask"] = mask
+            window = form.left, form.right
+            return _packed(query, key, value, lengths, window, s_aux, options), None  # type: ignore[return-value]
         packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, sizes, masked=mask is not None or bias is not None)
         mask = packed if mask is None else mask & packed
     out = attention(
@@ -182,15 +179,6 @@ def _packed(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     found: Any = attention_varlen(q, k, v, lengths[0], lengths[1], sinks, window=window, **options)
     return found.unsqueeze(0)
-
-
-def _joined(
-    mask: Mask, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, query: Tensor, key: Tensor
-) -> tuple[Tensor | None, None]:
-    """Cumulative lengths of the sequences that both the mask and the lengths keep apart; (None, None) if they cannot be
-    joined here."""
-    lengths_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-    return joined_lengths(mask, cu_seq_lens_q, lengths_k, query.transpose(1, 2), key.transpose(1, 2)), None
 
 
 def _check_one_batch(batch: int) -> None:
