@@ -9,8 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import flashkernel as fk
 from flashkernel.core import derived as module
+from flashkernel.core import launch, library
 from flashkernel.core.derived import derived
 from flashkernel.core.tracing import compiled_graph
 
@@ -125,6 +128,68 @@ def test_it_is_made_at_every_call_where_a_kept_result_could_be_wrong() -> None:
             total.of(x)
         assert total.made == 2 * number
     assert not module._entries
+
+
+def test_a_captured_call_makes_it_again_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may be replayed with other values."""
+    total, x = _Sum(), torch.arange(4)
+    assert total.of(x) == [6]
+    monkeypatch.setattr(module, "capturing", lambda: True)
+    assert total.of(x) == total.of(x) == [6]
+    assert total.made == 3
+    monkeypatch.setattr(module, "capturing", lambda: False)
+    assert total.of(x) == [6]
+    assert total.made == 3
+    assert len(module._entries) == 1
+
+
+class _Operations(TorchDispatchMode):
+    """Notes torch operations that launch a kernel on a GPU: all but allocations and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        results = func(*args, **(kwargs or {}))
+        view = any(alias is not None for alias in (result.alias_info for result in func._schema.returns))
+        if "empty" not in func.__name__ and not (view and not func._schema.is_mutable):
+            self.names.append(str(func))
+        return results
+
+
+_IDS = (torch.arange(260) // 30 % 4).int()[None]
+_MASKS = {
+    "documents": lambda: fk.documents(_IDS) & fk.causal(),
+    "blocks": lambda: fk.block_sparse(torch.eye(9, dtype=torch.bool).repeat(4, 1, 1), 32),
+    "intervals": lambda: fk.column_intervals(_IDS, _IDS + 20) & fk.causal(),
+    "tensor": lambda: fk.tensor_mask(torch.ones(1, 1, 260, 260, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("name", _MASKS)
+def test_launches_and_torch_operations_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches make the block ranges of a tile shape; later calls have the attention kernels alone."""
+    launched: list[str] = []
+    monkeypatch.setattr(launch, "_run", lambda kernel, *_: launched.append(kernel.fn.__name__))
+    for one in (library, module):  # the mode that counts is no reason to take another way
+        monkeypatch.setattr(one, "traced", lambda x: False)
+    mask = _MASKS[name]()
+    q, k, v = (torch.randn(1, 260, heads, 64, dtype=torch.float16, requires_grad=True) for heads in (4, 2, 2))
+    do = torch.ones_like(q)
+    made = ["mask_tile_status", "mask_tile_ranges"]
+    for number in range(3):
+        with _Operations() as operations:
+            out = fk.attention(q, k, v, mask=mask, backend="triton")
+            forward, launched[:] = list(launched), []
+            torch.autograd.grad(out, (q, k, v), do)
+            backward, launched[:] = list(launched), []
+        assert operations.names == []
+        kernels = ["attention_backward_queries", "attention_backward_keys"]
+        assert forward == (["attention_forward"] if number else [*made, "attention_forward"])
+        assert backward[-1] == kernels[-1]
+        assert [name for name in backward if name not in made] == kernels
+        assert len(backward) <= (2 if number else 2 + 2 * len(made))
 
 
 def test_under_torch_compile_it_is_part_of_the_graph() -> None:
