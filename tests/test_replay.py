@@ -177,6 +177,28 @@ def test_masks_with_tables_are_looked_up_at_every_replay(repeated: list[Any]) ->
 
 
 @pytest.mark.parametrize("gradients", [False, True])
+def test_public_calls_under_masks_with_tables_are_repeated(gradients: bool, repeated: list[Any]) -> None:
+    """Each step with new tensors, and composed anew with `causal`; one is written to between calls."""
+    layout = torch.ones(3, 3, dtype=torch.int8)
+    for number in range(7):
+        start = torch.randint(0, 40, (1, 40)).int()
+        if number == 5:
+            layout[2, 0] = 0
+        mask = fk.block_sparse(layout, 16) & fk.column_intervals(start, start + 5)
+        q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=gradients) for _ in range(3))
+        pair = []
+        for backend in ("triton", "torch"):
+            out = fk.attention(q, k, v, mask=mask, causal=True, backend=backend)
+            pair.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))] if gradients else [out])
+        for found, wanted in zip(*pair):
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    kinds = [type(entry) for entry in fk.attention.launch_cache.entries.values()]
+    assert kinds.count(replay._OperatorCall if gradients else Recording) == 1
+    assert len(set(repeated)) == (2 if gradients else 1)
+    assert len(repeated) >= (8 if gradients else 5)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
 def test_what_is_derived_from_arguments_is_looked_up_at_every_replay(gradients: bool, repeated: list[Any]) -> None:
     """As the tile schedule of packed sequences from their lengths: made once for each version of them."""
     made: list[int] = []

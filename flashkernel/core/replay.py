@@ -14,8 +14,8 @@ from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, fo
 A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
 What follows from arguments alone and is shared by calls, such as the block ranges of a mask with tables, is looked up
 again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that begin at one address,
-or with torch operations that core/recording.py does not list; with gradients, those with lists of tensors as a whole.
-`statistics` counts them by reason, and FLASHKERNEL_REPLAY=0 switches recording off.
+or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
+FLASHKERNEL_REPLAY=0 switches recording off.
 """
 
 from __future__ import annotations
@@ -244,9 +244,9 @@ class _OperatorCall:
     """A call with gradients that applies one operator.
 
     `template` has an entry for each argument of the operator: (True, index of one of the call's tensors), or (False,
-    the value). `derived` are the arguments that are looked up: (index of the argument, function, indices of the tensors
-    that it takes, index of its result). `returned` are the indices of the outputs that the call returns; None: all of
-    them, as they are.
+    the value). `derived` are the arguments that are looked up, or lists of the call's tensors: (index of the argument,
+    function, indices of the tensors that it takes, index of its result). `returned` are the indices of the outputs that
+    the call returns; None: all of them, as they are.
     """
 
     def __init__(
@@ -257,6 +257,7 @@ class _OperatorCall:
         looked_up = [argument for argument, *_ in derived]
         self.tensors = [index for index, (from_call, value) in enumerate(template)
                         if from_call or isinstance(value, Tensor) or index in looked_up]  # fmt: skip
+        self.lists = any(function is _as_list for _, function, _, _ in derived)
         self.recording: rec.Recording | None = None
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -269,7 +270,10 @@ class _OperatorCall:
         if recording is None or recording.hooked():
             outputs = self.apply(*args, None)
         else:
-            return self.apply(*args, (recording, [args[index] for index in self.tensors], self.returned))
+            given = [args[index] for index in self.tensors]
+            if self.lists:
+                given = [x for one in given for x in (one if type(one) is list else (one,))]
+            return self.apply(*args, (recording, given, self.returned))
         returned = self.returned
         if returned is None:
             return outputs
@@ -291,9 +295,12 @@ def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Op
         if looked_up is not None:
             derived.append((len(template), *looked_up))
             template.append((False, None))
+        elif isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
+            if not all(id(element) in indices for element in value):
+                return Uncacheable("with gradients, it gives its operator a list of tensors that are not its arguments")
+            derived.append((len(template), _as_list, [indices[id(element)] for element in value], 0))
+            template.append((False, None))
         elif not isinstance(value, Tensor):
-            if isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
-                return Uncacheable("with gradients, it gives its operator a list of tensors")
             template.append((False, value))
         elif id(value) in indices:
             template.append((True, indices[id(value)]))
@@ -310,6 +317,11 @@ def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Op
     if isinstance(result, tuple) and len(result) == 1:
         return Uncacheable("with gradients, its result is a tuple of one")
     return _OperatorCall(op, template, derived, tuple([output_indices[id(one)] for one in results]))
+
+
+def _as_list(*tensors: Tensor) -> tuple[list[Tensor]]:
+    """An argument that is a list of the call's tensors, such as the tables of a mask."""
+    return (list(tensors),)
 
 
 def _derivation(
