@@ -54,20 +54,28 @@ def _merged(status, tiles_present, any_partial, SHORT_ROW: tl.constexpr):
     return tl.where(short & (status != _EMPTY), _PARTIAL, status)
 
 
-@triton.jit(do_not_specialize=("max_ranges",))
-def mask_tile_ranges(tile_map, table, counts, max_ranges, SHORT_ROW: tl.constexpr, TILES: tl.constexpr):
-    """The ranges of each row; TILES is a power of two, as many as a row has or more."""
+# Sizes are no constants: other lengths need no other kernel.
+SIZES = ("rows", "tiles", "map_stride", "row_stride", "tile_stride", "max_ranges", "work_tiles", "padding")
+
+
+@triton.jit(do_not_specialize=SIZES[:6])
+def mask_tile_ranges(
+    status, rows, tiles, map_stride, row_stride, tile_stride, table, counts, max_ranges, SHORT_ROW: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The ranges of each row of a `TileMap`; TILES is a power of two, as many as a row has or more."""
+    tile_map = TileMap(status, rows, tiles, map_stride, row_stride, tile_stride)
     program = tl.program_id(0)
     of_map, row = program // tile_map.rows, program % tile_map.rows
     tile = tl.arange(0, TILES)
-    status = load_status(tile_map, of_map, row, tile)
-    present = tl.sum((status != _EMPTY).to(tl.int32), 0)
-    partial = tl.sum((status == _PARTIAL).to(tl.int32), 0) > 0
+    own = load_status(tile_map, of_map, row, tile)
+    present = tl.sum((own != _EMPTY).to(tl.int32), 0)
+    partial = tl.sum((own == _PARTIAL).to(tl.int32), 0) > 0
     before = _merged(load_status(tile_map, of_map, row, tile - 1), present, partial, SHORT_ROW)
     after = _merged(load_status(tile_map, of_map, row, tile + 1), present, partial, SHORT_ROW)
-    status = _merged(status, present, partial, SHORT_ROW)
+    own = _merged(own, present, partial, SHORT_ROW)
     place = table + program.to(tl.int64) * max_ranges * 3
-    tl.store(counts + program, store_ranges(place, status, before, after, tile))
+    tl.store(counts + program, store_ranges(place, own, before, after, tile))
 
 
 @triton.jit
@@ -86,12 +94,13 @@ def _visited(status, loaded, tile, first, last):
     return tl.where(loaded & (tile >= first) & (tile <= last), seen, _EMPTY)
 
 
-@triton.jit(do_not_specialize=("work_tiles", "padding", "max_ranges"))
+@triton.jit(do_not_specialize=SIZES)
 def mask_block_ranges(
-    tile_map, ranges, counts, loads, load_counts, work_tiles, padding, max_ranges, NUM_CONSUMERS: tl.constexpr,
-    TILES: tl.constexpr,
+    status, rows, tiles, map_stride, row_stride, tile_stride, ranges, counts, loads, load_counts, work_tiles, padding,
+    max_ranges, NUM_CONSUMERS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """`BlockRanges` of each work tile: rows of NUM_CONSUMERS consumers, the first of which has row -padding."""
+    tile_map = TileMap(status, rows, tiles, map_stride, row_stride, tile_stride)
     program = tl.program_id(0)
     of_map = program // work_tiles
     first_row = program % work_tiles * NUM_CONSUMERS - padding
@@ -106,14 +115,14 @@ def mask_block_ranges(
     )  # fmt: skip
     tl.store(load_counts + program, found)
     for w in tl.static_range(NUM_CONSUMERS):
-        status = load_status(tile_map, of_map, first_row + w, tile)
-        first = tl.min(tl.where(status != _EMPTY, tile, TILES), 0)
-        last = tl.max(tl.where(status != _EMPTY, tile, -1), 0)
+        own = load_status(tile_map, of_map, first_row + w, tile)
+        first = tl.min(tl.where(own != _EMPTY, tile, TILES), 0)
+        last = tl.max(tl.where(own != _EMPTY, tile, -1), 0)
         before = load_status(tile_map, of_map, first_row + w, tile - 1)
         after = load_status(tile_map, of_map, first_row + w, tile + 1)
         consumer = program.to(tl.int64) * NUM_CONSUMERS + w
         store_ranges(
-            ranges + consumer * max_ranges * 3, _visited(status, loaded, tile, first, last),
+            ranges + consumer * max_ranges * 3, _visited(own, loaded, tile, first, last),
             _visited(before, loaded_before, tile - 1, first, last),
             _visited(after, loaded_after, tile + 1, first, last), tile,
         )  # fmt: skip

@@ -140,7 +140,7 @@ def make_tile_ranges(mask: Mask, sizes: tuple[int, ...], transposed: bool) -> tu
     table = torch.empty((*leading, max_ranges, 3), dtype=torch.int32, device=status.device)
     counts = torch.empty(leading, dtype=torch.int32, device=status.device)
     launch(
-        mask_tile_ranges, (num_maps * tile_map.rows,), tile_map, table, counts, max_ranges,
+        mask_tile_ranges, (num_maps * tile_map.rows,), *tile_map, table, counts, max_ranges,
         SHORT_ROW=SHORT_ROW, TILES=tune.power_of_2(max_ranges), num_warps=4,
     )  # fmt: skip
     return table, counts
@@ -162,7 +162,7 @@ def make_block_ranges(
 
     tables = empty(num_consumers, max_ranges, 3), empty(num_consumers, 3), empty(max_ranges, 3), empty()
     launch(
-        mask_block_ranges, (num_maps * work_tiles,), tile_map, *tables, work_tiles, padding, max_ranges,
+        mask_block_ranges, (num_maps * work_tiles,), *tile_map, *tables, work_tiles, padding, max_ranges,
         NUM_CONSUMERS=num_consumers, TILES=tune.power_of_2(max_ranges), num_warps=4,
     )  # fmt: skip
     return tables
