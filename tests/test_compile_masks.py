@@ -41,6 +41,7 @@ MASKS = {
     "a query": lambda b, h, q, k: q % 3 == 0,
     "relative": lambda b, h, q, k: (q - k) // 48 == 0,
     "a large tensor": lambda b, h, q, k: _table(torch.bool, 2**12, 2**12, 2**12)[h, q, k],
+    "single entries": lambda b, h, q, k: _table(torch.bool, 1)[0] | (_table(torch.float16, 2)[b] < q),
 }
 
 
@@ -58,7 +59,7 @@ def test_masks_compile(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [75, 90, 100])
-@pytest.mark.parametrize("name", ["everything", "a large tensor"])
+@pytest.mark.parametrize("name", ["everything", "a large tensor", "single entries"])
 def test_the_kernels_that_make_block_ranges_compile(name: str, arch: int) -> None:
     """Of one sequence and of several; the lengths are no constants, so that others need no other kernel."""
     mask = fk.custom(MASKS[name])

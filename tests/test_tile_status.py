@@ -44,7 +44,13 @@ def _floats() -> Mask:
     return fk.custom(lambda b, h, q, k: fk.Table(rows)[q] < fk.Table(columns)[k])
 
 
-OTHERS: dict[str, Callable[[], Mask]] = {"at-distance": _at_distance, "floats": _floats}
+def _entries() -> Mask:
+    """Tables that are read by neither query nor key."""
+    visible, limits = torch.tensor([True]), torch.tensor([100.0, float("inf")])
+    return fk.custom(lambda b, h, q, k: fk.Table(visible)[0] & (fk.Table(limits)[b] > q) & (k <= q))
+
+
+OTHERS: dict[str, Callable[[], Mask]] = {"at-distance": _at_distance, "floats": _floats, "entries": _entries}
 ALL = {**{name: lambda make=make: make("cpu", QUERIES) for name, make in MASKS.items() if name != "cross"}, **OTHERS}
 
 

@@ -24,7 +24,7 @@ def packed_mask(
     """
     first, last, diagonal = derived(
         ("packed_mask", tokens, left, right), (cu_seqlens_q, cu_seqlens_k),
-        lambda of_queries, of_keys: _visible_keys(of_queries.int(), of_keys.int(), tokens, left, right),
+        lambda of_queries, of_keys: _visible_keys(of_queries.int().contiguous(), of_keys.int(), tokens, left, right),
     )  # fmt: skip
     first_key, last_key = Table(first), Table(last)
     return custom(lambda b, h, q, k: (first_key[q] <= k) & (k < last_key[q]), "packed"), diagonal

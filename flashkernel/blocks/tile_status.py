@@ -61,7 +61,12 @@ def _positions(low, high, STEP: tl.constexpr, BLOCK: tl.constexpr):
 def _once(VALUE: tl.constexpr, b, h, sq, sk, tables):
     """Bounds of a table that is read by neither query nor key: [1]."""
     one = tl.zeros([1, 1], tl.int32)
-    return _extremes(VALUE(b + one, h + one, one, one, sq, sk, tables), 1)
+    value = VALUE(b, h, one, one, sq, sk, tables)
+    if value.dtype.is_floating():
+        found = _extremes(value + one, 1)
+    else:
+        found = _extremes(value.to(tl.int64) + one, 1)
+    return found
 
 
 @triton.jit
