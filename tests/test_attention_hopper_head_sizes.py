@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ WIDEST = WideBackwardConfig(2, split_heads=True)
 TWO = Forward(2, 64, 2, 1, 240, split_heads=True)
 THREE = Forward(3, 64, 4, 1, 160, split_heads=True)
 DQ = Forward(2, 32, 3, 1, 240, split_heads=True)
+
+
+Q_IN_REGISTERS = Forward(2, 64, 2, 1, 240, q_in_registers=True)
 
 
 def _tunable(backward: Any) -> Any:
@@ -113,6 +117,33 @@ def test_split_heads_of_packed_sequences_and_in_a_fixed_order(dims: Any, backwar
     _check(ATTENTION_VARLEN, packed, TWO, backward)
     ordered = Case("ordered", _axes(1, 150, (4, 2), dims), {**_CAUSAL, "deterministic": True})
     _check(ATTENTION, ordered, TWO, backward, DQ)
+
+
+Q_CASES = {
+    "256": Case("256", _axes(1, (130, 200), (2, 1), 256), {"return_lse": True}),
+    "256-sinks": Case("256-sinks", _axes(2, (70, 300), 2, 256), {"softcap": 2.0}, present=("sinks",)),
+    "192/128": Case("192/128", _axes(1, 150, (4, 2), (192, 128))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", Q_CASES)
+def test_half_of_q_in_registers(name: str, dtype: torch.dtype) -> None:
+    with tune.override(FORWARD, Q_IN_REGISTERS):
+        reports = list(verify(ATTENTION, Q_CASES[name], dtype, "hopper", "cpu"))
+    assert reports
+    assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
+
+
+def test_q_in_registers_is_a_candidate_without_a_mask() -> None:
+    shape = {"head_dim": 256, "value_dim": 256, "group_size": 1, "masked": 0, "seqlen_q": 4096, "seqlen_k": 4096,
+             "mean_visible_keys": 4096, "fixed_max": 1, "has_tables": 0}  # fmt: skip
+    assert any(config.q_in_registers for config in FORWARD.space(H200, shape))
+    assert FORWARD.valid(Q_IN_REGISTERS, H200, shape) is None
+    assert not FORWARD.heuristic(H200, shape).q_in_registers
+    for changed, why in (({"masked": 1}, "no registers left"), ({"head_dim": 128}, "heads padded to 256")):
+        assert not any(config.q_in_registers for config in FORWARD.space(H200, {**shape, **changed}))
+        assert why in str(FORWARD.valid(Q_IN_REGISTERS, H200, {**shape, **changed}))
 
 
 SHAPES = (
@@ -191,11 +222,41 @@ def test_machine_code_multiplies_less(name: str) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_machine_code_with_half_of_q_in_registers(dtype: torch.dtype) -> None:
+    """Half of the products of S read a block of Q from registers; as many waits as without, and no stack traffic in
+    loops."""
+    waits = []
+    for config in (replace(Q_IN_REGISTERS, q_in_registers=False), Q_IN_REGISTERS):
+        q, k, v = (torch.empty((2, 4096, 16, 256), dtype=dtype, device="meta") for _ in range(3))
+        with tune.override(FORWARD, config), devices.pretend(H200), collect_launches() as launches:
+            fk.attention(q, k, v, backend="hopper")
+        machine = compiled(launches[0], 90)
+        assert stack_traffic(machine.sass) == StackTraffic(0, 0), f"{machine.stack} bytes of stack"
+        products = re.findall(r"HGMMA\.64x64x16\S* R\d+, (R\d+|gdesc)", machine.sass)
+        from_registers = sum(operand != "gdesc" for operand in products)
+        assert from_registers == (len(products) // 2 if config.q_in_registers else 0)
+        waits.append(machine.sass.count("WARPGROUP.DEPBAR"))
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("dims, backward", [(96, NARROW), ((192, 128), WIDE)], ids=str)
 def test_the_kernel_of_dq_multiplies_less(dims: Any, backward: Any) -> None:
     tunable = _tunable(backward)
     for launch in _launches(dims, 16, True, {FORWARD: TWO, tunable: backward, BACKWARD_DQ: DQ}, deterministic=True):
         assert _multiplied(launch) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_of_q_in_registers_on_a_gpu(dtype: torch.dtype) -> None:
+    for lengths in (1024, (700, 1333)):
+        case = Case("256", _axes(2, lengths, (8, 4), 256), {"return_lse": True})
+        with tune.override(FORWARD, Q_IN_REGISTERS):
+            reports = list(verify(ATTENTION, case, dtype, "hopper", "cuda"))
+        assert reports
+        assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
 @pytest.mark.gpu

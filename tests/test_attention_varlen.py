@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import flashkernel as fk
+from flashkernel.core import derived, tune
 from flashkernel.core import device as devices
-from flashkernel.core import tune
 from flashkernel.core.check import verify
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import hopper
@@ -23,7 +23,7 @@ from flashkernel.ops.attention.hopper.backward_configs import BACKWARD, Backward
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.varlen_layout import Grid, TileShape, VarlenLayout, VarlenShape
 from flashkernel.ops.attention.hopper.varlen_schedule import make_schedule
-from flashkernel.ops.attention.varlen import library, schedule_cache
+from flashkernel.ops.attention.varlen import library
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, schedule_size
 from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN, _axes
 
@@ -244,7 +244,7 @@ def _count_schedules(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return plain(*args)
 
     monkeypatch.setattr(library, "schedule", counted)
-    schedule_cache._schedules.clear()
+    derived._entries.clear()
     return made
 
 
@@ -268,10 +268,10 @@ def test_layers_share_a_schedule_until_the_lengths_change(monkeypatch: pytest.Mo
                                rtol=0, atol=4e-3)  # fmt: skip
     assert torch.equal(call(torch.tensor([0, 25, 40])), changed)
     assert len(made) == 4
-    monkeypatch.setattr(schedule_cache, "MAX_SCHEDULES", 3)
+    monkeypatch.setattr(derived, "MAX_ENTRIES", 3)
     for length in range(1, 5):
         call(torch.tensor([0, length, 40]))
-        assert len(schedule_cache._schedules) <= 5
+        assert len(derived._entries) <= 4
     with torch.inference_mode():  # such tensors do not count their writes
         lengths = torch.tensor([0, 10, 40])
     before = len(made)

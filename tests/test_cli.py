@@ -373,6 +373,21 @@ class TestStep:
             ("hf_patch", "backend", True), ("sdpa", "baseline", True),
         }  # fmt: skip
 
+    def test_packed_sequences(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """FlashAttention-4 is measured where it is installed; asked for and missing, it is a record with the error."""
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(64, 64, 4, 2, 16, 2, 64))
+        arguments = ("--model", "llama-3.2-1b", "--tokens", "40", "--sequences", "4", "--steps", "1")
+        peers = ("--impl", "hf_patch", "--impl", "sdpa", "--impl", "eager", "--impl", "flash_attention_4")
+        result = run("step", *arguments, *peers, "--save", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        records = {one.implementation: one for one in results.load(tmp_path / "training_step.json")["records"]}
+        assert {name for name, one in records.items() if one.comparable} == {"hf_patch", "sdpa", "eager"}
+        assert records["flash_attention_4"].error
+        assert {(one.case, one.axes["sequences"]) for one in records.values()} == {("llama-3.2-1b-40-packed4", 4)}
+        result = run("step", *arguments, "--sequences", "41", code=2)
+        assert "41 sequences cannot be packed into 40 tokens" in result.stderr
+
     def test_on_a_cpu_it_warns_and_shows_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers")
         monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(64, 64, 4, 2, 16, 2, 64))

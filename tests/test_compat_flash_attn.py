@@ -141,6 +141,34 @@ def test_keys_and_values_in_pages() -> None:
     agree(compat.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 11, block_table=table, **options), expected, inputs)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (3, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("softcap, slopes", [(0.0, None), (2.0, None), (0.0, "heads"), (1.5, "sequences")])
+@pytest.mark.parametrize("kv_heads, dtype", [(4, torch.int32), (1, torch.int64)])
+def test_pages_with_every_option(
+    kv_heads: int, dtype: torch.dtype, softcap: float, slopes: str | None, causal: bool, window: tuple[int, int]
+) -> None:
+    """Against each sequence alone, with empty ones, pages in any order and pages of nobody."""
+    lengths_q, lengths_k, page_size = [3, 0, 1, 6], [7, 2, 0, 11], 4
+    table = torch.tensor([[5, 2, -1], [7, -1, -1], [0, 0, 0], [1, 3, 4]], dtype=torch.int32)
+    q, k, v = inputs = tensors((10, 4, 8), (9, page_size, kv_heads, 8), (9, page_size, kv_heads, 8))
+    with torch.no_grad():
+        k[8], v[8] = float("nan"), float("nan")  # a page that no sequence has
+    alibi = {None: None, "heads": torch.rand(4), "sequences": torch.rand(4, 4)}[slopes]
+    cu_q, cu_k = (cumulative(lengths).to(dtype) for lengths in (lengths_q, lengths_k))
+    out, lse, _ = compat.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 9, 12, causal=causal, window_size=window, softcap=softcap, alibi_slopes=alibi,
+        return_attn_probs=True, block_table=table,
+    )  # fmt: skip
+    packed = [
+        torch.cat([x[table[n].clamp(min=0).long()].flatten(0, 1)[:length] for n, length in enumerate(lengths_k)])
+        for x in (k, v)
+    ]
+    expected = by_sequence(q, *packed, (lengths_q, lengths_k), causal, window, softcap, alibi)
+    agree(out, torch.cat([each[0] for each in expected]), inputs)
+    torch.testing.assert_close(lse, torch.cat([each[1] for each in expected], -1).to(lse.dtype), atol=1e-5, rtol=1e-5)
+
+
 def test_tokens_behind_the_last_sequence_see_nothing() -> None:
     q, k, v = inputs = tensors((16, 2, 8), (16, 2, 8), (16, 2, 8))
     lengths = cumulative([5, 6])

@@ -9,6 +9,7 @@ from in_turn import in_turn
 
 import flashkernel as fk
 from flashkernel.blocks import expression as ex
+from flashkernel.blocks.tile_status import make_block_ranges, make_tile_ranges
 from flashkernel.core import device as devices
 from flashkernel.core.launch import collect_launches
 
@@ -40,6 +41,7 @@ MASKS = {
     "a query": lambda b, h, q, k: q % 3 == 0,
     "relative": lambda b, h, q, k: (q - k) // 48 == 0,
     "a large tensor": lambda b, h, q, k: _table(torch.bool, 2**12, 2**12, 2**12)[h, q, k],
+    "single entries": lambda b, h, q, k: _table(torch.bool, 1)[0] | (_table(torch.float16, 2)[b] < q),
 }
 
 
@@ -54,6 +56,23 @@ def test_masks_compile(name: str, backend: str) -> None:
     assert masked
     for launch in masked:
         compile_for(launch, 90)
+
+
+@pytest.mark.parametrize("arch", [75, 90, 100])
+@pytest.mark.parametrize("name", ["everything", "a large tensor", "single entries"])
+def test_the_kernels_that_make_block_ranges_compile(name: str, arch: int) -> None:
+    """Of one sequence and of several; the lengths are no constants, so that others need no other kernel."""
+    mask = fk.custom(MASKS[name])
+    for sizes in ((2, 2, 512, 512, 64, 64), (1, 1, 1, 1, 16, 128)):
+        with collect_launches() as launches:
+            make_tile_ranges(mask, sizes, transposed=False)
+            make_block_ranges(mask, sizes, 3, transposed=True, pad_front=True)
+        assert [launch.name for launch in launches] == [
+            "mask_tile_status", "mask_tile_ranges", "mask_tile_status", "mask_block_ranges",
+        ]  # fmt: skip
+        for launch in launches:
+            code = compile_for(launch, arch)
+            assert code.stack == 0, f"{launch.name}: {code.stack} bytes of stack"
 
 
 SCORES = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.expression import BOOLEAN, Constant, Expression, Gather, Operation, Variable, as_tensors
+from flashkernel.blocks.nodes import FLOAT, maximum, minimum, where
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def bounds(expression: Expression, tiles: Mapping[str, Interval], gather: Callab
     """The Interval or Truth of an expression over tiles; never too narrow, sometimes too wide.
 
     `tiles` gives the variables' bounds as tensors that broadcast, one element a tile; `gather` bounds a table's values.
+    Where these are expressions, so is the result (blocks/tile_status.py makes a kernel of it).
     """
     if isinstance(expression, Variable):
         return tiles[expression.name]
@@ -50,18 +52,23 @@ def bounds(expression: Expression, tiles: Mapping[str, Interval], gather: Callab
 
 
 def _least(*values: Any) -> Any:
-    return _extreme(torch.minimum, min, values)
+    return _extreme(torch.minimum, minimum, min, values)
 
 
 def _most(*values: Any) -> Any:
-    return _extreme(torch.maximum, max, values)
+    return _extreme(torch.maximum, maximum, max, values)
 
 
-def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+def _extreme(
+    of_tensors: Callable[..., Any], of_expressions: Callable[..., Any], of_numbers: Callable[..., Any],
+    values: tuple[Any, ...],
+) -> Any:  # fmt: skip
     result = values[0]
     for value in values[1:]:
         if isinstance(result, Tensor) or isinstance(value, Tensor):
             result = of_tensors(*as_tensors(result, value))
+        elif isinstance(result, Expression) or isinstance(value, Expression):
+            result = of_expressions(result, value)
         else:
             result = of_numbers(result, value)
     return result
@@ -76,6 +83,8 @@ def _interval(low: Any, high: Any) -> Interval:
 
 
 def _is_float(value: Any) -> bool:
+    if isinstance(value, Expression):
+        return value.kind == FLOAT
     return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
 
 
@@ -83,6 +92,8 @@ def _pick(condition: Any, a: Any, b: Any) -> Any:
     """`a` where the condition holds, else `b`; each may be a tensor or a plain value."""
     if isinstance(condition, Tensor):
         return torch.where(condition, *as_tensors(a, b))
+    if isinstance(condition, Expression):
+        return where(condition, a, b)
     return a if condition else b
 
 
@@ -123,7 +134,7 @@ def _bitwise_or(a: Interval, b: Interval) -> Interval:
 
 
 def _not(a: Any) -> Any:
-    return ~a if isinstance(a, Tensor) else not a
+    return ~a if isinstance(a, (Tensor, Expression)) else not a
 
 
 def _magnitude(a: Interval) -> Interval:

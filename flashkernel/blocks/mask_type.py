@@ -135,6 +135,16 @@ class Mask(Traced):
         """The mask as an interval around each query within its document; None if it has another form."""
         return packed_form(self.expression)
 
+    @functools.cached_property
+    def cache_parts(self) -> tuple[Any, ...] | None:
+        """What distinguishes calls under a mask with tables (core/replay.py). None under documents: which kernels serve
+        the call depends on what their ids are."""
+        form = self.packed_form
+        if not self.tables or (form is not None and form.ids is not None):
+            return None
+        needs = tuple([(one.axis, one.size, one.exact) for one in self.requires])
+        return self.text, needs, *self.tables
+
     def visible(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu"
     ) -> Tensor:

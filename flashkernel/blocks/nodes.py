@@ -145,6 +145,14 @@ class Variable(Expression):
 
 
 @dataclass(frozen=True, eq=False)
+class Local(Expression):
+    """A value that generated source has given a name."""
+
+    name: str
+    kind: str = INTEGER  # type: ignore[misc]
+
+
+@dataclass(frozen=True, eq=False)
 class Constant(Expression):
     value: float | int | bool
 
@@ -244,6 +252,10 @@ class Table:
         return Gather(self.tensor, lifted)
 
 
+class TooWide(TypeError):
+    """A constant that does not fit into 32 bits."""
+
+
 def lift(value: Any) -> Expression:
     """A Python number as an expression."""
     if isinstance(value, Expression):
@@ -251,7 +263,7 @@ def lift(value: Any) -> Expression:
     if isinstance(value, (int, float)):
         value = static(value)
     if isinstance(value, int) and not -WIDEST <= value < WIDEST:
-        raise TypeError(f"{value} does not fit into 32 bits; write a float, {float(value)}")
+        raise TooWide(f"{value} does not fit into 32 bits; write a float, {float(value)}")
     if isinstance(value, (bool, int, float)):
         return Constant(value)
     raise TypeError(

@@ -16,6 +16,7 @@ from flashkernel.blocks.nodes import (
     Constant,
     Expression,
     Gather,
+    Local,
     Operation,
     Variable,
     read_dtype,
@@ -55,7 +56,7 @@ def triton_source(expression: Expression, found: list[Tensor]) -> str:
 
     Equal texts over tables of equal dtypes are equal functions. The text serves Gluon kernels too.
     """
-    if isinstance(expression, Variable):
+    if isinstance(expression, (Variable, Local)):
         return expression.name
     if isinstance(expression, Constant):
         value = expression.value
@@ -129,6 +130,8 @@ def nonnegative(expression: Expression) -> bool:
         return True
     if isinstance(expression, Constant):
         return expression.value >= 0
+    if isinstance(expression, Local):
+        return False  # it is not known to be
     if isinstance(expression, Gather):
         return expression.table.dtype in (torch.bool, torch.uint8)
     assert isinstance(expression, Operation)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashkernel.blocks.expression import Variable
 from flashkernel.blocks.mask import EMPTY, PARTIAL, Mask, recalled
+from flashkernel.core.derived import derived
 from flashkernel.core.tables import DeviceTables
 
 SHORT_ROW = 4  # tiles
@@ -41,21 +42,16 @@ class TileRanges:
         return heads * tiles if batch > 1 else 0, tiles if heads > 1 else 0
 
 
-def ranges_of(status: Tensor, most: int | None = None) -> TileRanges:
-    """The ranges along the last dim of a tile map (`Mask.tiles`).
-
-    Args:
-        status: int8 [..., tiles], EMPTY, PARTIAL or FULL for each tile.
-        most: a bound of the number of ranges, where the device must not be asked for the largest number.
-    """
+def ranges_of(status: Tensor) -> TileRanges:
+    """The ranges along the last dim of a tile map (`Mask.tiles`), int8 [..., tiles]; asks the device for the largest
+    number of them."""
     *leading, tiles = status.shape
     edge = status.new_full((*leading, 1), EMPTY)
     present = status != EMPTY
     starts = present & (status != torch.cat([edge, status[..., :-1]], -1))
     ends = present & (status != torch.cat([status[..., 1:], edge], -1))
     count = starts.sum(-1, dtype=torch.int32)
-    if most is None:
-        most = tiles if status.is_meta else int(count.max()) if count.numel() else 0
+    most = tiles if status.is_meta else int(count.max()) if count.numel() else 0
     tile = torch.arange(tiles, device=status.device, dtype=torch.int32).expand(status.shape)
     # Range r goes to column r; tiles that start (or end) no range go to a spare column, dropped at the end.
     order = starts.cumsum(-1) - 1
@@ -100,24 +96,27 @@ def tile_ranges(
     block_m: int,
     block_n: int,
     device: torch.device,
-) -> tuple[TileRanges, TileRanges]:
-    """(ranges of key tiles for each query tile, ranges of query tiles for each key tile).
+    transposed: bool = False,
+) -> TileRanges:
+    """Ranges of key tiles for each query tile; with `transposed`, of query tiles for each key tile.
 
-    Without tables the answer follows from the sizes, and is cached. With tables it is computed at each call, without
-    asking the device: the number of ranges is bounded by that of tiles.
+    Without tables the answer follows from the sizes, and is cached. With tables two launches make it, once for each
+    version of them (core/derived.py), without asking the device: the number of ranges is bounded by that of tiles.
     """
+    sizes = (batch, heads, seqlen_q, seqlen_k, block_m, block_n)
     if mask is not None and mask.tables:
-        status = mask.tiles(batch, heads, seqlen_q, seqlen_k, block_m, block_n, device)
-        transposed = status.transpose(-1, -2)
-        return (
-            ranges_of(merge_short_rows(status), status.shape[-1]),
-            ranges_of(merge_short_rows(transposed), transposed.shape[-1]),
-        )
+        text = mask.text
+
+        def follow(*tables: Tensor) -> tuple[Tensor, ...]:
+            from flashkernel.blocks.tile_status import make_tile_ranges
+
+            return make_tile_ranges(recalled(text, tables), sizes, transposed)
+
+        return TileRanges(*derived(("tile_ranges", text, sizes, transposed), mask.tables, follow))
 
     def make() -> tuple[TileRanges, TileRanges]:
         seen = Mask(Variable("k") >= 0) if mask is None else mask
-        status = seen.tiles(batch, heads, seqlen_q, seqlen_k, block_m, block_n, device)
+        status = seen.tiles(*sizes, device)
         return ranges_of(merge_short_rows(status)), ranges_of(merge_short_rows(status.transpose(-1, -2)))
 
-    key = (None if mask is None else mask.text, batch, heads, seqlen_q, seqlen_k, block_m, block_n, device)
-    return _cached.get(key, device, make)
+    return _cached.get((None if mask is None else mask.text, sizes, device), device, make)[transposed]

@@ -29,6 +29,7 @@ def step(
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; by default 4 of gpt-oss, all of Llama.")] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts per layer of gpt-oss.")] = 8,
     vocab: Annotated[int | None, typer.Option(min=2, help="Vocabulary size; by default the model's own.")] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences packed into the tokens.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 8,
     device: OnDevice = None,
     save: Save = None,
@@ -37,7 +38,7 @@ def step(
 ) -> None:
     """Time training steps of a Transformers model with each implementation, and measure their peak memory.
 
-    Example: flashkernel step --model llama-3.2-1b --tokens 4096
+    Example: flashkernel step --model llama-3.2-1b --tokens 8192 --sequences 8
     """
     with progress.report_errors():
         from flashkernel.core import roofline
@@ -46,7 +47,9 @@ def step(
 
         target = selection.device(device)
         training.build(model, layers, experts, vocab)  # reports an unknown model before anything is measured
-    names, lengths = impl or training.IMPLEMENTATIONS[model], tokens or [2048, 4096, 8192]
+        lengths = tokens or [2048, 4096, 8192]
+        training.packed_lengths(min(lengths), sequences)  # and too many sequences
+        names = impl or training.implementations(model, sequences)
     each = steps + training.WARM_UP_STEPS
     total = len(names) * len(lengths) * each
     if target.type == "cpu" and (layers is None or max(lengths) > 256):
@@ -71,7 +74,9 @@ def step(
                 file = ResultsFile.in_folder(save, training.OP, found, commit)
         for length in lengths:
             first = len(records)
-            for record in training.measure(length, names, target, model, layers, experts, vocab, steps, on_step):
+            for record in training.measure(
+                length, names, target, model, layers, experts, vocab, steps, on_step, sequences
+            ):  # fmt: skip
                 records.append(record)
                 bar.log_line(tables.line([record]))
             if file is not None:

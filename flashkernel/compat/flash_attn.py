@@ -216,9 +216,8 @@ def flash_attn_varlen_func(
     left, right = _sides(name, options)
     given = _attention_options(name, options)
     if options.alibi_slopes is not None:
-        packed = (cu_seqlens[0].int(), cu_seqlens[1].int())
-        mask, diagonal = packed_mask(*packed, q.shape[0], left, right)
-        given |= _packed_alibi(options.alibi_slopes, diagonal, packed, q.shape[1], cu_seqlens[0] is cu_seqlens[1])
+        mask, diagonal = packed_mask(*cu_seqlens, q.shape[0], left, right)
+        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1], cu_seqlens[0] is cu_seqlens[1])
         found = attention(q[None], k[None], v[None], mask=mask, **given)
         return (found[0][0], found[1][0], None) if options.return_attn_probs else found[0]
     found = attention_varlen(q, k, v, *cu_seqlens, window=(left, right), **given)
@@ -388,6 +387,6 @@ def _packed_alibi(
         of_head = Table(slopes.float())
         return {"score": ex.score_function(lambda s, b, h, q, k: s - of_head[h] * ex.absolute(aligned[q] - k))}
     token = torch.arange(diagonal.shape[0], dtype=torch.int32, device=diagonal.device)
-    sequence = (torch.searchsorted(cu_seqlens[0], token, right=True) - 1).clamp(max=sequences - 1)
+    sequence = (torch.searchsorted(cu_seqlens[0].int(), token, right=True) - 1).clamp(max=sequences - 1)
     of_token = Table(slopes.float()[sequence])  # [total_q, heads]
     return {"score": ex.score_function(lambda s, b, h, q, k: s - of_token[q, h] * ex.absolute(aligned[q] - k))}

@@ -7,7 +7,7 @@ launches are returned with their arguments, e.g. to be compiled for a GPU that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +50,11 @@ class LaunchObserver(Protocol):
 
     def on_write(self, x: torch.Tensor) -> None:
         """A kernel wrote to an argument of the call."""
+
+    def on_derived(
+        self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    ) -> None:
+        """`function(*tensors)` was looked up, or made (core/derived.py)."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -236,9 +241,29 @@ def notify_launch(record: LaunchRecord | str) -> None:
         observer.on_launch(record)
 
 
+def observer() -> LaunchObserver | None:
+    """The observer inside `observe`."""
+    return _observer.get()
+
+
 def is_observed() -> bool:
     """True inside `observe`."""
     return _observer.get() is not None
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Launches inside are not reported."""
+    token = _observer.set(None)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def is_collecting() -> bool:
+    """True inside `collect_launches`, where nothing runs."""
+    return _collected.get() is not None
 
 
 def pdl_options(device: Device, bytes_moved: int = 0) -> dict[str, bool]:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from flashkernel.core.argument_groups import ArgumentGroups
 from flashkernel.core.launch import is_observed
 from flashkernel.core.replay import LaunchCache, notify_applied
+from flashkernel.core.tracing import compiled_graph
 
 NAMESPACE = "flashkernel"
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -84,7 +85,13 @@ class KernelOp:
         self.flatten = self.arguments.flatten if self.arguments.grouped else None
         flat = self.arguments.flat(forward)
         self.forward = LaunchCache(flat, name, torch_alone=torch_alone)
-        self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", flat, mutates_args=mutates)
+        schema = torch.library.infer_schema(flat, mutates_args=mutates)
+
+        def in_graph(*args):
+            with compiled_graph():
+                return flat(*args)
+
+        self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", in_graph, mutates_args=mutates, schema=schema)
         self.registered.register_fake(self.arguments.flat(fake))
         self.function = None
         if gradient is not None:

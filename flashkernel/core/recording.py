@@ -21,6 +21,7 @@ from flashkernel.core.driver import LaunchRecord
 from flashkernel.core.recording_steps import (
     AllocationStep,
     CannotRecord,
+    DerivedStep,
     LaunchStep,
     OperationStep,
     SourceWriter,
@@ -185,6 +186,19 @@ class CallRecorder(TorchDispatchMode):
         """Record that a kernel has written to `x`."""
         if self.reason is None:
             self._try(lambda: self.steps.append(WriteStep(self._view(x))))
+
+    def on_derived(self, function: Callable[..., Any], tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Record that `results` were looked up, or made, from `tensors`."""
+        if self.reason is None:
+            self._try(lambda: self.steps.append(self._derived_step(function, tensors, results)))
+
+    def _derived_step(
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> DerivedStep:
+        given = [self._view(x) for x in tensors]
+        slots = [self._allocated.get(_storage(x), -1) for x in results]  # -1 unless it was looked up before
+        slots = [self._new_slot(x) if slot < 0 else slot for x, slot in zip(results, slots)]
+        return DerivedStep(function, given, slots, self.num_inputs)
 
     def _launch_step(self, record: LaunchRecord | str) -> LaunchStep:
         if isinstance(record, str):

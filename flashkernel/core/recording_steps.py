@@ -141,6 +141,21 @@ class OperationStep:
         out.line(f"{target}{function}({', '.join(args)})")
 
 
+class DerivedStep:
+    """A look-up of what follows from arguments of the call alone (core/derived.py)."""
+
+    def __init__(self, function: Callable[..., Any], given: list[View], results: list[int], num_inputs: int) -> None:
+        self.function, self.given, self.results, self.num_inputs = function, given, results, num_inputs
+
+    def slots(self) -> list[int]:
+        return [*[view.slot for view in self.given], *self.results]
+
+    def emit(self, out: SourceWriter) -> None:
+        results = "".join(f"v{slot}, " for slot in self.results)
+        given = ", ".join(view.expression(self.num_inputs) for view in self.given)
+        out.line(f"{results}= {out.name(self.function, 'derived')}({given})")
+
+
 class LaunchStep:
     """A kernel launch whose tensor parameters are traced to slots."""
 

@@ -12,17 +12,19 @@ recorded; with gradients, the cache keeps the registered operator that the call 
 from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, forward and backward.
 
 A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
-Some calls are uncacheable: those with lists of tensors (the tables of a mask), with two arguments that begin at one
-address, or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
+What follows from arguments alone and is shared by calls, such as the block ranges of a mask with tables, is looked up
+again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that begin at one address,
+or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
 FLASHKERNEL_REPLAY=0 switches recording off.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -126,9 +128,9 @@ class LaunchCache:
         """Run a call and record it; returns its result."""
         entry: rec.Recording | _OperatorCall | Uncacheable
         if self.public and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            with _collect_applied() as applied:
+            with _traced_call() as trace:
                 result = self.function(*args, **kwargs)
-            entry = _operator_call(applied, tensors, result)
+            entry = _operator_call(trace, tensors, result)
         else:
             result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors, not self.torch_alone)
             entry = Uncacheable(recorded) if isinstance(recorded, str) else recorded
@@ -200,69 +202,107 @@ def replayed(function: _Function) -> _Function:
     return entry  # type: ignore[return-value]
 
 
-_Application = tuple[Any, tuple[Any, ...], Any]  # a KernelOp, its arguments and its outputs
-_applied: ContextVar[list[_Application] | None] = ContextVar("flashkernel_applied_operators", default=None)
+@dataclass
+class _CallTrace:
+    """What a call with gradients did: the operators that it applied through autograd, as (a KernelOp, its arguments,
+    its outputs), and what it looked up (core/derived.py), as (function, its tensors, its results)."""
+
+    applied: list[tuple[Any, tuple[Any, ...], Any]] = field(default_factory=list)
+    derived: list[tuple[Callable[..., Any], Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=list)
+
+
+_trace: ContextVar[_CallTrace | None] = ContextVar("flashkernel_call_trace", default=None)
 
 
 @contextmanager
-def _collect_applied() -> Iterator[list[_Application]]:
-    """Collect the operators that are applied through autograd inside."""
-    applied: list[_Application] = []
-    token = _applied.set(applied)
+def _traced_call() -> Iterator[_CallTrace]:
+    """Collect what the call inside does."""
+    trace = _CallTrace()
+    token = _trace.set(trace)
     try:
-        yield applied
+        yield trace
     finally:
-        _applied.reset(token)
+        _trace.reset(token)
 
 
 def notify_applied(op: Any, args: tuple[Any, ...], outputs: Any) -> None:
     """Report that an operator was applied through autograd."""
-    applied = _applied.get()
-    if applied is not None:
-        applied.append((op, args, outputs))
+    trace = _trace.get()
+    if trace is not None:
+        trace.applied.append((op, args, outputs))
+
+
+def notify_derived(function: Callable[..., Any], tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Report that `function(*tensors)` was looked up, or made."""
+    trace = _trace.get()
+    if trace is not None:
+        trace.derived.append((function, tensors, results))
+
+
+_DerivedArgument = tuple[int, Callable[..., Any], list[int], int]
 
 
 class _OperatorCall:
     """A call with gradients that applies one operator.
 
     `template` has an entry for each argument of the operator: (True, index of one of the call's tensors), or (False,
-    the value). `returned` are the indices of the outputs that the call returns; None: all of them, as they are.
+    the value). `derived` are the arguments that are looked up, or lists of the call's tensors: (index of the argument,
+    function, indices of the tensors that it takes, index of its result). `returned` are the indices of the outputs that
+    the call returns; None: all of them, as they are.
     """
 
-    def __init__(self, op: Any, template: list[tuple[bool, Any]], returned: tuple[int, ...] | None) -> None:
-        self.op, self.template, self.returned, self.apply = op, template, returned, op.apply
+    def __init__(
+        self, op: Any, template: list[tuple[bool, Any]], derived: list[_DerivedArgument],
+        returned: tuple[int, ...] | None,
+    ) -> None:  # fmt: skip
+        self.op, self.template, self.derived, self.returned, self.apply = op, template, derived, returned, op.apply
+        looked_up = [argument for argument, *_ in derived]
         self.tensors = [index for index, (from_call, value) in enumerate(template)
-                        if from_call or isinstance(value, Tensor)]  # fmt: skip
+                        if from_call or isinstance(value, Tensor) or index in looked_up]  # fmt: skip
+        self.lists = any(function is _as_list for _, function, _, _ in derived)
         self.recording: rec.Recording | None = None
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         args = [tensors[value] if from_call else value for from_call, value in self.template]
+        for argument, function, given, result in self.derived:
+            args[argument] = function(*[tensors[index] for index in given])[result]
         recording = self.recording
         if recording is None:
             recording = self.recording = self.op.forward.find(tuple(args))
         if recording is None or recording.hooked():
             outputs = self.apply(*args, None)
         else:
-            return self.apply(*args, (recording, [args[index] for index in self.tensors], self.returned))
+            given = [args[index] for index in self.tensors]
+            if self.lists:
+                given = [x for one in given for x in (one if type(one) is list else (one,))]
+            return self.apply(*args, (recording, given, self.returned))
         returned = self.returned
         if returned is None:
             return outputs
         return outputs[returned[0]] if len(returned) == 1 else tuple([outputs[index] for index in returned])
 
 
-def _operator_call(applied: list[_Application], tensors: list[Tensor], result: Any) -> _OperatorCall | Uncacheable:
-    """The entry of a call with gradients on `tensors` that applied these operators and returned `result`."""
-    if len(applied) != 1:
-        return Uncacheable(f"with gradients it applies {len(applied)} operators, not one")
-    op, args, outputs = applied[0]
+def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _OperatorCall | Uncacheable:
+    """The entry of a call with gradients on `tensors` that did this and returned `result`."""
+    if len(trace.applied) != 1:
+        return Uncacheable(f"with gradients it applies {len(trace.applied)} operators, not one")
+    op, args, outputs = trace.applied[0]
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
     if len(indices) < len(tensors):  # one tensor was passed twice; another call of these shapes may pass two
         return Uncacheable(rec.SHARED_MEMORY)
     template: list[tuple[bool, Any]] = []
+    derived: list[_DerivedArgument] = []
     for value in args:
-        if not isinstance(value, Tensor):
-            if isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
-                return Uncacheable("with gradients, it gives its operator a list of tensors")
+        looked_up = _derivation(value, trace, indices)
+        if looked_up is not None:
+            derived.append((len(template), *looked_up))
+            template.append((False, None))
+        elif isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
+            if not all(id(element) in indices for element in value):
+                return Uncacheable("with gradients, it gives its operator a list of tensors that are not its arguments")
+            derived.append((len(template), _as_list, [indices[id(element)] for element in value], 0))
+            template.append((False, None))
+        elif not isinstance(value, Tensor):
             template.append((False, value))
         elif id(value) in indices:
             template.append((True, indices[id(value)]))
@@ -271,14 +311,32 @@ def _operator_call(applied: list[_Application], tensors: list[Tensor], result: A
         else:
             return Uncacheable("with gradients, it gives its operator a tensor that is none of its arguments")
     if result is outputs:
-        return _OperatorCall(op, template, None)
+        return _OperatorCall(op, template, derived, None)
     output_indices = {id(output): index for index, output in enumerate(outputs)} if isinstance(outputs, tuple) else {}
     results = result if isinstance(result, tuple) else (result,)
     if any(id(one) not in output_indices for one in results):
         return Uncacheable("with gradients, its result is computed from the operator's outputs")
     if isinstance(result, tuple) and len(result) == 1:
         return Uncacheable("with gradients, its result is a tuple of one")
-    return _OperatorCall(op, template, tuple([output_indices[id(one)] for one in results]))
+    return _OperatorCall(op, template, derived, tuple([output_indices[id(one)] for one in results]))
+
+
+def _as_list(*tensors: Tensor) -> tuple[list[Tensor]]:
+    """An argument that is a list of the call's tensors, such as the tables of a mask."""
+    return (list(tensors),)
+
+
+def _derivation(
+    value: Any, trace: _CallTrace, indices: dict[int, int]
+) -> tuple[Callable[..., Any], list[int], int] | None:
+    """(function, indices of the call's tensors that it takes, index of its result) of an argument that was looked up
+    from them; None for any other."""
+    if isinstance(value, Tensor) and id(value) not in indices:
+        for function, given, results in trace.derived:
+            for number, one in enumerate(results):
+                if one is value and all(id(x) in indices for x in given):
+                    return function, [indices[id(x)] for x in given], number
+    return None
 
 
 def disabled_reason() -> str | None:

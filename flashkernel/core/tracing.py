@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -16,3 +18,22 @@ def assume_constant_result(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_in_graph: ContextVar[bool] = ContextVar("flashkernel_in_compiled_graph", default=False)
+
+
+def in_compiled_graph() -> bool:
+    """True inside an operator that a compiled graph, or anything else that intercepts calls, runs through
+    torch.library: what it allocates may belong to a CUDA graph and must not be kept."""
+    return _in_graph.get()
+
+
+@contextmanager
+def compiled_graph() -> Iterator[None]:
+    """Marks the run of an operator through torch.library."""
+    token = _in_graph.set(True)
+    try:
+        yield
+    finally:
+        _in_graph.reset(token)

@@ -155,8 +155,11 @@ def attention_forward(
         mask = _implied_mask(bool(is_causal), sliding_window, sizes)
     if cu_seq_lens_q is not None:
         form = None if mask is None or bias is not None else mask.packed_form
-        if form is not None and form.ids is None and sizes[1] == sizes[2]:
-            lengths, window = (cu_seq_lens_q, cu_seq_lens_k), (form.left, form.right)
+        if form is not None and sizes[1] == sizes[2]:
+            lengths = (cu_seq_lens_q, cu_seq_lens_k)
+            if form.ids is not None:  # position_ids say it as well
+                options["mask"] = mask
+            window = form.left, form.right
             return _packed(query, key, value, lengths, window, s_aux, options), None  # type: ignore[return-value]
         packed = _packed_mask(cu_seq_lens_q, cu_seq_lens_k, sizes, masked=mask is not None or bias is not None)
         mask = packed if mask is None else mask & packed
@@ -268,9 +271,7 @@ def _packed_mask(
             f"{NAME}: cu_seq_lens_q is given with {sizes[1]} queries, {sizes[2]} keys and a mask that does not know "
             f"how both are cut; packed sequences cannot be continued from a cache"
         )
-    lengths_q = cu_seq_lens_q.to(torch.int32)
-    lengths_k = lengths_q if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k.to(torch.int32)
-    return packed_mask(lengths_q, lengths_k, sizes[1])[0]
+    return packed_mask(cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, sizes[1])[0]
 
 
 def layer_mask(

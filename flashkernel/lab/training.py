@@ -2,14 +2,16 @@
 
 The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, where
 implementations differ in attention; or Llama-3.2-1B, where `hf_patch` also replaces norms, MLP, RoPE and loss. Weights
-are random and the batch is one sequence. The losses of all implementations must agree; a step with another loss is
-marked wrong and its time is not compared.
+are random. The batch is one sequence, or several of different lengths packed into one, with the `position_ids`,
+`cu_seq_lens` and labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must
+agree; a step with another loss is marked wrong and its time is not compared.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ IMPLEMENTATIONS = {  # Transformers refuses sdpa for gpt-oss
     "gpt-oss": (ATTENTION, "flex_attention", "eager"),
     "llama-3.2-1b": (PATCH, "sdpa"),
 }
+PEER = "flash_attention_4"  # Transformers' own name; measured where its package is installed
 LOSS_GAP = 0.02  # relative: bfloat16 rounding in another order may change the loss by this much
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99}
 WARM_UP_STEPS = 2
@@ -60,6 +63,39 @@ def llama(layers: int, vocab: int) -> Any:
     )  # fmt: skip
 
 
+def implementations(model: str, sequences: int = 1) -> tuple[str, ...]:
+    """What is measured by default. Packed sequences are also measured with FlashAttention-4, where it is installed."""
+    names = IMPLEMENTATIONS[model]
+    if sequences == 1:
+        return names
+    from transformers.utils import is_flash_attn_4_available
+
+    return (*names, PEER) if is_flash_attn_4_available() else names
+
+
+def packed_lengths(tokens: int, sequences: int) -> list[int]:
+    """Lengths of sequences packed into so many tokens; each is about as much longer than the one before."""
+    if sequences > tokens:
+        raise ValueError(f"step: {sequences} sequences cannot be packed into {tokens} tokens; give more --tokens")
+    spare, whole = tokens - sequences, sequences * (sequences + 1)
+    ends = [number + spare * number * (number + 1) // whole for number in range(sequences + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def make_batch(vocab: int, tokens: int, sequences: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a step: tokens and labels, and of packed sequences where each begins."""
+    batch = torch.randint(0, vocab, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    if sequences == 1:
+        return {"input_ids": batch, "labels": batch}
+    lengths = packed_lengths(tokens, sequences)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    return {
+        "input_ids": batch, "labels": batch.masked_fill(positions == 0, -100), "position_ids": positions,
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths),
+    }  # fmt: skip
+
+
 def build(model: str, layers: int | None, experts: int, vocab: int | None) -> tuple[Any, str]:
     """Returns (a Transformers config, the case's name).
 
@@ -89,30 +125,36 @@ def measure(
     vocab: int | None = None,
     steps: int = 8,
     on_step: OnStep = lambda text, done: None,
+    sequences: int = 1,
 ) -> Iterator[Record]:
     """Yields a record for each implementation; the loss of the first that runs is the expected one.
 
     Args:
-        tokens: length of the sequence.
+        tokens: length of the sequence, or of all packed sequences.
         implementations: attention implementations that Transformers knows, or "hf_patch".
         device: where to train.
         model, layers, experts, vocab: see `build`.
         steps: steps to time, after `WARM_UP_STEPS`.
         on_step: called before every step with what it is and how many steps of this implementation are done.
+        sequences: how many are packed into these tokens.
     """
     expected: float | None = None
     config, case = build(model, layers, experts, vocab)
     axes = {"tokens": tokens, "layers": config.num_hidden_layers, "vocab": config.vocab_size}
     if model == "gpt-oss":
         axes["experts"] = experts
+    case = f"{case}-{tokens}"
+    if sequences > 1:
+        axes["sequences"], case = sequences, f"{case}-packed{sequences}"
+    batch = make_batch(config.vocab_size, tokens, sequences, device)
     for name in implementations:
         common: dict[str, Any] = {
-            "op": OP, "case": f"{case}-{tokens}", "axes": axes, "dtype": str(dtype_of(device)).removeprefix("torch."),
+            "op": OP, "case": case, "axes": axes, "dtype": str(dtype_of(device)).removeprefix("torch."),
             "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name in OURS else "baseline",
         }  # fmt: skip
         try:
-            seconds, peak, loss = _run(name, config, tokens, device, steps, on_step)
-        except (torch.OutOfMemoryError, ValueError, RuntimeError) as error:
+            seconds, peak, loss = _run(name, config, batch, device, steps, on_step)
+        except (torch.OutOfMemoryError, ImportError, ValueError, RuntimeError) as error:
             yield Record(**common, correct=False, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         finally:
@@ -130,7 +172,7 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def _run(
-    implementation: str, config: Any, tokens: int, device: torch.device, steps: int, on_step: OnStep
+    implementation: str, config: Any, batch: dict[str, Any], device: torch.device, steps: int, on_step: OnStep
 ) -> tuple[list[float], int | None, float]:
     """Returns (seconds of each step after the warm-up, peak memory in bytes, the first loss)."""
     from transformers import AutoModelForCausalLM
@@ -139,6 +181,7 @@ def _run(
         import flashkernel.hf
 
         flashkernel.hf.register()
+    tokens = batch["input_ids"].numel()
     on_step(f"{implementation}, {tokens} tokens: building the model", 0)
     torch.manual_seed(0)
     attention = "sdpa" if implementation == PATCH else implementation
@@ -146,7 +189,6 @@ def _run(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype_of(device))
     if implementation == PATCH:
         flashkernel.hf.patch(model)
-    batch = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     losses, seconds = [], []
@@ -154,7 +196,7 @@ def _run(
         warm_up = "warm-up " if step < WARM_UP_STEPS else ""
         on_step(f"{implementation}, {tokens} tokens: {warm_up}step {step + 1} of {steps + WARM_UP_STEPS}", step)
         began = time.perf_counter()
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
         losses.append(float(loss.detach()))  # waits for the device, so the clock may be read

@@ -24,7 +24,8 @@ from flashkernel.ops.attention import library, spec
 from flashkernel.ops.attention.arguments import check_tensors
 from flashkernel.ops.attention.params import AttentionInputs
 from flashkernel.ops.attention.support import FEW_KEYS
-from flashkernel.ops.attention.varlen.documents import attention_of_documents, packed_lengths
+from flashkernel.ops.attention.varlen.document_lengths import packed_lengths
+from flashkernel.ops.attention.varlen.documents import attention_of_documents
 
 
 @replayed
@@ -74,7 +75,9 @@ def attention(
         seed: a number, or int64 of one element on q's device, that fixes which are dropped. None draws one from torch's
             generator of the device, on the device, so torch.manual_seed and activation checkpointing repeat it, and a
             CUDA graph draws another at each replay.
-        deterministic: gradients are bit-equal on repeat.
+        deterministic: gradients are bit-equal on repeat. On Hopper dq then has a kernel of its own: seven matrix
+            products instead of five. The Triton kernels always compute seven, and refuse it with a bias; the CUDA C++
+            kernels refuse it with gradients.
         return_lse: also return the logarithm of each query's sum of exponentials.
         backend: "hopper", "triton", "torch" or "reference"; None chooses (see `explain`).
 

@@ -114,7 +114,8 @@ def _backward(
         dbias_strides = tuple(0 if size == 1 else stride for size, stride in zip(dbias.shape, dbias.stride()))
     if alibi_slopes is not None:
         slope_sums = torch.zeros((4, *stats.shape[1:]), dtype=torch.float32, device=q.device)
-    _, ranges = tile_ranges(params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
+    sizes = (batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n)
+    ranges = tile_ranges(params.mask, *sizes, q.device, transposed=True)
     q_tiles, k_tiles = stats.shape[3] // config.block_m, tune.ceil_div(seqlen_k, config.block_n)
     template = f"{config.template}, {'true' if dbias is not None else 'false'}"
     kernel, tables = kernel_for("backward", _BACKWARD_ARGUMENTS, inputs, params, template)

@@ -56,7 +56,7 @@ def launch_forward(inputs: AttentionInputs, params: AttentionParams, rotary: Rot
     extras = rotary is not None or has_extras(inputs, params)
     shape = {"head_dim": head_dim, "value_dim": value_dim, "extras": int(extras)}
     config = tune.pick(FORWARD, target, shape)
-    ranges, _ = tile_ranges(params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
+    ranges = tile_ranges(params.mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
     tiles = tune.ceil_div(seqlen_q, config.block_m)
     kernel, tables = kernel_for(
         "forward", _FORWARD_ARGUMENTS, inputs, params, config.template,

@@ -124,7 +124,7 @@ def forward(inputs: Fp8Inputs, params: AttentionParams, out_dtype: torch.dtype) 
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     shape = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim, "value_dim": value_dim}
     config: AttentionConfig = tune.pick(TRITON, device.properties(q.device), shape)
-    ranges, _ = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
+    ranges = tile_ranges(mask, batch, heads, seqlen_q, seqlen_k, config.block_m, config.block_n, q.device)
     functions = params.functions()
     tiles = tune.ceil_div(seqlen_q, config.block_m)
     scales = [x.contiguous() for x in scales]

@@ -16,6 +16,7 @@ from torch import Tensor
 from flashkernel.blocks.expression import Variable, evaluate
 from flashkernel.blocks.mask import EMPTY, FULL, PARTIAL, Mask, recalled
 from flashkernel.blocks.tile_ranges import ranges_of
+from flashkernel.core.derived import derived
 from flashkernel.core.tables import DeviceTables
 
 _EVERYTHING = Mask(Variable("k") >= 0)
@@ -56,7 +57,8 @@ def block_ranges(
     mask: Mask | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int,
     num_consumers: int, device: torch.device, transposed: bool = False, pad_front: bool = False,
 ) -> BlockRanges:  # fmt: skip
-    """Returns the block ranges of work tiles of `num_consumers` consumers; cached if the mask has no tables.
+    """Returns the block ranges of work tiles of `num_consumers` consumers, made once for each shape, or by two launches
+    for each version of the mask's tables (core/derived.py).
 
     Args:
         block_m: queries of a consumer, or with `transposed` of a visited block.
@@ -65,9 +67,17 @@ def block_ranges(
         pad_front: if the number of consumers' blocks is not a multiple of `num_consumers`, the consumers without a
             block are the first of the first work tile instead of the last of the last one.
     """
-    shape = (batch, heads, seqlen_q, seqlen_k, block_m, block_n, num_consumers, device, transposed, pad_front)
+    sizes = (batch, heads, seqlen_q, seqlen_k, block_m, block_n)
+    shape = (*sizes, num_consumers, device, transposed, pad_front)
     if mask is not None and mask.tables:
-        return _from_mask(mask, *shape)
+        text = mask.text
+
+        def follow(*tables: Tensor) -> tuple[Tensor, ...]:
+            from flashkernel.blocks.tile_status import make_block_ranges
+
+            return make_block_ranges(recalled(text, tables), sizes, num_consumers, transposed, pad_front)
+
+        return BlockRanges(*derived(("block_ranges", text, *shape), mask.tables, follow))
 
     def make() -> BlockRanges:
         if mask is not None:
@@ -98,9 +108,7 @@ def _from_mask(
     # A consumer without a visible block is neither past its first nor past its last: it skips all blocks "before".
     skipped_before, skipped_after = loaded & ~from_first, loaded & after_last & from_first
     counts = [x.sum(-1).to(torch.int32) for x in (skipped_before, visited, skipped_after)]
-    max_ranges = max(1, status.shape[-1]) if mask.tables else None
-    ranges = ranges_of(status, max_ranges)
-    loads = ranges_of(loaded.squeeze(3).to(torch.int8) * FULL, max_ranges)
+    ranges, loads = ranges_of(status), ranges_of(loaded.squeeze(3).to(torch.int8) * FULL)
     return BlockRanges(
         _at_least_one(ranges.table), torch.stack(counts, -1).contiguous(), _at_least_one(loads.table), loads.count
     )

@@ -54,10 +54,13 @@ class Forward(WorkTile):
     Attributes:
         overlap: the first S = Q K^T of the next work tile is issued before this one ends. Takes a second Q buffer.
         split_heads: of heads such as 80, 96 or 192, only columns with data are multiplied (head_split.py).
+        q_in_registers: S = Q K^T reads half of Q from registers, which saves a quarter of what it reads from shared
+            memory. For heads padded to 256, without a mask.
     """
 
     overlap: bool = False
     split_heads: bool = False
+    q_in_registers: bool = False
 
     @property
     def pad_front(self) -> bool:
@@ -94,6 +97,10 @@ def _forward_valid(config: Forward, device: Device, shape: Mapping[str, int]) ->
         return f"{config} must have 2 to {MAX_STAGES} stages"
     if config.split_heads and not can_split(shape):
         return no_split(shape)
+    if config.q_in_registers and (block(shape["head_dim"]) != 256 or config.overlap or config.split_heads):
+        return "q_in_registers is for heads padded to 256, without overlap and split_heads"
+    if config.q_in_registers and shape["masked"]:
+        return "with a mask there are no registers left for Q"
     if config.overlap and reuse_q_for_o(shape["head_dim"], shape["value_dim"]):
         return "work tiles cannot overlap if O is staged in the buffer of Q"
     if shape["group_size"] % config.pack_gqa:
@@ -161,6 +168,8 @@ def _forward_space(device: Device, shape: Mapping[str, int]) -> Iterator[Forward
                             yield Forward(
                                 num_consumers, block_n, num_stages, pack_gqa, registers, overlap, split_heads
                             )  # fmt: skip
+        if block(shape["head_dim"]) == 256 and not shape["masked"]:
+            yield Forward(2, 64, 2, pack_gqa, 240, q_in_registers=True)
 
 
 FORWARD = Tunable("attention_hopper_forward", Forward, _forward_heuristic, _forward_space, _forward_valid, bucket)

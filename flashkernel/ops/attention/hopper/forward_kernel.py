@@ -25,6 +25,7 @@ from flashkernel.core.gluon import (
     gluon,
     mbarrier,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.head_split import (
@@ -90,6 +91,7 @@ class ForwardTraits(NamedTuple):
     PRODUCER_REGISTERS: int
     HEAD_TAIL: int = 0  # columns behind the first half of HEAD_DIM that are multiplied; 0 for all (head_split.py)
     VALUE_TAIL: int = 0
+    Q_IN_REGISTERS: bool = False  # the second half of Q's columns, as an operand of S = Q K^T
     VARLEN: bool = False  # packed sequences: work tiles and descriptors follow them
     FP8: bool = False  # layouts of K and V (`warp_roles._load_kv`)
 
@@ -111,7 +113,37 @@ class RowState(NamedTuple):
 
 
 @gluon.jit
-def _mma_loop(args, work_tile, q_tile, state, cursor, rows, w: gl.constexpr, MASK: gl.constexpr,
+def _load_q(q_tile, TRAITS: gl.constexpr):
+    """Returns (Q of a work tile in shared memory, its second half of columns in registers); without Q_IN_REGISTERS, the
+    tile twice."""
+    if TRAITS.Q_IN_REGISTERS:
+        HALF: gl.constexpr = TRAITS.HEAD_DIM // 2
+        S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TRAITS.BLOCK_N, 16])
+        q = q_tile, q_tile.slice(HALF, HALF, dim=1).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        q = q_tile, q_tile
+    return q
+
+
+@gluon.jit
+def _issue_s(q, k_buffers, stage, zeros, TRAITS: gl.constexpr):
+    """Issues S = Q K^T, [64, BLOCK_N]; with Q_IN_REGISTERS as two products, of which the second one reads K alone from
+    shared memory."""
+    q_tile, q_right = q
+    if TRAITS.Q_IN_REGISTERS:
+        HALF: gl.constexpr = TRAITS.HEAD_DIM // 2
+        k_tile = k_buffers.index(stage).reshape([TRAITS.BLOCK_N, TRAITS.HEAD_DIM])
+        left_k = k_tile.slice(0, HALF, dim=1).permute((1, 0))
+        left = warpgroup_mma(q_tile.slice(0, HALF, dim=1), left_k, zeros, use_acc=False, is_async=True)
+        right_k = k_tile.slice(HALF, HALF, dim=1).permute((1, 0))
+        issued = warpgroup_mma(q_right, right_k, left, is_async=True)
+    else:
+        issued = issue_s(q_tile, k_buffers, stage, zeros, TRAITS)
+    return issued
+
+
+@gluon.jit
+def _mma_loop(args, work_tile, q, state, cursor, rows, w: gl.constexpr, MASK: gl.constexpr,
               FIXED_MAX: gl.constexpr, TRAITS: gl.constexpr):  # fmt: skip
     """Iterates over a work tile's K blocks: from P of its first block to P of its last one, whose O += P V is left to
     the caller. K of the second block must have been awaited.
@@ -146,7 +178,7 @@ def _mma_loop(args, work_tile, q_tile, state, cursor, rows, w: gl.constexpr, MAS
         state = following
         stage = state.stage
         following = next_stage(state, NUM_STAGES)
-        s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
+        s_issued = _issue_s(q, buffers.k, stage, zeros, TRAITS)
         mbarrier.wait(barriers.v_full.index(v_stage), v_phase)
         v_tile = buffers.v.index(v_stage).reshape([BLOCK_N, VALUE_DIM])
         o_issued = issue_columns(p_operand, v_tile, o, VALUE_DIM, VALUE_TAIL)
@@ -222,6 +254,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
         slot, phase = q_slot(num_tiles, w, TRAITS)
         q_tile = buffers.q.index(slot).reshape([64, HEAD_DIM])
         mbarrier.wait(barriers.q_full.index(slot), phase)
+        q = _load_q(q_tile, TRAITS)
         num_visited = gl.to_tensor(1)  # or more, if it has started
         if not OVERLAP or not started:  # prologue: P of the first K block
             skipped, cursor = first_block(table_row(work_tile, tables, w, NUM_CONSUMERS), tables)
@@ -230,7 +263,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             if num_visited > 0:
                 stage, phase = state
                 mbarrier.wait(barriers.k_full.index(stage), phase)
-                s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
+                s_issued = _issue_s(q, buffers.k, stage, zeros, TRAITS)
                 if OVERLAP:
                     following_tile = work_tile_at(args.work_tiles, step + 1, TRAITS.VARLEN)
                     between = blocks_between(work_tile, following_tile, tables, w, NUM_CONSUMERS, NUM_STAGES)
@@ -248,7 +281,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
                 between = gl.to_tensor(NUM_STAGES - 1)
                 if OVERLAP:
                     following_tile = work_tile_at(args.work_tiles, step + 1, TRAITS.VARLEN)
-        o, rows, state = _mma_loop(args, work_tile, q_tile, state, cursor, rows, w, MASK, FIXED_MAX, TRAITS)
+        o, rows, state = _mma_loop(args, work_tile, q, state, cursor, rows, w, MASK, FIXED_MAX, TRAITS)
         if not TRAITS.REUSE_Q_FOR_O:
             mbarrier.arrive(barriers.q_empty.index(slot), count=1)
         started = between < NUM_STAGES - 1

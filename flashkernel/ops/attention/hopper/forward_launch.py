@@ -160,6 +160,7 @@ def forward_traits(
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         HEAD_TAIL=head_tail(head_dim, config.split_heads),
         VALUE_TAIL=head_tail(value_dim, config.split_heads),
+        Q_IN_REGISTERS=config.q_in_registers,
     )
 
 

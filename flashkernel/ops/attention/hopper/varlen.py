@@ -133,6 +133,8 @@ def _launch_configs(
     wide_tiles = forward.num_consumers == 3 and block(shape["head_dim"]) == 128 and shape["seqlen_q"] > MEDIUM_CONTEXT
     if wide_tiles and forward.pack_gqa == 4 and not tune.overridden():
         forward = replace(forward, pack_gqa=2)  # 5% faster than 4 for sequences of 37 to 4000 tokens
+    if forward.q_in_registers and not tune.overridden():
+        forward = replace(forward, q_in_registers=False)  # records of packed work tiles take registers, too
     backward = backward_launch.backward_config(shape, params.attention, where)
     long_tiles = shape["group_size"] * shape["mean_visible_keys"] > MEDIUM_CONTEXT
     if isinstance(backward, BackwardConfig) and shape["head_dim"] > 64 and long_tiles:

@@ -37,7 +37,7 @@ def forward(inputs: AttentionInputs, params: AttentionParams) -> tuple[Tensor, T
     o = torch.empty((batch, seqlen_q, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
     config = _config(FORWARD, inputs, params)
-    ranges, _ = _tile_ranges(inputs, params, config)
+    ranges = _tile_ranges(inputs, params, config)
     functions = params.functions()
     sources, tma = tile_sources((q, config.block_m), (k, config.block_n), (v, config.block_n))
     launch(
@@ -76,7 +76,7 @@ def _backward_queries(
     q, k, v, bias, sinks, alibi_slopes = inputs
     batch, seqlen_q, heads, _ = q.shape
     config = _config(BACKWARD_QUERIES, inputs, params)
-    ranges, _ = _tile_ranges(inputs, params, config)
+    ranges = _tile_ranges(inputs, params, config)
     functions = params.functions()
     tiles = tune.ceil_div(seqlen_q, config.block_m)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -111,7 +111,7 @@ def _backward_keys(
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     config = _config(BACKWARD_KEYS, inputs, params)
-    _, ranges = _tile_ranges(inputs, params, config)
+    ranges = _tile_ranges(inputs, params, config, transposed=True)
     functions = params.functions()
     sources, tma = tile_sources(
         (q, config.block_m), (k, config.block_n), (v, config.block_n), (do, config.block_m)
@@ -143,12 +143,11 @@ def _config(tunable: tune.Tunable, inputs: AttentionInputs, params: AttentionPar
 
 
 def _tile_ranges(
-    inputs: AttentionInputs, params: AttentionParams, config: AttentionConfig
-) -> tuple[TileRanges, TileRanges]:
+    inputs: AttentionInputs, params: AttentionParams, config: AttentionConfig, transposed: bool = False
+) -> TileRanges:
     batch, seqlen_q, heads, _ = inputs.q.shape
-    return tile_ranges(
-        params.mask, batch, heads, seqlen_q, inputs.k.shape[1], config.block_m, config.block_n, inputs.q.device
-    )
+    sizes = (batch, heads, seqlen_q, inputs.k.shape[1], config.block_m, config.block_n)
+    return tile_ranges(params.mask, *sizes, inputs.q.device, transposed)
 
 
 def _constants(inputs: AttentionInputs, params: AttentionParams, config: AttentionConfig) -> dict[str, Any]:

@@ -14,12 +14,15 @@ from flashkernel.core.arguments import (
     without_autocast,
 )
 from flashkernel.core.dispatch import choose
+from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_packed_tensors
 from flashkernel.ops.attention.varlen import library, spec
+from flashkernel.ops.attention.varlen.document_lengths import joined_lengths
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, sides
 from flashkernel.ops.attention.varlen.schedule_cache import shared_schedule
 
 
+@replayed
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -49,16 +52,18 @@ def attention_varlen(
         q: (tokens, heads, head_dim).
         k: (tokens, kv_heads, head_dim), in q's dtype.
         v: (tokens, kv_heads, value_dim), in q's dtype.
-        cu_seqlens_q: integers (sequences + 1,), the cumulative lengths of the queries, from 0 on.
+        cu_seqlens_q: int32 or int64 (sequences + 1,), the cumulative lengths of the queries, from 0 on. They must not
+            decrease or go beyond the tokens, which is not checked, since that would wait for the device.
         cu_seqlens_k: the same of the keys; None for those of the queries.
         sinks: (heads,), learned logits (see `attention`).
         causal: a query sees the keys up to its own position; the last query of a sequence is aligned with its last key.
         window: a query sees so many keys up to its own, itself included, and no later ones; None is no window. A pair
             (left, right) is how many it sees before and behind its own, None for all.
-        mask: hides more, in packed positions.
+        mask: hides more, in packed positions. A mask of documents (see `documents`) with sorted ids is read from the
+            device once for each version of the ids, so that Hopper's kernels can cut the sequences there.
         scale: what q kT is multiplied by; None is 1 / sqrt(head_dim).
         softcap: a score s becomes softcap * tanh(s / softcap); 0 is none.
-        deterministic: gradients are bit-equal on repeat.
+        deterministic: gradients are bit-equal on repeat; what it costs, see `attention`.
         return_lse: also return the logarithm of each query's sum of exponentials.
         backend: "hopper", "triton", "cuda", "torch" or "reference"; None chooses (see `explain`).
         options: others of `attention`: bias, alibi_slopes, score, dropout and seed, in packed positions.
@@ -87,12 +92,13 @@ def attention_varlen(
     check_scores("attention_varlen", scale, softcap)
     if mask is not None:
         mask = checked(mask, "attention_varlen", (1, q.shape[1], q.shape[0], k.shape[0]), q.device)
+    joined = None if mask is None else joined_lengths(mask, cu_seqlens_q, lengths_k, q[None], k[None])
     given = options.get
     (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
     gradients = needs_gradients(q, k, v, sinks, given("bias"), given("alibi_slopes"))
     chosen = choose(
         spec.ATTENTION_VARLEN, backend, q.device, q.dtype, gradients,
-        head_dim=head_dim, value_dim=value_dim, has_mask=mask is not None,
+        head_dim=head_dim, value_dim=value_dim, has_mask=mask is not None and joined is None,
         has_score=given("score") is not None, has_bias=given("bias") is not None,
         has_slopes=given("alibi_slopes") is not None, has_dropout=bool(given("dropout")), deterministic=deterministic,
     )  # fmt: skip
@@ -105,6 +111,11 @@ def attention_varlen(
                 softcap=softcap, return_lse=return_lse, **options,
             )  # fmt: skip
     before, behind = sides(causal, window)
+    if mask is not None and joined is not None:
+        form = mask.packed_form
+        assert form is not None
+        cu_seqlens_q = lengths_k = joined
+        before, behind = _narrower(before, form.left), _narrower(behind, form.right)
     left, right = NO_LIMIT if before is None else before, NO_LIMIT if behind is None else behind
     in_order = bool(deterministic and gradients)
     schedule = shared_schedule(
@@ -116,6 +127,12 @@ def attention_varlen(
         head_dim**-0.5 if scale is None else float(scale), float(softcap), in_order, chosen.target,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _narrower(one: int | None, other: int | None) -> int | None:
+    """The smaller of two limits; None is no limit."""
+    given = [limit for limit in (one, other) if limit is not None]
+    return min(given) if given else None
 
 
 def _checked_window(causal: bool, window: Any) -> Any:

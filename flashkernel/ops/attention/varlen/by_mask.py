@@ -19,7 +19,7 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` by a backend under the mask of packed sequences."""
     lengths_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    packed, _ = packed_mask(cu_seqlens_q.int(), lengths_k.int(), q.shape[0], *sides(causal, window))
+    packed, _ = packed_mask(cu_seqlens_q, lengths_k, q.shape[0], *sides(causal, window))
     seen = packed if mask is None else packed & mask
     found = attention(q[None], k[None], v[None], sinks=sinks, mask=seen, backend=backend, **options)
     return (found[0][0], found[1][0]) if isinstance(found, tuple) else found[0]

@@ -2,54 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
-from flashkernel.core import device as devices
-from flashkernel.core.library import traced
-from flashkernel.core.tables import capturing
 from flashkernel.ops.attention.varlen.api import attention_varlen
-
-MAX_TABLES = 16
-_lengths: OrderedDict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = OrderedDict()
-
-
-def packed_lengths(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
-    """The cumulative lengths of the documents that a mask keeps apart, of all batch entries one behind the other.
-
-    None if the mask has another form, its ids are not sorted, or nothing can be read from the device here: under
-    torch.compile and while a CUDA graph is captured. Ids are read from the device once for each tensor and version,
-    which waits for it; `attention_varlen` takes lengths and waits for nothing.
-    """
-    if torch.compiler.is_compiling() or traced(q) or capturing():
-        return None
-    form = mask.packed_form
-    if form is None or form.ids is None or q.shape[1] != k.shape[1] or q.shape[0] == 0:
-        return None
-    ids = form.ids
-    if devices.properties(q.device).arch != 90 or ids.is_meta or ids.is_inference() or traced(ids):
-        return None
-    key = (id(ids), ids._version, q.shape[0], q.shape[1])
-    found = _lengths.get(key)
-    if found is None:
-        found = _lengths[key] = _cumulative(ids, q.shape[0], q.shape[1]), ids
-        if len(_lengths) > MAX_TABLES:
-            _lengths.popitem(last=False)
-    return found[0]
-
-
-def _cumulative(ids: Tensor, batch: int, seqlen: int) -> Tensor | None:
-    """Where documents start, and the end of the last; None unless ids never decrease."""
-    host = ids.detach().cpu()[..., :seqlen].expand(batch, seqlen)
-    steps = host.diff(dim=1)
-    if bool((steps < 0).any()):
-        return None
-    starts = torch.cat([torch.ones(batch, 1, dtype=torch.bool), steps != 0], 1).flatten().nonzero().flatten()
-    return torch.cat([starts, torch.tensor([batch * seqlen])]).to(device=ids.device, dtype=torch.int32)
 
 
 def attention_of_documents(
