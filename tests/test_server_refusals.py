@@ -48,7 +48,7 @@ from flashkernel.engine.server import ServeError, ServerArgs  # noqa: E402
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [1, 999]}, "token 999 is not in the vocabulary"),
         ({"prompt": ["the sea", ""]}, "the prompt is empty"),
-        ({"prompt": [1] * 256}, "the prompt has 256 tokens; max_model_len is 256"),
+        ({"prompt": [1] * 256}, "it has 256 tokens. This model's maximum context length is 256 tokens"),
         ({"prompt": None}, "prompt is None"),
         ({"logprobs": 99}, "logprobs is 99; it must be a whole number, from 0 to 20"),
         ({"seed": 2**70}, "seed"),

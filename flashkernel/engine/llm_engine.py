@@ -47,6 +47,17 @@ class RequestError(ValueError):
     """
 
 
+class PromptTooLong(RequestError):
+    """A prompt of `count` tokens that leaves none of `max_model_len` to generate."""
+
+    def __init__(self, count: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {count} tokens; max_model_len is {max_model_len}, and one must be left "
+            "to generate. Shorten the prompt, or give the engine a larger max_model_len"
+        )
+        self.count, self.max_model_len = count, max_model_len
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was built, and what it holds now.
@@ -285,10 +296,7 @@ class LLMEngine:
         if not token_ids:
             raise RequestError("the prompt is empty; it takes at least one token to go on from")
         if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len is {self.max_model_len}, and one must be left "
-                "to generate. Shorten the prompt, or give the engine a larger max_model_len"
-            )
+            raise PromptTooLong(len(token_ids), self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need text, and the model came without a tokenizer; use stop_token_ids")
         if params.structured_outputs is not None and self.tokenizer is None:

@@ -53,7 +53,7 @@ class ResponseFormatter:
     def chunks(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> list[dict[str, Any]]:
-        """The chunks of new text."""
+        """The chunks of new text; none while a parser holds it back."""
         return [self.chunk(index, text, logprobs, reason)]
 
     def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
@@ -148,6 +148,13 @@ class ChatFormatter(ResponseFormatter):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._object(self.chunk_object, [choice])
 
+    def chunks(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> list[dict[str, Any]]:
+        choice = self.delta(index, text, logprobs, reason)
+        held_back = not choice["delta"] and logprobs is None and reason is None
+        return [] if held_back else [self._object(self.chunk_object, [choice])]
+
     def delta(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
@@ -156,8 +163,6 @@ class ChatFormatter(ResponseFormatter):
         if reason is not None:
             parsed.add(parser.finish())
         delta = self._delta(index, parsed)
-        if not delta and reason is None:
-            delta = {"content": ""}
         if reason == "stop" and self._called.get(index):
             reason = "tool_calls"
         return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": reason}

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from flashkernel.engine.llm import LLM
+from flashkernel.engine.llm_engine import PromptTooLong
 from flashkernel.engine.outputs import RequestOutput, StepOutput
 from flashkernel.engine.server import errors
 from flashkernel.engine.server.async_engine import AsyncEngine, OutputCollector
@@ -64,6 +65,8 @@ class GenerationResponse:
                 if params.seed is not None and index % each:  # the choices of a prompt differ
                     params = replace(params, seed=(params.seed + index % each) % 2**63)
                 self._llm.engine.add_request(prompt, params, request_id=request_id, streaming=self._request.streaming)
+        except PromptTooLong as error:
+            raise errors.prompt_too_long(error.count, error.max_model_len) from error
         except ValueError as error:
             raise errors.bad_request(str(error)) from error
 

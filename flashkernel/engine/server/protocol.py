@@ -325,12 +325,23 @@ class ChatRequest(GenerationRequest):
     def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
         if tokenizer is None:
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
+        self._check_tools(tokenizer)
         try:
             return [
                 tokenizer.apply_chat_template([message.as_dict() for message in self.messages], **self._variables())
             ]
         except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+    def _check_tools(self, tokenizer: Tokenizer) -> None:
+        """Raises ApiError for tools that the model would never hear of. Calls that are forced do not need its help."""
+        optional = bool(self.tools) and self.tool_choice in (None, "auto")
+        if optional and tokenizer.chat_template is not None and "tools" not in tokenizer.template_variables:
+            raise bad_request(
+                "the model's chat template has no tools, so it would not know of them; set tool_choice to "
+                '"required" or to the name of a tool, which forces a call, or serve a model that knows tools',
+                "tools",
+            )
 
     def _variables(self) -> dict[str, Any]:
         """What the template is given beside the messages."""
