@@ -75,6 +75,8 @@ class SamplingParams:
         stop_token_ids: Tokens after which generation ends, beside the model's own.
         ignore_eos: Goes on after the model's own end-of-sequence tokens.
         logprobs: Returns the log probability of each token, and of so many of the most likely ones; None: neither.
+        prompt_logprobs: The same for each token of the prompt but the first. Such a prompt is computed in smaller chunks,
+            and not from the prefix cache.
         skip_special_tokens: Leaves special tokens out of the text.
         structured_outputs: What the text must match.
 
@@ -106,6 +108,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
@@ -129,8 +132,9 @@ class SamplingParams:
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise ValueError(f"sampling: {name} is 0; it must be above")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if len(stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in stop):
