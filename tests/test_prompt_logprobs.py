@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: those of a pass over the whole text, in chunks, among other requests, on a small pool."""
+"""Log probabilities of prompts are those of a pass over the whole text: in chunks, among others, on a small pool."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache.
         num_preemptions: How often the request lost its blocks and was scheduled again.
         error: What went wrong, if `finish_reason` is "error"; else None.
-        prompt_logprobs: One entry for each token of the prompt, None for the first, which nothing stands before; None if
-            `SamplingParams.prompt_logprobs` is None.
+        prompt_logprobs: One entry for each token of the prompt, None for the first, before which nothing stands; None
+            if `SamplingParams.prompt_logprobs` is None.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams

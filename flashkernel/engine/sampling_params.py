@@ -75,8 +75,8 @@ class SamplingParams:
         stop_token_ids: Tokens after which generation ends, beside the model's own.
         ignore_eos: Goes on after the model's own end-of-sequence tokens.
         logprobs: Returns the log probability of each token, and of so many of the most likely ones; None: neither.
-        prompt_logprobs: The same for each token of the prompt but the first. Such a prompt is computed in smaller chunks,
-            and not from the prefix cache.
+        prompt_logprobs: The same for each token of the prompt but the first. Such a prompt is computed in smaller
+            chunks, and not from the prefix cache.
         skip_special_tokens: Leaves special tokens out of the text.
         structured_outputs: What the text must match.
 

@@ -119,7 +119,7 @@ class ApiServer:
 
     async def complete(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, CompletionRequest)
-        return self._response(parsed, CompletionFormatter(self.name, self.llm.tokenizer))
+        return self._response(parsed, CompletionFormatter(self.name, self.llm.tokenizer, parsed))
 
     async def chat(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, ChatRequest)

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 
 from flashkernel.engine.outputs import RequestOutput, TokenLogprob
 from flashkernel.engine.server.errors import bad_request
-from flashkernel.engine.server.formatters import ChatFormatter
+from flashkernel.engine.server.formatters import ChatFormatter, PromptLogprobs
 from flashkernel.engine.server.output_parsers import Parsed, ToolCall
 from flashkernel.engine.server.protocol import (
     ChatMessage,
@@ -130,6 +130,8 @@ class ResponsesRequest(ChatRequest):
     def check(self) -> None:
         if self.n not in (None, 1):
             raise bad_request(f"n is {self.n}; /v1/responses gives one answer. Leave it out", "n")
+        if self.prompt_logprobs is not None:
+            raise bad_request("/v1/responses has no place for prompt_logprobs; leave them out", "prompt_logprobs")
         self._echoed = self._said()
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         found = _messages(items)
@@ -187,7 +189,7 @@ class ResponsesFormatter(ChatFormatter):
         self._end()
         return self._response(done.finish_reason, outputs)
 
-    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+    def first_chunks(self, index: int, scores: PromptLogprobs | None = None) -> list[dict[str, Any]]:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response(None, ())) for kind in kinds]
 
