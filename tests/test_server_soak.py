@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 import threading
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +21,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import openai
-from running_server import NAME, Running, other, serve
+from running_server import NAME, Running, comes, other, serve
 from served_model import _one_thread, base_fixture, folder_fixture  # noqa: F401
 
 from flashkernel.engine import LLM, SamplingParams
@@ -124,3 +131,55 @@ def test_a_stop_in_the_middle_answers_everyone(base: LLM) -> None:
             assert isinstance(one, openai.APIStatusError), repr(one)
             assert one.status_code == 503
     assert llm.engine.stats().num_used_blocks == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_a_thousand_requests_and_a_signal(folder: Path, base: LLM, tmp_path: Path) -> None:
+    """SIGTERM to the command, with a thousand requests under way: each has its text or is told why not."""
+    told = tmp_path / "stderr"
+    options = ("--device", "cpu", "--port", "0", "--grace", "0.5", "--max-num-seqs", "16")
+    with told.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flashkernel", "serve", str(folder), *options],
+            stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    settings: dict[str, Any] = {
+        "model": NAME, "prompt": "the sea", "max_tokens": 20, "temperature": 0, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    found: Counter[str] = Counter()
+
+    async def ask(client: openai.AsyncOpenAI, streaming: bool) -> None:
+        try:
+            if streaming:
+                stream = await client.completions.create(**settings, stream=True)
+                text = "".join([chunk.choices[0].text async for chunk in stream])
+            else:
+                text = (await client.completions.create(**settings)).choices[0].text
+            found[text] += 1
+        except openai.APIStatusError as error:
+            found[f"status {error.status_code}"] += 1
+        except openai.APIError as error:  # in a stream that has begun; a lost connection is one as well
+            found["told in its stream" if error.message == "the server is shutting down" else repr(error)] += 1
+
+    async def ask_all(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            work = [asyncio.create_task(ask(client, number % 2 == 0)) for number in range(1000)]
+            while found.total() < 50:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.gather(*work)
+
+    try:
+        assert comes(lambda: "/v1 (Ctrl-C stops)" in told.read_text(), 120), told.read_text()
+        address = re.search(r"http://\S+/v1", told.read_text())
+        assert address is not None
+        asyncio.run(ask_all(address[0]))
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait(10)
+    right = base.generate("the sea", SamplingParams(max_tokens=20, ignore_eos=True))[0].outputs[0].text
+    assert found.total() == 1000
+    assert found[right] >= 50
+    assert set(found) <= {right, "status 503", "told in its stream"}
+    assert "Traceback" not in told.read_text()

@@ -412,7 +412,7 @@ def _field_path(location: tuple[int | str, ...]) -> str:
             named += f"[{part}]"
         elif not number:
             named = part
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "TextPart"):
+        elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"):
             named += f".{part}"
     return named
 
