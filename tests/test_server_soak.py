@@ -27,7 +27,8 @@ from served_model import _one_thread, base_fixture, folder_fixture  # noqa: F401
 from flashkernel.engine import LLM, SamplingParams
 
 PROMPTS = ("the sea", "the wind and the sand", "shore", "and the island of the sea")
-ROUNDS, EACH = 3, 40
+KINDS = ("whole", "whole", "stream", "leave", "wrong", "penalised", "restricted", "scored", "response")
+ROUNDS, EACH = 4, 60
 
 
 def _client(running: Running) -> openai.AsyncOpenAI:
@@ -38,7 +39,8 @@ async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, An
     """One request of a random kind: (prompt, its text), or (kind, None) if nothing is expected of it."""
     prompt, count = draw.choice(PROMPTS), draw.randint(1, 12)
     options: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": count, "temperature": 0}
-    kind = draw.choice(("whole", "whole", "stream", "leave", "wrong", "penalised"))
+    kind = draw.choice(KINDS)
+    user = [{"role": "user", "content": prompt}]
     if kind == "wrong":
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**{**options, "top_p": 7.0})
@@ -54,6 +56,22 @@ async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, An
             **{**options, "temperature": 0.8}, presence_penalty=1.0, logit_bias={"5": 2}, n=2
         )
         return "penalised", None
+    if kind == "restricted":
+        wanted = {"type": "regex", "regex": "(wind|sea){1,4}"}
+        found = await client.chat.completions.create(
+            model=NAME, messages=user, extra_body={"response_format": wanted}, logprobs=True, top_logprobs=2
+        )
+        assert re.fullmatch("(wind|sea){1,4}", found.choices[0].message.content)
+        return "restricted", None
+    if kind == "scored":
+        found = await client.completions.create(**options, echo=True, logprobs=1)
+        assert found.choices[0].text.startswith(prompt)
+        assert all(score is not None for score in found.choices[0].logprobs.token_logprobs[1:])
+        return "scored", None
+    if kind == "response":
+        events = await client.responses.create(model=NAME, input=prompt, max_output_tokens=count, stream=True)
+        assert [event.type async for event in events][-1] in ("response.completed", "response.incomplete")
+        return "response", None
     if kind == "stream":
         stream = await client.completions.create(**options, stream=True)
         return f"{prompt}|{count}", "".join([chunk.choices[0].text async for chunk in stream])
@@ -72,6 +90,7 @@ def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
     expected: dict[str, str] = {}
     with serve(llm) as running:
         objects: list[int] = []
+        resident: list[float] = []
         for number in range(ROUNDS):
             for key, text in asyncio.run(_load(running, number)):
                 if text is None:
@@ -84,13 +103,23 @@ def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
             _settle(running)
             gc.collect()
             objects.append(len(gc.get_objects()))
+            resident.append(_resident_mb())
         stats = llm.engine.stats()
         assert stats.num_used_blocks == 0
         assert stats.num_running == stats.num_waiting == 0
         assert not running.api.engine._collectors
         assert not llm.engine._unfinished
         assert objects[-1] < objects[0] + 3000, f"Python objects after each round: {objects}"
+        assert resident[-1] < resident[1] + 20, f"MB after each round, of which the first fills caches: {resident}"
         assert threading.active_count() < 60
+
+
+def _resident_mb() -> float:
+    """Memory of this process."""
+    statistics = Path("/proc/self/statm")
+    if not statistics.exists():
+        return 0.0
+    return int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _settle(running: Running) -> None:
