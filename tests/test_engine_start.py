@@ -34,7 +34,6 @@ class _EagerGraph:
 
 def _capture(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
     made = _EagerGraph(compute)
-    build_counter.note("captured")
     return StepGraph(made, made.result)  # type: ignore[arg-type]
 
 

@@ -198,6 +198,7 @@ class ModelRunner:
         compute = self._prepare(SchedulerOutput(), [], shape)
         if self.use_graphs:
             self._graphs[shape] = self._capture(compute)
+            build_counter.note("captured")
         else:
             compute()
 
@@ -218,7 +219,6 @@ class ModelRunner:
                 output = compute()
             finally:
                 graph.capture_end()
-        build_counter.note("captured")
         # The logits are read right after a replay, or not at all. Graphs share their memory, so it is not kept.
         logits = torch.as_tensor(_DeviceMemory(output.logits), device=self.device)
         return StepGraph(graph, SamplerOutput(output.token_ids, logits))

@@ -140,7 +140,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if len(stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"sampling: stop has {len(stop)} strings; it takes up to {MAX_STOP_STRINGS}")
+            raise ValueError(f"sampling: stop has {len(stop)}; it takes up to {MAX_STOP_STRINGS} strings")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"sampling: stop is {list(stop)!r}; it takes strings, none empty")
         for token in self.stop_token_ids:
