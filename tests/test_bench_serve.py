@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running_server import NAME, other, serve
 from served_model import base_fixture, folder_fixture  # noqa: F401
 from typer.testing import CliRunner
 
+import flashkernel
 from flashkernel.cli import app
 from flashkernel.engine import LLM
 from flashkernel.engine.dummy_weights import tiny_transformer
-from flashkernel.lab import results, serve_records, serving
+from flashkernel.lab import results, serve_import, serve_records, serving
 from flashkernel.lab.serving import Load, Server, Timeline, summarize
 
 
@@ -89,7 +92,118 @@ def test_a_server_is_measured_and_saved(base: LLM, tmp_path: Path) -> None:
     assert "404" in refused[0].error
 
 
-def test_wrong_options_are_told() -> None:
-    done = CliRunner().invoke(app, ["bench", "serve", "--prompts", "9:3"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", "9:3"], "two lengths"),
+        (["--rate", "0"], "a rate is 0; it must be above 0"),
+        (["--rate-share", "0.7"], "--save names the folder that has it"),
+        (["--import", "nothing.json"], "it cannot be read"),
+    ],
+)
+def test_wrong_options_are_told(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "serve", *options])
     assert done.exit_code == 2
-    assert "two lengths" in done.stderr
+    assert message in " ".join(done.stderr.split())
+
+
+def _speed(load: str, seconds: float) -> dict[str, float]:
+    tokens = sum(answer for _, answer in Load.named(load).lengths)
+    return {"s": seconds, "out_tokens_per_s": round(tokens / seconds, 1)}
+
+
+PEER = {
+    "start_s": 68.1,
+    "short, first": _speed("short", 0.5),
+    "chat, first": _speed("chat", 9.8),
+    "chat, second": _speed("chat", 8.0),
+    "b16": {"tokens_per_s": 5000.0, "ttft_ms": 20.0},  # a fixed batch, which is no load
+}
+
+
+def _bench(*words: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "serve", *words])
+
+
+def test_what_another_engine_measured_stands_beside_ours(tmp_path: Path) -> None:
+    """Its own results file; its version, date and name are kept, and our header stays."""
+    chat = Load.named("chat")
+    ours = [
+        serve_records.ServeRecord(
+            model="llama-3.2-1b", load="chat", pass_name=turn, implementation="engine", kind="backend", dtype="bfloat16",
+            requests=1000, rate=None, seconds=4.0, out_tokens=(total := sum(answer for _, answer in chat.lengths)),
+            out_tokens_per_s=total / 4, requests_per_s=250.0,
+        )
+        for turn in serving.PASSES
+    ]  # fmt: skip
+    header = {**results.describe_run("NVIDIA H200", {}), "commit": "abc", "date": "2026-01-01"}
+    results.ResultsFile(tmp_path / "serve.json", header).add(ours)
+    peer = tmp_path / "vllm.json"
+    peer.write_text(json.dumps(PEER))
+    words = ("--import", str(peer), "--model", "llama-3.2-1b", "--save", str(tmp_path))
+    assert "which version of vllm" in _bench(*words).stderr
+    done = _bench(*words, "--peer-version", "0.24.0")
+    assert done.exit_code == 0, done.output
+    assert done.exit_code == _bench(*words, "--peer-version", "0.24.0").exit_code, "a second time replaces the first"
+    found = results.load(tmp_path / "serve.json")
+    assert (found["device"], found["commit"], found["date"]) == ("NVIDIA H200", "abc", "2026-01-01")
+    theirs = [record for record in found["records"] if record.implementation == "vllm"]
+    assert [(record.load, record.pass_name) for record in theirs] == [
+        ("short", "first"), ("chat", "first"), ("chat", "second"),
+    ]  # fmt: skip
+    for record in theirs:
+        assert (record.kind, record.version, record.source, record.start_s) == ("baseline", "0.24.0", "vllm.json", 68.1)
+        assert record.date
+        assert record.dtype == "bfloat16"
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in done.stdout.splitlines() if "| chat |" in row]
+    assert [(row[3], row[4], row[-1]) for row in rows] == [
+        ("first", "engine", "2.45x"), ("first", "vllm 0.24.0", ""),
+        ("second", "engine", "2.00x"), ("second", "vllm 0.24.0", ""),
+    ]  # fmt: skip
+
+
+def test_files_that_are_none_of_these_loads(tmp_path: Path) -> None:
+    path = tmp_path / "peer.json"
+    for content, message in (
+        ("[]", "does not say which version"),
+        ('{"version": "1", "b16": {}}', "none of the loads"),
+        ('{"version": "1", "chat, first": {"s": 2.0}}', "no s and out_tokens_per_s"),
+        ('{"version": "1", "chat, first": {"s": 2.0, "out_tokens_per_s": 3}}', "made with other loads"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            serve_import.read_peer_file(path, "m", "vllm", "bfloat16", None)
+
+
+def test_a_rate_is_a_share_of_what_another_reached(base: LLM, tmp_path: Path) -> None:
+    """All at once, then at 70% of it: a server that is measured, and the engine's figures beside it."""
+    lengths = tmp_path / "tiny.json"
+    lengths.write_text(json.dumps([[5, 3], [8, 4], [3, 2], [4, 4]]))
+    shared = ("--model", "tiny", "--lengths", str(lengths), "--save", str(tmp_path), "--passes", "1")
+    with serve(other(base)) as running:
+        peer = ("--url", running.url, "--served-model-name", NAME, "--vocab-size", "50", "--implementation", "vllm")
+        missing = _bench(*shared, *peer, "--rate-share", "0.7")
+        assert "--save names the folder" in " ".join(missing.stderr.split())
+        assert _bench(*shared, *peer).exit_code == 0
+        best = results.load(tmp_path / "serve.json")["records"][0].requests_per_s
+        rate = float(f"{0.7 * best:.3g}")
+        assert "no load 'short'" in " ".join(
+            _bench(*shared, "--load", "short", *peer, "--rate-share", "0.7").stderr.split()
+        )
+        limits = ("--ttft-limit", "60000", "--itl-limit", "60000", "--plot", str(tmp_path))
+        assert _bench(*shared, *peer, "--rate-share", "0.7", *limits).exit_code == 0
+        ours = ("--url", running.url, "--served-model-name", NAME, "--vocab-size", "50", "--implementation", "engine")
+        done = _bench(*shared, *ours, "--rate-share", "0.7", *limits)
+        assert done.exit_code == 0, done.output
+    found = results.load(tmp_path / "serve.json")["records"]
+    assert [(record.implementation, record.rate) for record in found] == [
+        ("vllm", None), ("vllm", rate), ("engine", rate),
+    ]  # fmt: skip
+    assert found[0].version == flashkernel.__version__, "what the server says"
+    assert found[0].source == running.url
+    assert [record.goodput for record in found[1:]] == [1.0, 1.0]
+    (row,) = [row for row in done.stdout.splitlines() if "| engine |" in row]
+    first, following = re.fullmatch(r"first (\S+)x, next (\S+)x", row.split("|")[-2].strip()).groups()  # type: ignore[union-attr]
+    assert float(first) == pytest.approx(found[1].ttft_ms["p99"] / found[2].ttft_ms["p99"], abs=0.006)
+    assert float(following) == pytest.approx(found[1].itl_ms["p99"] / found[2].itl_ms["p99"], abs=0.006)
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")

@@ -34,7 +34,6 @@ class _EagerGraph:
 
 def _capture(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
     made = _EagerGraph(compute)
-    build_counter.note("captured")
     return StepGraph(made, made.result)  # type: ignore[arg-type]
 
 
@@ -56,6 +55,7 @@ def _mixed_load(vocab: int, count: int = 14) -> tuple[list[list[int]], list[Samp
         {}, {"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.2, "top_k": 7, "min_p": 0.01},
         {"repetition_penalty": 1.3}, {"temperature": 1.0, "frequency_penalty": 0.5, "logprobs": 3},
         {"logit_bias": {3: 4.0}, "temperature": 0.5}, {"min_tokens": 5},
+        {"prompt_logprobs": 2},
     ]  # fmt: skip
     params = [
         SamplingParams(
@@ -74,7 +74,16 @@ def test_a_mixed_load_compiles_and_captures_nothing(base: LLM, padded: LLM) -> N
     assert told[-1] == ("ready", len(shapes), len(shapes))
     assert padded.engine.stats().compiled_in_service == 0
     prompts, params = _mixed_load(padded.config.vocab_size)
-    assert _tokens(padded, prompts, params) == _tokens(base, prompts, params)
+    done = padded.generate(prompts, params)
+    expected = base.generate(prompts, params)
+    assert [one.outputs[0].token_ids for one in done] == [one.outputs[0].token_ids for one in expected]
+    for one, other in zip(done, expected):
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        for found, wanted in zip(one.prompt_logprobs or (), other.prompt_logprobs or ()):
+            assert (found is None) == (wanted is None)
+            if found is not None and wanted is not None:
+                assert (found.token_id, found.rank) == (wanted.token_id, wanted.rank)
+                assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
     stats = padded.engine.stats()
     assert stats.compiled_in_service == 0
     assert stats.num_finished == len(prompts)

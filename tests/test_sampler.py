@@ -207,10 +207,11 @@ def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"top_p": 0.0}, "top_p is 0"),
         ({"top_p": 1.1}, "top_p is 1.1; it must be a number from 0 to 1"),
-        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": -2}, "top_k is -2"),
         ({"top_k": True}, "top_k is True"),
         ({"min_p": 2}, "min_p is 2"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty is 1e-320; it must be a number from 0.001 to 100"),
         ({"presence_penalty": math.inf}, "presence_penalty is inf"),
         ({"logprobs": 21}, "logprobs is 21; it must be a whole number, from 0 to 20"),
         ({"seed": 2**64}, "seed is"),
@@ -223,6 +224,10 @@ def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None
 def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_vllms_way_to_keep_all_tokens() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
 def test_a_single_stop_string_needs_no_tuple() -> None:

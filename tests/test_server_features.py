@@ -71,6 +71,73 @@ def test_biases_and_least_tokens(client: Any, base: LLM) -> None:
         assert (found.usage.completion_tokens == 1) == (least == 0)
 
 
+def test_echo_repeats_the_prompt(client: Any, base: LLM) -> None:
+    """With log probabilities of its tokens, whole and in a stream; also of lists of tokens, and without an answer."""
+    assert base.tokenizer is not None
+    prompts = ["the sea", "wind and the sand"]
+    plain = client.completions.create(model=NAME, prompt=prompts, max_tokens=5, temperature=0, logprobs=2)
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 5, "temperature": 0, "logprobs": 2, "echo": True}
+    echoed = client.completions.create(**asked, prompt=prompts)
+    tokens = [base.tokenizer.encode(prompt) for prompt in prompts]
+    assert client.completions.create(**asked, prompt=tokens).choices == echoed.choices
+    expected = base.generate(prompts, SamplingParams(max_tokens=5, prompt_logprobs=2))
+    for index, prompt in enumerate(prompts):
+        choice, rest, count = echoed.choices[index], plain.choices[index], len(tokens[index])
+        assert choice.text == prompt + rest.text
+        logs = choice.logprobs
+        assert logs.tokens == [base.tokenizer.token_text(token) for token in tokens[index]] + rest.logprobs.tokens
+        assert logs.token_logprobs[0] is logs.top_logprobs[0] is None
+        scores = expected[index].prompt_logprobs
+        assert scores is not None
+        assert logs.token_logprobs[1:count] == pytest.approx([one.logprob for one in scores[1:] if one], abs=1e-4)
+        assert logs.token_logprobs[count:] == pytest.approx(rest.logprobs.token_logprobs, abs=1e-4)
+        assert all(len(one) <= 2 for one in logs.top_logprobs[1:])
+        assert logs.text_offset == [
+            len("".join(logs.tokens[:place])) for place in range(count + len(rest.logprobs.tokens))
+        ]
+    assert echoed.usage == plain.usage
+
+    texts, streamed = ["", ""], [[], []]
+    for chunk in client.completions.create(**asked, prompt=prompts, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            streamed[choice.index] += choice.logprobs.token_logprobs
+    assert texts == [choice.text for choice in echoed.choices]
+    for found, choice in zip(streamed, echoed.choices):
+        assert found[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
+
+    alone = client.completions.create(**{**asked, "max_tokens": 0}, prompt=prompts[1])
+    assert (alone.choices[0].text, alone.choices[0].finish_reason) == (prompts[1], "length")
+    assert alone.choices[0].logprobs.token_logprobs == echoed.choices[1].logprobs.token_logprobs[: len(tokens[1])]
+    assert (alone.usage.completion_tokens, alone.usage.total_tokens) == (0, len(tokens[1]))
+    several = client.completions.create(**{**asked, "n": 2, "seed": 1, "temperature": 1.0}, prompt=prompts[0])
+    assert [choice.text[: len(prompts[0])] for choice in several.choices] == [prompts[0]] * 2
+    assert all(choice.logprobs.token_logprobs[1] is not None for choice in several.choices)
+    silent = client.completions.create(**{**asked, "logprobs": None}, prompt=prompts[0])
+    assert (silent.choices[0].logprobs, silent.choices[0].text) == (None, echoed.choices[0].text)
+
+
+def test_prompt_logprobs_as_vllm_has_them(client: Any, base: LLM) -> None:
+    assert base.tokenizer is not None
+    tokens = base.tokenizer.encode("the sea and")
+    found = client.completions.create(
+        model=NAME, prompt="the sea and", max_tokens=2, n=2, extra_body={"prompt_logprobs": 3}
+    )
+    (expected,) = base.generate("the sea and", SamplingParams(max_tokens=2, prompt_logprobs=3))
+    assert expected.prompt_logprobs is not None
+    for choice in found.choices:
+        assert len(choice.prompt_logprobs) == len(tokens)
+        assert choice.prompt_logprobs[0] is None
+        for token, one, score in zip(tokens[1:], choice.prompt_logprobs[1:], expected.prompt_logprobs[1:]):
+            assert score is not None
+            assert one[str(token)]["logprob"] == pytest.approx(score.logprob, abs=1e-4)
+            assert one[str(token)]["rank"] == score.rank
+            assert one[str(token)]["decoded_token"] == base.tokenizer.token_text(token)
+            assert len(one) == 3 + (score.rank > 3)
+    chat = client.chat.completions.create(model=NAME, messages=USER, max_tokens=2, extra_body={"prompt_logprobs": 0})
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
 def test_best_of_as_many_as_are_returned(client: Any) -> None:
     found = client.completions.create(model=NAME, prompt="the sea", max_tokens=3, n=2, best_of=2)
     assert len(found.choices) == 2

@@ -198,6 +198,32 @@ def test_stopping_lets_requests_finish(base: LLM) -> None:
             running.client().models.list()
 
 
+def test_a_request_that_arrives_while_the_server_stops(base: LLM) -> None:
+    """Its connection was there before, so it is answered: with status 503, however much grace is left."""
+    body = json.dumps({**_plain(), "max_tokens": 3}).encode()
+    with serve(slow(base), grace=30.0) as running:
+        running_one = threading.Thread(
+            target=lambda: running.call("POST", "/v1/completions", {**_plain(), "max_tokens": 60})
+        )
+        running_one.start()
+        assert comes(lambda: running.llm.engine.stats().num_running == 1)
+        late = running.connection()
+        late.putrequest("POST", "/v1/completions")
+        late.putheader("content-type", "application/json")
+        late.putheader("content-length", str(len(body)))
+        late.endheaders(body[:5])
+        threading.Event().wait(0.2)
+        running.server.should_exit = True
+        assert comes(lambda: running.api.engine._draining)
+        late.send(body[5:])
+        answer = late.getresponse()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "shutting_down")
+        assert answer.headers["retry-after"]
+        late.close()
+        running_one.join(30)
+        running.thread.join(30)
+
+
 def test_stopping_ends_requests_after_the_grace(base: LLM) -> None:
     with serve(slow(base, 0.05), grace=0.2) as running:
         client, whole = running.client(), []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import json
+import re
 import socket
 import threading
 from pathlib import Path
@@ -29,6 +31,8 @@ from served_model import (  # noqa: E402, F401
 from flashkernel.cli import app as cli  # noqa: E402
 from flashkernel.engine import LLM  # noqa: E402
 from flashkernel.engine.server import ServeError, ServerArgs  # noqa: E402
+from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
+from flashkernel.engine.server.responses import ResponsesRequest  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ from flashkernel.engine.server import ServeError, ServerArgs  # noqa: E402
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [1, 999]}, "token 999 is not in the vocabulary"),
         ({"prompt": ["the sea", ""]}, "the prompt is empty"),
-        ({"prompt": [1] * 256}, "the prompt has 256 tokens; max_model_len is 256"),
+        ({"prompt": [1] * 256}, "it has 256 tokens. This model's maximum context length is 256 tokens"),
         ({"prompt": None}, "prompt is None"),
         ({"logprobs": 99}, "logprobs is 99; it must be a whole number, from 0 to 20"),
         ({"seed": 2**70}, "seed"),
@@ -57,7 +61,10 @@ from flashkernel.engine.server import ServeError, ServerArgs  # noqa: E402
         ({"logit_bias": {"9999": 1}}, "logit_bias names token 9999"),
         ({"extra_body": {"min_tokens": 99, "max_tokens": 5}}, "min_tokens is 99"),
         ({"best_of": 2}, "best_of is 2; this server cannot do that"),
-        ({"echo": True}, "echo is True; this server cannot do that. Leave it out"),
+        ({"echo": "yes"}, "echo is 'yes'"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs is 21"),
+        ({"extra_body": {"prompt_logprobs": 1, "stream": True}}, "prompt_logprobs come with whole responses"),
         ({"suffix": "end"}, "suffix is 'end'; this server cannot do that"),
         ({"stream_options": {"include_usage": True}}, "stream_options are for streams"),
         ({"stream": "yes"}, "stream is 'yes'"),
@@ -264,3 +271,38 @@ def test_the_command_refuses_before_it_loads(folder: Path, tmp_path: Path, monke
     result = CliRunner().invoke(cli, ["serve", str(folder), "--port", "0"])
     assert result.exit_code == 2
     assert "uvicorn is not installed; run `pip install 'flashkernel[serve]'`" in result.stderr
+
+
+ANYTHING = [
+    None, True, 0, 1, -1, 2**31, 2**64, 10**30, 0.5, -0.0, 1e308, 1e-320, "", "a", "\x00", "\N{GRINNING FACE}" * 50,
+    [], [None], [1], [-1], [""], [[]], [[1], ["a"]], ["a"] * 300, {}, {"a": 1}, {"1": 1e9}, {"99999999": 1},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}},
+    {"type": "regex", "regex": "(a*)*b{1,100000}"},
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "nope"}}},
+    [{"type": "function", "function": {"name": "f"}}], [{"role": "x" * 300, "content": [{"type": "text", "text": ""}]}],
+]  # fmt: skip
+SOUND: dict[str, tuple[type[GenerationRequest], dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, {"prompt": "the sea", "max_tokens": 1}),
+    "/v1/chat/completions": (ChatRequest, {"messages": USER, "max_tokens": 1}),
+    "/v1/responses": (ResponsesRequest, {"input": "the sea", "max_output_tokens": 1}),
+}
+
+
+@pytest.mark.parametrize("path", SOUND)
+def test_a_field_may_have_any_value(path: str, running: Running) -> None:
+    """It is taken or refused, and a refusal names no class of this program; nothing fails."""
+    kind, sound = SOUND[path]
+    for name in (*kind.model_fields, "suffix", "audio"):
+        if name == "n":
+            continue  # 128 choices of each value that is a number
+        for value in ANYTHING:
+            status, found, _ = running.call("POST", path, {"model": NAME, **sound, name: value})
+            assert status in (200, 400, 404), (name, value, found)
+            if status == 400:
+                message = found["error"]["message"]
+                assert message
+                assert len(message) < 600
+                assert not re.search("NamedTool|FunctionName|TextPart|InputItem", message), message
+    number = json.dumps({"model": NAME, **sound, "seed": 7}).replace("7", "7" * 5000)
+    assert running.call("POST", path, number.encode())[0] == 400
+    assert running.call("GET", "/health")[0] == 200

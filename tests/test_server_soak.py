@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 import threading
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +21,14 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import openai
-from running_server import NAME, Running, other, serve
+from running_server import NAME, Running, comes, other, serve
 from served_model import _one_thread, base_fixture, folder_fixture  # noqa: F401
 
 from flashkernel.engine import LLM, SamplingParams
 
 PROMPTS = ("the sea", "the wind and the sand", "shore", "and the island of the sea")
-ROUNDS, EACH = 3, 40
+KINDS = ("whole", "whole", "stream", "leave", "wrong", "penalized", "restricted", "scored", "response")
+ROUNDS, EACH = 4, 60
 
 
 def _client(running: Running) -> openai.AsyncOpenAI:
@@ -31,7 +39,8 @@ async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, An
     """One request of a random kind: (prompt, its text), or (kind, None) if nothing is expected of it."""
     prompt, count = draw.choice(PROMPTS), draw.randint(1, 12)
     options: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": count, "temperature": 0}
-    kind = draw.choice(("whole", "whole", "stream", "leave", "wrong", "penalized"))
+    kind = draw.choice(KINDS)
+    user = [{"role": "user", "content": prompt}]
     if kind == "wrong":
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**{**options, "top_p": 7.0})
@@ -47,6 +56,22 @@ async def _ask(client: openai.AsyncOpenAI, draw: random.Random) -> tuple[str, An
             **{**options, "temperature": 0.8}, presence_penalty=1.0, logit_bias={"5": 2}, n=2
         )
         return "penalized", None
+    if kind == "restricted":
+        wanted = {"type": "regex", "regex": "(wind|sea){1,4}"}
+        found = await client.chat.completions.create(
+            model=NAME, messages=user, extra_body={"response_format": wanted}, logprobs=True, top_logprobs=2
+        )
+        assert re.fullmatch("(wind|sea){1,4}", found.choices[0].message.content)
+        return "restricted", None
+    if kind == "scored":
+        found = await client.completions.create(**options, echo=True, logprobs=1)
+        assert found.choices[0].text.startswith(prompt)
+        assert all(score is not None for score in found.choices[0].logprobs.token_logprobs[1:])
+        return "scored", None
+    if kind == "response":
+        events = await client.responses.create(model=NAME, input=prompt, max_output_tokens=count, stream=True)
+        assert [event.type async for event in events][-1] in ("response.completed", "response.incomplete")
+        return "response", None
     if kind == "stream":
         stream = await client.completions.create(**options, stream=True)
         return f"{prompt}|{count}", "".join([chunk.choices[0].text async for chunk in stream])
@@ -65,6 +90,7 @@ def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
     expected: dict[str, str] = {}
     with serve(llm) as running:
         objects: list[int] = []
+        resident: list[float] = []
         for number in range(ROUNDS):
             for key, text in asyncio.run(_load(running, number)):
                 if text is None:
@@ -77,13 +103,23 @@ def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
             _settle(running)
             gc.collect()
             objects.append(len(gc.get_objects()))
+            resident.append(_resident_mb())
         stats = llm.engine.stats()
         assert stats.num_used_blocks == 0
         assert stats.num_running == stats.num_waiting == 0
         assert not running.api.engine._collectors
         assert not llm.engine._unfinished
         assert objects[-1] < objects[0] + 3000, f"Python objects after each round: {objects}"
+        assert resident[-1] < resident[1] + 20, f"MB after each round, of which the first fills caches: {resident}"
         assert threading.active_count() < 60
+
+
+def _resident_mb() -> float:
+    """Memory of this process."""
+    statistics = Path("/proc/self/statm")
+    if not statistics.exists():
+        return 0.0
+    return int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _settle(running: Running) -> None:
@@ -124,3 +160,55 @@ def test_a_stop_in_the_middle_answers_everyone(base: LLM) -> None:
             assert isinstance(one, openai.APIStatusError), repr(one)
             assert one.status_code == 503
     assert llm.engine.stats().num_used_blocks == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_a_thousand_requests_and_a_signal(folder: Path, base: LLM, tmp_path: Path) -> None:
+    """SIGTERM to the command, with a thousand requests under way: each has its text or is told why not."""
+    told = tmp_path / "stderr"
+    options = ("--device", "cpu", "--port", "0", "--grace", "0.5", "--max-num-seqs", "16")
+    with told.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flashkernel", "serve", str(folder), *options],
+            stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    settings: dict[str, Any] = {
+        "model": NAME, "prompt": "the sea", "max_tokens": 20, "temperature": 0, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    found: Counter[str] = Counter()
+
+    async def ask(client: openai.AsyncOpenAI, streaming: bool) -> None:
+        try:
+            if streaming:
+                stream = await client.completions.create(**settings, stream=True)
+                text = "".join([chunk.choices[0].text async for chunk in stream])
+            else:
+                text = (await client.completions.create(**settings)).choices[0].text
+            found[text] += 1
+        except openai.APIStatusError as error:
+            found[f"status {error.status_code}"] += 1
+        except openai.APIError as error:  # in a stream that has begun; a lost connection is one as well
+            found["told in its stream" if error.message == "the server is shutting down" else repr(error)] += 1
+
+    async def ask_all(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            work = [asyncio.create_task(ask(client, number % 2 == 0)) for number in range(1000)]
+            while found.total() < 50:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.gather(*work)
+
+    try:
+        assert comes(lambda: "/v1 (Ctrl-C stops)" in told.read_text(), 120), told.read_text()
+        address = re.search(r"http://\S+/v1", told.read_text())
+        assert address is not None
+        asyncio.run(ask_all(address[0]))
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait(10)
+    right = base.generate("the sea", SamplingParams(max_tokens=20, ignore_eos=True))[0].outputs[0].text
+    assert found.total() == 1000
+    assert found[right] >= 50
+    assert set(found) <= {right, "status 503", "told in its stream"}
+    assert "Traceback" not in told.read_text()

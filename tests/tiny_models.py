@@ -64,10 +64,10 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 NAMES = tuple(configs())
 
 
-def build(name: str) -> transformers.PreTrainedModel:
+def build(name: str, config: transformers.PretrainedConfig | None = None) -> transformers.PreTrainedModel:
     """A model whose logits are far apart, so that a rounding error changes no greedy token."""
     torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config(configs()[name]).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config or configs()[name]).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread, center = (0.3, 0.0) if parameter.ndim > 1 else (0.2, float(parameter.mean()))

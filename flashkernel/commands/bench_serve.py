@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashkernel.commands.options import Commit, ModelDtype, OnDevice, Save
+from flashkernel.commands.options import AnyDevice, Commit, ModelDtype, Save
 from flashkernel.lab import progress
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ def serve(
         str, typer.Option("--model", "-m", help="As `e2e` names models (random weights), or as `serve` does.")
     ] = "llama-3.2-1b",
     base_url: Annotated[
-        str | None, typer.Option(help="A server, such as http://127.0.0.1:8000/v1; by default an engine here.")
+        str | None,
+        typer.Option(
+            "--base-url", "--url", help="A server, such as http://127.0.0.1:8000/v1; by default an engine here."
+        ),
     ] = None,
     load: Annotated[
         list[str] | None,
@@ -40,6 +45,11 @@ def serve(
         list[float] | None,
         typer.Option(help="Requests a second, in Poisson arrivals; repeatable. By default all come at once."),
     ] = None,
+    rate_share: Annotated[
+        list[float] | None,
+        typer.Option(help="Rates that are this share of a saved best throughput, of --rate-of; repeatable."),
+    ] = None,
+    rate_of: Annotated[str, typer.Option(help="Whose best throughput --rate-share is of.")] = "vllm",
     passes: Annotated[int, typer.Option(min=1, help="How often each load is served.")] = 2,
     temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.6,
     ttft_limit: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = None,
@@ -49,11 +59,16 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="A server's key.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What the server calls the model.")] = None,
     implementation: Annotated[str | None, typer.Option(help="What records call the server, as vllm.")] = None,
+    peer_version: Annotated[str | None, typer.Option(help="Its version; by default what the server says.")] = None,
+    peer_file: Annotated[
+        Path | None,
+        typer.Option("--import", help="Take what another engine measured from this file; nothing is served."),
+    ] = None,
     vocab_size: Annotated[int, typer.Option(min=2, help="A server's prompts are tokens below it.")] = 32000,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that the engine computes at the same time.")] = 256,
     kv_cache_tokens: Annotated[int | None, typer.Option(help="Size of the engine's KV cache, in tokens.")] = None,
     dtype: ModelDtype = None,
-    device: OnDevice = None,
+    device: AnyDevice = None,
     save: Save = None,
     plot: Annotated[Path | None, typer.Option(help="A folder for charts.")] = None,
     commit: Commit = None,
@@ -64,40 +79,98 @@ def serve(
 
         loads = _loads(load, lengths, prompts, answers, requests)
         limits = {name: value for name, value in (("ttft", ttft_limit), ("itl", itl_limit)) if value is not None}
-        rates: list[float | None] = [*rate] if rate else [None]
+        if peer_file is not None:
+            _import(peer_file, model, implementation or "vllm", dtype or "bfloat16", peer_version, save, device, commit)
+            return
+        rates = _rates(loads, rate or [], rate_share or [], rate_of, model, save)
     records: list[ServeRecord] = []
-    with progress.progress_bar(len(loads) * len(rates) * passes) as bar, progress.keep_results() as stopped:
+    with progress.progress_bar(sum(map(len, rates.values())) * passes) as bar, progress.keep_results() as stopped:
         with progress.report_errors():
             bar.describe("starting")
             if base_url is None:
                 options = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
                 run, facts, where = _engine(model, device, dtype, temperature, options, bar)
             else:
-                name = served_model_name or model
-                server = serving.Server(base_url, name, api_key, vocab_size)
-                kind = "backend" if implementation == "engine" else "baseline"
-                fixed = {
-                    "model": model,
-                    "implementation": implementation or base_url,
-                    "kind": kind,
-                    "dtype": dtype or "",
-                }
+                server = serving.Server(base_url, served_model_name or model, api_key, vocab_size)
+                fixed = _server_facts(base_url, model, implementation, dtype, peer_version)
                 run, facts, where = lambda load, rate: server.run(load, rate, temperature), lambda: fixed, device or ""
             file = _file(save, where or None, commit)
         bar.describe("serving")
-        for record in serving.measure(run, loads, rates, passes, limits, facts):
+        for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
             records.append(record)
             bar.next(record.case)
             progress.log(serve_records.line(record))
             if file is not None:
                 file.add([record])
-    typer.echo(serve_records.table(records))
+    found = records if file is None else file.merged()["records"]  # with what others reached before
+    typer.echo(serve_records.table(found))
     if plot is not None and records:
         with progress.report_errors():
             from flashkernel.lab.plot import plot as draw
 
-            draw({"records": records, "device": where or "cpu", "ceilings": {}}, plot / "serve.png")
+            draw({"records": found, "device": where or "cpu", "ceilings": {}}, plot / "serve.png")
     progress.exit_with(stopped, failed=any(not record.comparable for record in records))
+
+
+def _rates(
+    loads: list[Load], rates: list[float], shares: list[float], whose: str, model: str, save: Path | None
+) -> dict[str, list[float | None]]:
+    """The rates of each load, by its name; None is all at once."""
+    from flashkernel.lab import results, serve_import
+
+    wrong = [value for value in (*rates, *shares) if not 0 < value < math.inf]
+    if wrong:
+        raise ValueError(f"bench serve: a rate is {wrong[0]:g}; it must be above 0")
+    if not shares:
+        return {load.name: [*rates] or [None] for load in loads}
+    if save is None or not (save / "serve.json").exists():
+        raise ValueError(f"bench serve: --rate-share is of what {whose} reached; --save names the folder that has it")
+    known = results.load(save / "serve.json")["records"]
+    return {
+        load.name: [
+            *rates, *(serve_import.share_of_best(known, whose, model, load.name, share) for share in shares),
+        ]
+        for load in loads
+    }  # fmt: skip
+
+
+def _server_facts(
+    base_url: str, model: str, implementation: str | None, dtype: str | None, version: str | None
+) -> dict[str, Any]:
+    """What the records of a server say about it; a baseline says which version of it was measured, where and when."""
+    from flashkernel.lab import serve_import
+
+    facts: dict[str, Any] = {"model": model, "implementation": implementation or base_url, "dtype": dtype or ""}
+    if implementation == "engine":
+        return {**facts, "kind": "backend"}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    version = version or serve_import.server_version(base_url)
+    return {**facts, "kind": "baseline", "version": version, "date": now, "source": base_url}
+
+
+def _import(
+    path: Path,
+    model: str,
+    implementation: str,
+    dtype: str,
+    version: str | None,
+    save: Path | None,
+    device: str | None,
+    commit: str | None,
+) -> None:
+    """Puts what another engine measured beside our own records of the same loads."""
+    from flashkernel.lab import results, selection, serve_import, serve_records
+
+    records = serve_import.read_peer_file(path, model, implementation, dtype, version)
+    if save is None:
+        typer.echo(serve_records.table(records))
+        return
+    header: dict[str, Any] = {}
+    if not (save / "serve.json").exists():
+        header = results.describe_run(selection.hardware(device).name, {}, commit)
+    found = serve_import.add_to_file(save / "serve.json", records, header)
+    progress.log(f"{path}: {len(records)} records of {implementation} are now in {save / 'serve.json'}")
+    typer.echo(serve_records.table(found))
 
 
 def _loads(
@@ -164,5 +237,5 @@ def _file(save: Path | None, device: str | None, commit: str | None) -> Any:
 
     if save is None:
         return None
-    name = selection.hardware(str(selection.device(device))).name
+    name = selection.hardware(device).name
     return results.ResultsFile(save / "serve.json", results.describe_run(name, {}, commit))

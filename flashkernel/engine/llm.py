@@ -511,7 +511,10 @@ def _is_token_id(value: Any) -> bool:
 def _completions(params: SamplingParams) -> list[SamplingParams]:
     """The parameters of each of the `n` completions of a prompt: with a seed, their seeds differ."""
     seeds = [None if params.seed is None else (params.seed + index) % 2**63 for index in range(params.n)]
-    return [params] if params.n == 1 else [replace(params, n=1, seed=seed) for seed in seeds]
+    if params.n == 1:
+        return [params]
+    alone = replace(params, prompt_logprobs=None)  # those of the prompt are the same for all
+    return [replace(alone if index else params, n=1, seed=seed) for index, seed in enumerate(seeds)]
 
 
 def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:

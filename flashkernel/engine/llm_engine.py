@@ -11,7 +11,7 @@ import collections.abc
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,17 @@ class RequestError(ValueError):
         ...     print(error)
         token 999 is not in the vocabulary, which has 0 to 99
     """
+
+
+class PromptTooLong(RequestError):
+    """A prompt of `count` tokens that leaves none of `max_model_len` to generate."""
+
+    def __init__(self, count: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {count} tokens; max_model_len is {max_model_len}, and one must be left "
+            "to generate. Shorten the prompt, or give the engine a larger max_model_len"
+        )
+        self.count, self.max_model_len = count, max_model_len
 
 
 @dataclass(frozen=True)
@@ -285,10 +296,7 @@ class LLMEngine:
         if not token_ids:
             raise RequestError("the prompt is empty; it takes at least one token to go on from")
         if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len is {self.max_model_len}, and one must be left "
-                "to generate. Shorten the prompt, or give the engine a larger max_model_len"
-            )
+            raise PromptTooLong(len(token_ids), self.max_model_len)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need text, and the model came without a tokenizer; use stop_token_ids")
         if params.structured_outputs is not None and self.tokenizer is None:
@@ -299,8 +307,9 @@ class LLMEngine:
         wrong = [token for token, _ in params.logit_bias if token >= vocab_size]
         if wrong:
             raise RequestError(f"logit_bias names token {wrong[0]}; the vocabulary has 0 to {vocab_size - 1}")
-        if params.logprobs is not None and params.logprobs > self.runner.model.config.vocab_size:
-            raise RequestError(f"{params.logprobs} logprobs are more than the vocabulary has")
+        most = max(params.logprobs or 0, params.prompt_logprobs or 0)
+        if most > vocab_size:
+            raise RequestError(f"{most} logprobs are more than the vocabulary has")
 
     def _apply_changes(self, outputs: list[StepOutput]) -> None:
         """Queues added requests; ends aborted ones."""
@@ -323,6 +332,8 @@ class LLMEngine:
         """Waits for a step's tokens and appends them to their sequences."""
         token_ids, logprobs = launched.read()
         now = time.monotonic()
+        for sequence, position, score in launched.read_prompt_logprobs():
+            sequence.add_prompt_logprob(position, score)
         for index, (sequence, token_id) in enumerate(zip(launched.sequences, token_ids)):
             sequence.num_in_flight -= 1
             if sequence.lookup is not None and not self._follows(sequence, launched.assumed[index]):
@@ -357,7 +368,7 @@ class LLMEngine:
         if params.logprobs is None:
             logprob = None
         elif logprob is not None:
-            logprob = TokenLogprob(token_id, logprob.logprob, logprob.top_logprobs[: params.logprobs])
+            logprob = replace(logprob, top_logprobs=logprob.top_logprobs[: params.logprobs])
             sequence.logprobs.append(logprob)
         stops = is_end = token_id in sequence.end_token_ids
         if sequence.grammar is not None:
@@ -374,7 +385,9 @@ class LLMEngine:
             self._finish(sequence, reason, outputs, token_id, logprob)
         elif sequence.streaming:
             text = "" if detokenizer is None else detokenizer.next_text()
-            outputs.append(StepOutput(sequence.request_id, token_id, text, logprob))
+            is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
+            scores = sequence.known_prompt_logprobs() if is_first else None
+            outputs.append(StepOutput(sequence.request_id, token_id, text, logprob, prompt_logprobs=scores))
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a text."""

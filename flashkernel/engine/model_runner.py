@@ -46,6 +46,8 @@ class LaunchedStep:
     done: torch.cuda.Event | None
     logprob_indices: list[int]  # sequences that have log probabilities
     assumed: list[int | None] = field(default_factory=list)  # the token of a draft that each sample needs to be right
+    scored: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, position, the token after it
+    scores: list[Tensor] = field(default_factory=list)  # on the host, as `results`: log probabilities of `scored`
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
         """The token of each sequence, and log probabilities by the index of sequences that ask for them."""
@@ -53,9 +55,17 @@ class LaunchedStep:
             self.done.synchronize()
         token_ids, *logprobs = (result.tolist() for result in self.results)
         return token_ids, {
-            index: TokenLogprob(token_ids[index], logprob, tuple(zip(top_ids, top)))
-            for index, logprob, top, top_ids in zip(self.logprob_indices, *logprobs)
+            index: TokenLogprob(token_ids[index], logprob, tuple(zip(top_ids, top)), rank)
+            for index, logprob, top, top_ids, rank in zip(self.logprob_indices, *logprobs)
         }
+
+    def read_prompt_logprobs(self) -> Iterator[tuple[Sequence, int, TokenLogprob]]:
+        """(sequence, position, log probability of the token after it), once `read` has waited for them."""
+        for (sequence, position, token), logprob, top, top_ids, rank in zip(
+            self.scored, *(scores.tolist() for scores in self.scores)
+        ):
+            best = tuple(zip(top_ids, top))[: sequence.params.prompt_logprobs]
+            yield sequence, position, TokenLogprob(token, logprob, best, rank)
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ class ModelRunner:
         num_prefills = len(scheduled.prefills)
         shape = StepShape(len(scheduled.decodes), num_prefills, num_prefill_tokens)
         if self.padded:  # a draft needs room for more logits than sequences
-            num_logits = sum(chunk.num_logits for chunk in scheduled.prefills)
+            num_logits = sum(chunk.num_logits + len(chunk.scored) for chunk in scheduled.prefills)
             shape = self.shapes.find(len(scheduled.decodes), max(num_prefills, num_logits), num_prefill_tokens)
         if self.use_graphs:
             if shape not in self._graphs:
@@ -165,7 +175,12 @@ class ModelRunner:
         for sequence in sampled:
             sequence.has_sampled = True
             sequence.num_in_flight += 1
-        return replace(self._copy_to_host(output, sampled), assumed=assumed)
+        scored = [
+            (chunk.sequence, position, chunk.sequence.token_ids[position + 1])
+            for chunk in scheduled.prefills
+            for position in chunk.scored
+        ]
+        return replace(self._copy_to_host(output, sampled, scored), assumed=assumed, scored=scored)
 
     def _set_sampling(self, sequence: Sequence) -> None:
         """Sets the sampling parameters of a sequence's row."""
@@ -183,6 +198,7 @@ class ModelRunner:
         compute = self._prepare(SchedulerOutput(), [], shape)
         if self.use_graphs:
             self._graphs[shape] = self._capture(compute)
+            build_counter.note("captured")
         else:
             compute()
 
@@ -203,7 +219,6 @@ class ModelRunner:
                 output = compute()
             finally:
                 graph.capture_end()
-        build_counter.note("captured")
         # The logits are read right after a replay, or not at all. Graphs share their memory, so it is not kept.
         logits = torch.as_tensor(_DeviceMemory(output.logits), device=self.device)
         return StepGraph(graph, SamplerOutput(output.token_ids, logits))
@@ -212,7 +227,7 @@ class ModelRunner:
         self, scheduled: SchedulerOutput, sampled: list[Sequence], shape: StepShape
     ) -> Callable[[], SamplerOutput]:
         """Fills the inputs of a step, padded to the shape; the returned function computes it."""
-        num_decodes, num_logits = len(scheduled.decodes), self._num_logits(shape, sampled)
+        num_decodes, num_logits = len(scheduled.decodes), self._num_logits(shape, scheduled, sampled)
         arrays, rows = self._buffers.next_arrays(), _rows(sampled)
         arrays["rows"][: rows.size] = rows
         arrays["rows"][rows.size : num_logits] = self._padding_row
@@ -232,26 +247,34 @@ class ModelRunner:
             step = step._replace(page_table=step.page_table[:, :used])
         return lambda: self._compute(shape, num_logits, step, tensors)
 
-    def _num_logits(self, shape: StepShape, sampled: list[Sequence]) -> int:
-        return self.shapes.num_logits(shape) if self.padded else len(sampled)
+    def _num_logits(self, shape: StepShape, scheduled: SchedulerOutput, sampled: list[Sequence]) -> int:
+        if self.padded:
+            return self.shapes.num_logits(shape)
+        return len(sampled) + sum(len(chunk.scored) for chunk in scheduled.prefills)
 
     def _write_prefills(
         self, arrays: dict[str, np.ndarray], scheduled: SchedulerOutput, shape: StepShape, num_logits: int
     ) -> np.ndarray:
-        """Writes the prompts' tokens and where logits are wanted; returns the tokens of each sequence."""
+        """Writes the prompts' tokens and where logits are wanted; returns the tokens of each sequence.
+
+        Logits that prompts are scored by come after those that are sampled from; the sampler takes them for padding.
+        """
         prefills, num_decodes = scheduled.prefills, len(scheduled.decodes)
         sizes = np.array([chunk.count for chunk in prefills], dtype=np.int64)
         indices = arrays["logits_indices"]
         indices[:num_decodes] = np.arange(num_decodes)
         start, filled = 0, num_decodes
+        scored: list[int] = []
         for chunk in prefills:
             arrays["input_ids"][start : start + chunk.count] = chunk.token_ids
+            scored += [shape.num_decodes + start + position - chunk.start for position in chunk.scored]
             start += chunk.count
             wanted = chunk.num_logits
             indices[filled : filled + wanted] = shape.num_decodes + np.arange(start - wanted, start)
             filled += wanted
         arrays["input_ids"][start : shape.num_prefill_tokens] = 0
-        indices[filled:num_logits] = 0
+        indices[filled : filled + len(scored)] = scored
+        indices[filled + len(scored) : num_logits] = 0
         return np.concatenate((np.ones(num_decodes, dtype=np.int64), sizes))
 
     def _compute(self, shape: StepShape, num_logits: int, step: Step, tensors: dict[str, Tensor]) -> SamplerOutput:
@@ -269,7 +292,9 @@ class ModelRunner:
         self._last_token_ids[rows] = output.token_ids.clamp(min=0)  # the next step reads it, valid or not
         return output
 
-    def _copy_to_host(self, output: SamplerOutput, sampled: list[Sequence]) -> LaunchedStep:
+    def _copy_to_host(
+        self, output: SamplerOutput, sampled: list[Sequence], scored: list[tuple[Sequence, int, int]]
+    ) -> LaunchedStep:
         """Starts the copy of the sampled tokens to the host, with log probabilities for those that ask."""
         results = [output.token_ids[: len(sampled)]]
         asked = self.settings.num_logprobs[_rows(sampled)]
@@ -277,14 +302,20 @@ class ModelRunner:
         if indices.size:
             on_device = self.states.to_device(indices)
             results += logprobs_of(output, on_device, int(asked.max()))
+        count = len(results)
+        if scored:
+            most = max(one.params.prompt_logprobs or 0 for one, _, _ in scored)
+            rows = self.states.to_device(np.arange(len(sampled), len(sampled) + len(scored)))
+            wanted = self.states.to_device(np.array([token for _, _, token in scored], dtype=np.int64))
+            results += logprobs_of(output, rows, most, wanted)
         if self.device.type != "cuda":
-            return LaunchedStep(sampled, results, None, indices.tolist())
+            return LaunchedStep(sampled, results[:count], None, indices.tolist(), scores=results[count:])
         hosts = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True) for result in results]
         for host, result in zip(hosts, results):
             host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(sampled, hosts, done, indices.tolist())
+        return LaunchedStep(sampled, hosts[:count], done, indices.tolist(), scores=hosts[count:])
 
 
 class _DeviceMemory:

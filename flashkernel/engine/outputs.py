@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability of one generated token.
+    """Log probability of one token, generated or of the prompt.
 
     Args:
         token_id: The token.
         logprob: Natural log of its probability, before temperature, penalties and truncation.
         top_logprobs: (token id, log probability) of the most likely tokens at this position, best first; as many as
-            `SamplingParams.logprobs` asked for.
+            `SamplingParams.logprobs` (`prompt_logprobs`) asked for.
+        rank: Its place among all tokens by probability; 1 is the most likely one.
 
     Example:
         >>> from flashkernel.engine import TokenLogprob
@@ -24,6 +25,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache.
         num_preemptions: How often the request lost its blocks and was scheduled again.
         error: What went wrong, if `finish_reason` is "error"; else None.
+        prompt_logprobs: One entry for each token of the prompt, None for the first, before which nothing stands; None
+            if `SamplingParams.prompt_logprobs` is None.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -107,6 +111,7 @@ class RequestOutput:
     num_cached_tokens: int
     num_preemptions: int
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class StepOutput:
         text: New text, ready to be shown. Text that may become a stop string, or half a character, is held back.
         logprob: Log probability of `token_id`, if `SamplingParams.logprobs` asked for it.
         request_output: The whole result, if the request is finished; else None.
+        prompt_logprobs: As in `RequestOutput`, with the first token.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -138,6 +144,7 @@ class StepOutput:
     text: str = ""
     logprob: TokenLogprob | None = None
     request_output: RequestOutput | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def finished(self) -> bool:

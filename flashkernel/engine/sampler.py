@@ -43,6 +43,7 @@ class Logprobs(NamedTuple):
     chosen: Tensor  # [rows]
     top: Tensor  # [rows, k]
     top_token_ids: Tensor  # [rows, k]
+    rank: Tensor  # [rows]; 1 is the most likely token
 
 
 class RowSamplingParams:
@@ -181,9 +182,13 @@ def sample(logits: Tensor, settings: Mapping[str, Tensor], states: SamplingState
     return SamplerOutput(token_ids, logits)
 
 
-def logprobs_of(output: SamplerOutput, indices: Tensor, count: int) -> Logprobs:
-    """Log probabilities of the unchanged logits, of the batch's rows `indices`, with the `count` most likely tokens."""
+def logprobs_of(output: SamplerOutput, indices: Tensor, count: int, token_ids: Tensor | None = None) -> Logprobs:
+    """Log probabilities of the unchanged logits, of the batch's rows `indices`, with the `count` most likely tokens.
+
+    They are those of `token_ids`, int64 [rows]; by default of the tokens that were sampled.
+    """
     logprobs = torch.log_softmax(output.logits[indices], -1)
     top = torch.topk(logprobs, count, -1)
-    chosen = logprobs.gather(1, output.token_ids[indices].clamp(min=0)[:, None])[:, 0]
-    return Logprobs(chosen, top.values, top.indices)
+    token_ids = output.token_ids[indices].clamp(min=0) if token_ids is None else token_ids
+    chosen = logprobs.gather(1, token_ids[:, None])
+    return Logprobs(chosen[:, 0], top.values, top.indices, 1 + (logprobs > chosen).sum(-1))

@@ -13,6 +13,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300  # tokens, as OpenAI's API
 MAX_BIAS_ENTRIES = 512  # logit biases of a request, and tokens that min_tokens bans
 MAX_N = 128
+MIN_REPETITION_PENALTY = 1e-3  # logits are divided by it, and must stay finite
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class SamplingParams:
     Args:
         max_tokens: Most generated tokens; None goes on to `max_model_len`.
         temperature: 0 takes the most likely token (greedy); above 0 logits are divided by it and a token is sampled.
-        top_k: Keeps the k most likely tokens; 0 keeps all.
+        top_k: Keeps the k most likely tokens; 0 keeps all, and so does vLLM's -1.
         top_p: Keeps the most likely tokens whose probabilities reach this sum; in (0, 1].
         min_p: Keeps tokens with at least this share of the most likely token's probability; in [0, 1].
         repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the prompt or output.
@@ -75,6 +76,8 @@ class SamplingParams:
         stop_token_ids: Tokens after which generation ends, beside the model's own.
         ignore_eos: Goes on after the model's own end-of-sequence tokens.
         logprobs: Returns the log probability of each token, and of so many of the most likely ones; None: neither.
+        prompt_logprobs: The same for each token of the prompt but the first. Such a prompt is computed in smaller
+            chunks, and not from the prefix cache.
         skip_special_tokens: Leaves special tokens out of the text.
         structured_outputs: What the text must match.
 
@@ -106,6 +109,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
@@ -119,22 +123,26 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1, None)
         _whole("n", self.n, 1, MAX_N)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         _whole("top_k", self.top_k, 0, None)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, "use temperature=0 for greedy sampling")
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is no penalty")
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0, "1 is no penalty")
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"sampling: {name} is 0; it must be above")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.top_p == 0:
+            raise ValueError("sampling: top_p is 0; it must be above")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        if len(stop) > MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"sampling: stop is {list(stop)!r}; it takes up to {MAX_STOP_STRINGS} strings, none empty")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"sampling: stop has {len(stop)}; it takes up to {MAX_STOP_STRINGS} strings")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"sampling: stop is {list(stop)!r}; it takes strings, none empty")
         for token in self.stop_token_ids:
             _whole("an entry of stop_token_ids", token, 0, None)
         self._check_bias()

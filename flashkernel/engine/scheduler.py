@@ -36,6 +36,14 @@ class PrefillChunk:
         return 1 + len(self.draft) if self.is_last else 0
 
     @property
+    def scored(self) -> range:
+        """Positions after which the log probability of the prompt's next token is wanted."""
+        if not self.sequence.scores_prompt:
+            return range(0)
+        first = max(self.start, len(self.sequence.prompt_logprobs) - 1)
+        return range(first, max(first, min(self.start + self.count, self.sequence.num_prompt_tokens - 1)))
+
+    @property
     def token_ids(self) -> list[int]:
         """The tokens to compute."""
         end = self.start + self.count - len(self.draft)
@@ -85,6 +93,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.num_preemptions = 0
+        self._extra_rows = 0  # rows of logits of this step, beyond one for each running sequence
         self._refused: tuple[Sequence, int] | None = None  # last sequence not admitted, and the free blocks then
 
     def add(self, sequence: Sequence) -> None:
@@ -108,6 +117,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step; it may be empty. Blocks for its tokens are allocated."""
         output, before = SchedulerOutput(), self.num_preemptions
+        self._extra_rows = 0
         ready = [one for one in self.running if one.can_decode]
         drafting = [one for one in ready if one.lookup is not None] if self.num_speculative_tokens else []
         self._schedule_decodes([one for one in ready if one.lookup is None] if drafting else ready, output)
@@ -133,13 +143,13 @@ class Scheduler:
 
     def _schedule_drafts(self, drafting: list[Sequence], output: SchedulerOutput) -> None:
         """Schedules sequences that decode with drafts; a draft takes only blocks and rows of logits that are free."""
-        cache, spare = self.cache, self.max_num_seqs - len(self.running)
+        cache = self.cache
         for sequence in drafting:
             row = sequence.row
             if row is None or sequence.lookup is None:  # preempted for one before it
                 continue
             length = int(cache.lengths[row])
-            most = min(self.num_speculative_tokens, sequence.max_tokens - sequence.num_tokens - 1, spare)
+            most = min(self.num_speculative_tokens, sequence.max_tokens - sequence.num_tokens - 1, self._spare_rows)
             draft = sequence.lookup.draft(sequence.token_ids, most) if most > 0 else ()
             while self._free_slots(length) < 1 and self.running[-1] is not sequence:
                 self._preempt(self.running[-1])
@@ -150,9 +160,14 @@ class Scheduler:
                 self._preempt(sequence)
                 continue
             draft = draft[: free - 1]
-            spare -= len(draft)
+            self._extra_rows += len(draft)
             cache.grow(row, 1 + len(draft))
             output.prefills.append(PrefillChunk(sequence, length, 1 + len(draft), draft))
+
+    @property
+    def _spare_rows(self) -> int:
+        """Rows of logits that are left in this step, with one kept for each running sequence."""
+        return self.max_num_seqs - len(self.running) - self._extra_rows
 
     def _free_slots(self, length: int) -> int:
         """Tokens that a sequence of this length can grow by."""
@@ -174,6 +189,8 @@ class Scheduler:
         assert row is not None
         start = int(cache.lengths[row])
         count = min(sequence.num_tokens - start, budget)
+        if sequence.scores_prompt:  # a row of logits for each token
+            count = min(count, 1 + self._spare_rows)
         while True:
             free = cache.pool.available * cache.page_size + (-start) % cache.page_size
             youngest = self.running[-1]
@@ -188,18 +205,20 @@ class Scheduler:
             cache.grow(row, count)
             cache.commit(row, sequence.token_ids[start : start + count])
             sequence.num_committed = start + count
-            output.prefills.append(PrefillChunk(sequence, start, count))
+            chunk = PrefillChunk(sequence, start, count)
+            output.prefills.append(chunk)
+            self._extra_rows += max(0, len(chunk.scored) + chunk.num_logits - 1)
         return count
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
         """Admits waiting sequences in order, while there are rows, and blocks for all their tokens so far."""
         cache = self.cache
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget and self._spare_rows > 0:
             sequence = self.waiting[0]
             available = cache.pool.available
             if sequence.num_in_flight or (self.running and self._refused == (sequence, available)):
                 return
-            row = cache.add(sequence.token_ids)
+            row = cache.add(() if sequence.scores_prompt else sequence.token_ids)
             num_cached = int(cache.lengths[row])
             needed = -(-(sequence.num_tokens + 1) // cache.page_size) - num_cached // cache.page_size
             reserve = len(self.running)  # a block for each running sequence, or the new one is preempted at once

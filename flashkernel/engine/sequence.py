@@ -38,6 +38,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the first tokens
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
 
@@ -57,6 +58,20 @@ class Sequence:
             return False
         return not self.num_in_flight or (self.grammar is None and self.lookup is None)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are wanted that the host has not read yet."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def add_prompt_logprob(self, position: int, logprob: TokenLogprob) -> None:
+        """Takes the log probability of the token after `position`; it may come again after a preemption."""
+        if len(self.prompt_logprobs) == position + 1:
+            self.prompt_logprobs.append(logprob)
+
+    def known_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """What an output has; None if they are not wanted."""
+        return None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs)
+
     def output(self, error: str | None = None) -> RequestOutput:
         """The result of the finished request."""
         assert self.finish_reason is not None
@@ -75,4 +90,5 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             error=error,
+            prompt_logprobs=self.known_prompt_logprobs(),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, without special tokens if `skip_special_tokens`."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads, such as "tools"; none if it cannot be parsed."""
+        import jinja2
+        from jinja2 import meta
+
+        try:
+            return frozenset(meta.find_undeclared_variables(_environment().parse(self.chat_template or "")))
+        except jinja2.TemplateError:  # render_chat says so
+            return frozenset()
 
     def token_text(self, token_id: int) -> str:
         """The text of the token `token_id`, for display; half a character becomes a replacement mark."""

@@ -137,6 +137,10 @@ def _generation(figure: Any, records: Sequence[GenerationRecord]) -> None:
 def _serving(figure: Any, records: Sequence[ServeRecord]) -> None:
     """Loads that came at once: tokens/s. Loads at a rate: p99 of the first and the next token, and goodput."""
     at_once = [record for record in records if record.rate is None]
+    at_rates = [record for record in records if record.rate is not None]
+    parts = list(figure.subfigures(2, 1)) if at_once and at_rates else [figure]
+    bars = max(4.0, 0.3 * len(at_once)) if at_once else 0.0
+    figure.set_size_inches(15 if at_rates else 10, bars + (5.0 if at_rates else 0.0))
     if at_once:
         labels = list(dict.fromkeys(f"{record.model} {record.load} {record.pass_name}" for record in at_once))
         names = list(dict.fromkeys(record.implementation for record in at_once))
@@ -147,12 +151,16 @@ def _serving(figure: Any, records: Sequence[ServeRecord]) -> None:
             name: [found[label, name].out_tokens_per_s if (label, name) in found else None for label in labels]
             for name in names
         }
-        figure.set_size_inches(10, max(4.0, 0.3 * len(labels) * len(names)))
-        axes = figure.subplots()
+        axes = parts[0].subplots()
         _bars(axes, labels, series, texts=True)
         axes.set(xlabel="answer tokens/s", title="all requests at once")
-        return
-    figure.set_size_inches(15, 5)
+    if at_rates:
+        _serving_at_rates(parts[-1], at_rates)
+
+
+def _serving_at_rates(figure: Any, records: Sequence[ServeRecord]) -> None:
+    """p99 of the first and the next token, and goodput, against the rate; a line for each model, load, implementation
+    and pass."""
     panels = figure.subplots(1, 3)
     quantities: list[tuple[str, Callable[[ServeRecord], float | None]]] = [
         ("first token, p99 ms", lambda record: None if record.ttft_ms is None else record.ttft_ms["p99"]),
@@ -160,16 +168,18 @@ def _serving(figure: Any, records: Sequence[ServeRecord]) -> None:
         ("goodput", lambda record: record.goodput),
     ]
     for axes, (title, value) in zip(panels, quantities):
-        for name in dict.fromkeys((record.load, record.implementation) for record in records):
-            mine = sorted(
-                (record.rate or 0.0, value(record) or 0.0)
-                for record in records
-                if (record.load, record.implementation) == name
-            )
-            axes.plot(*zip(*mine), marker="o", label=" ".join(name))
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for record in records:
+            found = value(record)
+            if found is not None:
+                label = f"{record.model} {record.load} {record.implementation} {record.pass_name}"
+                lines.setdefault(label, []).append((record.rate or 0.0, found))
+        for label, points in lines.items():
+            axes.plot(*zip(*sorted(points)), marker="o", label=label)
         axes.set(xlabel="requests/s", title=title)
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize=8)
+        if lines:
+            axes.legend(fontsize=8)
 
 
 def _host(figure: Any, records: Sequence[Record]) -> None:

@@ -36,6 +36,9 @@ class ServeRecord:
     limits_ms: Mapping[str, float] | None = None  # of ttft and itl (a request's 99th percentile)
     start_s: float | None = None  # from the construction of the engine to its first request
     compiled_in_service: int | None = None
+    version: str | None = None  # of a baseline
+    date: str | None = None  # when a baseline was measured
+    source: str | None = None  # where a baseline's figures are from: the address of a server, or a file
     error: str | None = None
 
     @property
@@ -95,22 +98,56 @@ def line(record: ServeRecord) -> str:
     return f"{record.case} {record.implementation}: {'; '.join(parts)}"
 
 
-def table(records: Sequence[ServeRecord]) -> str:
-    """Records as a Markdown table."""
-    rows = [
-        "| model | load | arrivals | pass | implementation | tokens/s | first token, ms | next token, ms | goodput |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
+def ratio(record: ServeRecord, records: Sequence[ServeRecord]) -> str:
+    """How a record of ours is beside the best baseline of the same load, arrivals and pass; "" without one.
+
+    Tokens/s, ours over theirs, where all came at once. At a rate both keep up or neither does, so it is the p99 of the
+    first and the next token, theirs over ours. Above 1 ours is better.
+    """
+    same = ("model", "load", "rate", "turn")
+    theirs = [
+        one
+        for one in records
+        if one.kind == "baseline"
+        and one.comparable
+        and all(getattr(one, name) == getattr(record, name) for name in same)
     ]
-    for one in records:
+    if record.kind == "baseline" or not record.comparable or not theirs:
+        return ""
+    if record.rate is None:
+        return f"{record.out_tokens_per_s / max(one.out_tokens_per_s for one in theirs):.2f}x"
+    found = []
+    for name, field in (("first", "ttft_ms"), ("next", "itl_ms")):
+        ours, others = getattr(record, field), [getattr(one, field) for one in theirs if getattr(one, field)]
+        if ours and others and ours["p99"]:
+            found.append(f"{name} {min(one['p99'] for one in others) / ours['p99']:.2f}x")
+    return ", ".join(found)
+
+
+def table(records: Sequence[ServeRecord]) -> str:
+    """Records as a Markdown table: those of one load, its arrivals and pass stand together."""
+    rows = [
+        "| model | load | arrivals | pass | implementation | tokens/s | first token, ms | next token, ms | goodput "
+        "| start, s | vs best baseline |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    places = {key: place for place, key in enumerate(dict.fromkeys(_together(one) for one in records))}
+    for one in sorted(records, key=lambda one: (places[_together(one)], one.kind == "baseline")):
         first, after = (
             "" if values is None else " / ".join(f"{values[f'p{share}']:.1f}" for share in PERCENTILES)
             for values in (one.ttft_ms, one.itl_ms)
         )
         arrivals = "at once" if one.rate is None else f"{one.rate:g}/s"
+        start = "" if one.start_s is None else f"{one.start_s:.0f}"
         good = "" if one.goodput is None else f"{100 * one.goodput:.0f}%"
         speed = f"{one.out_tokens_per_s:,.0f}" if one.comparable else one.error or f"{one.failed} failed"
+        who = one.implementation if one.version is None else f"{one.implementation} {one.version}"
         rows.append(
-            f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {one.implementation} "
-            f"| {speed} | {first} | {after} | {good} |"
+            f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {who} "
+            f"| {speed} | {first} | {after} | {good} | {start} | {ratio(one, records)} |"
         )
     return "\n".join(rows)
+
+
+def _together(one: ServeRecord) -> tuple[Any, ...]:
+    return one.model, one.load, one.rate, one.pass_name

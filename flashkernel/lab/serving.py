@@ -273,7 +273,7 @@ async def _events(reader: asyncio.StreamReader) -> Any:
 def measure(
     serve: Callable[[Load, float | None], list[Timeline]],
     loads: Sequence[Load],
-    rates: Sequence[float | None],
+    rates: Callable[[Load], Sequence[float | None]],
     passes: int,
     limits: Mapping[str, float] | None,
     facts: Callable[[], dict[str, Any]],
@@ -283,13 +283,13 @@ def measure(
     Args:
         serve: Serves a load at a rate.
         loads: What to send.
-        rates: Requests a second; None: all at once.
+        rates: The rates of a load, in requests a second; None: all at once.
         passes: How often each is served.
         limits: Of goodput, in ms: "ttft" and "itl".
         facts: Further fields of records, asked after each.
     """
     for load in loads:
-        for rate in rates:
+        for rate in rates(load):
             for index in range(passes):
                 name = PASSES[index] if index < len(PASSES) else f"{index + 1}th"
                 timelines = serve(load, rate)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -32,6 +32,7 @@ from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
 from flashkernel.engine.server.responses import ResponsesFormatter, ResponsesRequest
 from flashkernel.engine.server.server_args import ServerArgs
 
+Formatter = TypeVar("Formatter", bound=ChatFormatter)
 PUBLIC_PATH = "/health"  # the only path that needs no key
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; it is never sent
 LINGER_S = 5.0  # for a client to finish sending a request that is refused
@@ -118,21 +119,25 @@ class ApiServer:
 
     async def complete(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, CompletionRequest)
-        return self._response(parsed, CompletionFormatter(self.name, self.llm.tokenizer))
+        return self._response(parsed, CompletionFormatter(self.name, self.llm.tokenizer, parsed))
 
     async def chat(self, request: Request) -> ASGIApp:
-        return self._chat_response(await self._parsed(request, ChatRequest), ChatFormatter)
+        parsed = await self._parsed(request, ChatRequest)
+        return self._response(parsed, self._formatter(parsed, ChatFormatter))
 
     async def respond(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, ResponsesRequest)
-        return self._chat_response(parsed, ResponsesFormatter)
+        formatter = self._formatter(parsed, ResponsesFormatter)
+        formatter.echoed = parsed.echoed
+        return self._response(parsed, formatter)
 
-    def _chat_response(self, parsed: ChatRequest, formatter: type[ChatFormatter]) -> ASGIApp:
+    def _formatter(self, parsed: ChatRequest, kind: type[Formatter]) -> Formatter:
+        """A formatter with what the text is taken apart by."""
         tokenizer = self.llm.tokenizer
         template = None if tokenizer is None else tokenizer.chat_template
         if parsed.parser(template).needs_special_tokens and parsed.skip_special_tokens is None:
             parsed.skip_special_tokens = False
-        return self._response(parsed, formatter(self.name, tokenizer, lambda: parsed.parser(template)))
+        return kind(self.name, tokenizer, lambda: parsed.parser(template))
 
     async def _parsed(self, request: Request, kind: type[protocol.Kind]) -> protocol.Kind:
         parsed = protocol.parse(kind, await _read(request, self.args))

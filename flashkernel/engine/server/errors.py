@@ -41,6 +41,15 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def prompt_too_long(count: int, longest: int) -> ApiError:
+    """Clients know it by its code, langchain by the first half of the message and litellm by the second."""
+    message = (
+        f"the prompt is too long: it has {count} tokens. This model's maximum context length is {longest} tokens, and "
+        "one must be left to generate; shorten the prompt, or start the server with a larger --max-model-len"
+    )
+    return ApiError(400, message, code="context_length_exceeded")
+
+
 def wrong_key() -> ApiError:
     message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

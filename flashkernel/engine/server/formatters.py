@@ -9,9 +9,11 @@ from typing import Any
 
 from flashkernel.engine.outputs import RequestOutput, TokenLogprob
 from flashkernel.engine.server.output_parsers import OutputParser, Parsed
+from flashkernel.engine.server.protocol import CompletionRequest
 from flashkernel.engine.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity
+PromptLogprobs = Sequence[TokenLogprob | None]  # None for a token that nothing stands before
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of a token that is no whole character
 
 
@@ -24,6 +26,12 @@ class ResponseFormatter:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
         self.choices_per_prompt = 1
+        self.needs_prompts = False
+        self._prompts: list[tuple[str, list[int]]] = []
+
+    def take_prompts(self, prompts: Sequence[tuple[str, list[int]]]) -> None:
+        """Takes the text and the tokens of each choice's prompt, if it `needs_prompts`."""
+        self._prompts = list(prompts)
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole response."""
@@ -31,7 +39,25 @@ class ResponseFormatter:
         for index, output in enumerate(outputs):
             done = output.outputs[0]
             choices.append(self.choice(index, done.text, done.logprobs, done.finish_reason))
-        return {**self._object(self.response_object, choices), "usage": usage(outputs, self.choices_per_prompt)}
+        return {**self._object(self.response_object, choices), "usage": self.usage(outputs)}
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """OpenAI's usage object of a call."""
+        return usage(outputs, self.choices_per_prompt)
+
+    def prompt_logprobs(self, output: RequestOutput) -> list[Any] | None:
+        """Log probabilities of a prompt as vLLM's server has them; None if they were not asked for."""
+        if output.prompt_logprobs is None:
+            return None
+        return [None if one is None else self._by_token(one) for one in output.prompt_logprobs]
+
+    def _by_token(self, one: TokenLogprob) -> dict[str, Any]:
+        found = {
+            str(token): {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": self._token_text(token)}
+            for rank, (token, logprob) in enumerate(one.top_logprobs, 1)
+        }
+        own = {"logprob": max(one.logprob, MIN_LOGPROB), "rank": one.rank}
+        return {**found, str(one.token_id): {**own, "decoded_token": self._token_text(one.token_id)}}
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         """The chunk before the text of a choice; None if there is none."""
@@ -45,15 +71,15 @@ class ResponseFormatter:
 
     ends_with_done = True  # a stream's last event is [DONE]
 
-    def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """The chunks before the text of a choice."""
+    def first_chunks(self, index: int, scores: PromptLogprobs | None = None) -> list[dict[str, Any]]:
+        """The chunks before the text of a choice; `scores` are log probabilities of its prompt."""
         first = self.first_chunk(index)
         return [] if first is None else [first]
 
     def chunks(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> list[dict[str, Any]]:
-        """The chunks of new text."""
+        """The chunks of new text; none while a parser holds it back."""
         return [self.chunk(index, text, logprobs, reason)]
 
     def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
@@ -62,7 +88,7 @@ class ResponseFormatter:
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk of a stream with `include_usage`."""
-        return {**self._object(self.chunk_object, []), "usage": usage(outputs, self.choices_per_prompt)}
+        return {**self._object(self.chunk_object, []), "usage": self.usage(outputs)}
 
     def choice(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
@@ -88,33 +114,80 @@ class CompletionFormatter(ResponseFormatter):
 
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer | None, request: CompletionRequest) -> None:
         super().__init__(model, tokenizer)
+        self._request = request
         self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self.needs_prompts = bool(request.echo)
+
+    def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        found = []
+        for index, output in enumerate(outputs):
+            first = outputs[index - index % self.choices_per_prompt]  # has the log probabilities of the prompt
+            echoed = self._echo(index, first.prompt_logprobs) if self._request.echo else None
+            done = output.outputs[0]
+            choice = self.choice(index, done.text, done.logprobs, done.finish_reason)
+            if echoed is not None:
+                choice["text"] = echoed["text"] + choice["text"]
+                choice["logprobs"] = _appended(echoed["logprobs"], choice["logprobs"])
+            if self._request.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self.prompt_logprobs(first)
+            found.append(choice)
+        return {**self._object(self.response_object, found), "usage": self.usage(outputs)}
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        found = super().usage(outputs)
+        if not self._request.generates:
+            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
+        return found
+
+    def first_chunks(self, index: int, scores: PromptLogprobs | None = None) -> list[dict[str, Any]]:
+        return [self._object(self.chunk_object, [self._echo(index, scores)])] if self._request.echo else []
 
     def choice(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
-        found = None if logprobs is None else self._logprobs(index, logprobs)
+        if not self._request.generates:
+            text, logprobs = "", None
+        found = None if logprobs is None else self._logprobs(index, [one.token_id for one in logprobs], logprobs)
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
     delta = choice
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        texts = [self._token_text(one.token_id) for one in logprobs]
+    def _echo(self, index: int, scores: PromptLogprobs | None) -> dict[str, Any]:
+        """The prompt as the beginning of a choice."""
+        text, token_ids = self._prompts[index]
+        wanted = scores is not None and self._request.logprobs is not None
+        found = self._logprobs(index, token_ids, scores) if wanted and scores is not None else None
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": None}
+
+    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: PromptLogprobs) -> dict[str, Any]:
+        """Log probabilities of tokens; the first token of a prompt has none."""
+        texts = [self._token_text(token) for token in token_ids]
         offset, offsets = self._offsets.get(index, 0), []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         self._offsets[index] = offset
+        most = self._request.logprobs or 0
         return {
             "tokens": texts,
-            "token_logprobs": [max(one.logprob, MIN_LOGPROB) for one in logprobs],
+            "token_logprobs": [None if one is None else max(one.logprob, MIN_LOGPROB) for one in logprobs],
             "top_logprobs": [
-                {self._token_text(token): max(log, MIN_LOGPROB) for token, log in one.top_logprobs} for one in logprobs
+                None
+                if one is None
+                else {self._token_text(token): max(log, MIN_LOGPROB) for token, log in one.top_logprobs[:most]}
+                for one in logprobs
             ],
             "text_offset": offsets,
         }
+
+
+def _appended(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The log probabilities of a prompt and of what was generated after it."""
+    if first is None or second is None:
+        return first or second
+    return {name: first[name] + second[name] for name in first}
 
 
 class ChatFormatter(ResponseFormatter):
@@ -143,10 +216,21 @@ class ChatFormatter(ResponseFormatter):
             reason = "tool_calls" if reason == "stop" else reason
         return {"index": index, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
 
+    def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        scores = self.prompt_logprobs(outputs[0])
+        return {**super().response(outputs), **({} if scores is None else {"prompt_logprobs": scores})}
+
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._object(self.chunk_object, [choice])
+
+    def chunks(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
+    ) -> list[dict[str, Any]]:
+        choice = self.delta(index, text, logprobs, reason)
+        held_back = not choice["delta"] and logprobs is None and reason is None
+        return [] if held_back else [self._object(self.chunk_object, [choice])]
 
     def delta(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
@@ -156,8 +240,6 @@ class ChatFormatter(ResponseFormatter):
         if reason is not None:
             parsed.add(parser.finish())
         delta = self._delta(index, parsed)
-        if not delta and reason is None:
-            delta = {"content": ""}
         if reason == "stop" and self._called.get(index):
             reason = "tool_calls"
         return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": reason}

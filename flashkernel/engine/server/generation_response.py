@@ -12,12 +12,13 @@ import anyio
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from flashkernel.engine.llm import LLM
+from flashkernel.engine.llm import LLM, Prompt
+from flashkernel.engine.llm_engine import PromptTooLong
 from flashkernel.engine.outputs import RequestOutput, StepOutput
 from flashkernel.engine.server import errors
 from flashkernel.engine.server.async_engine import AsyncEngine, OutputCollector
 from flashkernel.engine.server.errors import ApiError, ClientDisconnected
-from flashkernel.engine.server.formatters import ResponseFormatter
+from flashkernel.engine.server.formatters import PromptLogprobs, ResponseFormatter
 from flashkernel.engine.server.protocol import GenerationRequest
 from flashkernel.engine.server.server_args import ServerArgs
 
@@ -59,13 +60,25 @@ class GenerationResponse:
         try:
             each = self._request.choices_per_prompt
             prompts = [prompt for prompt in self._request.prompts(self._llm.tokenizer) for _ in range(each)]
+            if self._formatter.needs_prompts:
+                self._formatter.take_prompts([self._text_and_tokens(prompt) for prompt in prompts])
             for index, (request_id, prompt) in enumerate(zip(self._request_ids, prompts)):
                 params = self._params
-                if params.seed is not None and index % each:  # the choices of a prompt differ
+                if index % each and params.seed is not None:  # the choices of a prompt differ
                     params = replace(params, seed=(params.seed + index % each) % 2**63)
+                if index % each and not self._request.streaming:  # the first one has what is said of the prompt
+                    params = replace(params, prompt_logprobs=None)
                 self._llm.engine.add_request(prompt, params, request_id=request_id, streaming=self._request.streaming)
+        except PromptTooLong as error:
+            raise errors.prompt_too_long(error.count, error.max_model_len) from error
         except ValueError as error:
             raise errors.bad_request(str(error)) from error
+
+    def _text_and_tokens(self, prompt: Prompt) -> tuple[str, list[int]]:
+        tokenizer = self._llm.tokenizer
+        if isinstance(prompt, str):
+            return prompt, [] if tokenizer is None else tokenizer.encode(prompt)
+        return "" if tokenizer is None else tokenizer.decode(prompt), list(prompt)
 
     async def _watch(self, receive: Receive, collector: OutputCollector) -> None:
         """Aborts the requests when the client leaves."""
@@ -141,7 +154,7 @@ class GenerationResponse:
         for index, new in by_choice.items():
             if index not in self._started:
                 self._started.add(index)
-                yield from map(self._with_usage, self._formatter.first_chunks(index))
+                yield from map(self._with_usage, self._formatter.first_chunks(index, _prompt_logprobs(new[0])))
             text = "".join(output.text for output in new)
             logprobs = [output.logprob for output in new if output.logprob is not None]
             finished = (output.request_output for output in new if output.request_output is not None)
@@ -152,6 +165,11 @@ class GenerationResponse:
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """With `include_usage` every chunk but the last has a usage of null."""
         return {**chunk, "usage": None} if self._request.include_usage and "choices" in chunk else chunk
+
+
+def _prompt_logprobs(first: StepOutput) -> PromptLogprobs | None:
+    """What comes with the first output of a request, or with all of it."""
+    return first.prompt_logprobs if first.request_output is None else first.request_output.prompt_logprobs
 
 
 def _event(value: dict[str, Any]) -> bytes:

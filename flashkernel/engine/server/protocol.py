@@ -32,7 +32,7 @@ NO_EFFECT = {
 }  # fmt: skip
 # what cannot be served -> values that ask for nothing
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
+    "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "previous_response_id": (),
     "background": (False,),
 }  # fmt: skip
@@ -96,6 +96,7 @@ class GenerationRequest(_Strict):
     stop_token_ids: ListOf[int] | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -134,6 +135,8 @@ class GenerationRequest(_Strict):
                 raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
         if self.n is not None and not 1 <= self.n <= MAX_N:
             raise bad_request(f"n is {self.n}; it must be a whole number, from 1 to {MAX_N}", "n")
+        if self.prompt_logprobs is not None and self.streaming:
+            raise bad_request("prompt_logprobs come with whole responses; set stream to false", "prompt_logprobs")
         if self.stream_options is not None and not self.streaming:
             raise bad_request("stream_options are for streams; set stream to true, or leave them out", "stream_options")
 
@@ -146,7 +149,7 @@ class GenerationRequest(_Strict):
             "frequency_penalty": self.frequency_penalty, "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos, "logprobs": self.num_logprobs(), "min_tokens": self.min_tokens,
             "logit_bias": self._logit_bias(), "structured_outputs": self.structured_outputs(),
-            "skip_special_tokens": self.skip_special_tokens,
+            "skip_special_tokens": self.skip_special_tokens, "prompt_logprobs": self.num_prompt_logprobs(),
         }  # fmt: skip
         try:
             return SamplingParams(
@@ -177,6 +180,10 @@ class GenerationRequest(_Strict):
         """`SamplingParams.logprobs`."""
         return None
 
+    def num_prompt_logprobs(self) -> int | None:
+        """`SamplingParams.prompt_logprobs`."""
+        return self.prompt_logprobs
+
     def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
         """The prompt of each choice; ValueError if it cannot be made."""
         raise NotImplementedError
@@ -186,17 +193,29 @@ class CompletionRequest(GenerationRequest):
     prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]]
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n or 1):  # equal numbers choose nothing
             raise bad_request(f"best_of is {self.best_of}; this server cannot do that. Leave it out", "best_of")
 
+    @property
+    def generates(self) -> bool:
+        """Whether more than the prompt is asked for: `max_tokens` of 0 with `echo` is for its log probabilities."""
+        return not (self.echo and self.max_tokens == 0)
+
     def token_limit(self) -> int | None:
+        if not self.generates:
+            return 1  # a step samples a token, which is left out
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(asked, default=None)
 
     @property
     def num_prompts(self) -> int:
@@ -325,12 +344,23 @@ class ChatRequest(GenerationRequest):
     def prompts(self, tokenizer: Tokenizer | None) -> Sequence[Prompt]:
         if tokenizer is None:
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
+        self._check_tools(tokenizer)
         try:
             return [
                 tokenizer.apply_chat_template([message.as_dict() for message in self.messages], **self._variables())
             ]
         except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+    def _check_tools(self, tokenizer: Tokenizer) -> None:
+        """Raises ApiError for tools that the model would never hear of. Calls that are forced do not need its help."""
+        optional = bool(self.tools) and self.tool_choice in (None, "auto")
+        if optional and tokenizer.chat_template is not None and "tools" not in tokenizer.template_variables:
+            raise bad_request(
+                "the model's chat template has no tools, so it would not know of them; set tool_choice to "
+                '"required" or to the name of a tool, which forces a call, or serve a model that knows tools',
+                "tools",
+            )
 
     def _variables(self) -> dict[str, Any]:
         """What the template is given beside the messages."""
@@ -382,7 +412,7 @@ def _field_path(location: tuple[int | str, ...]) -> str:
             named += f"[{part}]"
         elif not number:
             named = part
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "TextPart"):
+        elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"):
             named += f".{part}"
     return named
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from flashkernel.engine.outputs import RequestOutput, TokenLogprob
 from flashkernel.engine.server.errors import bad_request
-from flashkernel.engine.server.formatters import ChatFormatter
-from flashkernel.engine.server.output_parsers import Parsed
+from flashkernel.engine.server.formatters import ChatFormatter, PromptLogprobs
+from flashkernel.engine.server.output_parsers import Parsed, ToolCall
 from flashkernel.engine.server.protocol import (
     ChatMessage,
     ChatRequest,
@@ -27,9 +27,12 @@ from flashkernel.engine.server.protocol import (
     _Strict,
 )
 
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
 
 class InputItem(_Strict):
-    """A message, a call of a function, or its result."""
+    """A message, a call of a function, its result, or reasoning, which a model is not shown again."""
 
     type: str | None = None
     role: str | None = None
@@ -37,26 +40,47 @@ class InputItem(_Strict):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | None = None
+    output: str | list[dict[str, Any]] | None = None
 
-    def message(self) -> dict[str, Any]:
-        """The item as a message of a chat."""
+    def message(self) -> dict[str, Any] | None:
+        """The item as a message of a chat; None for reasoning."""
+        if self.type == "reasoning":
+            return None
         if self.type == "function_call":
             function = {"name": self.name, "arguments": self.arguments}
             call = {"id": self.call_id, "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
-            return {"role": "tool", "content": self.output or "", "tool_call_id": self.call_id}
+            return {"role": "tool", "content": _text_of(self.output), "tool_call_id": self.call_id}
         if self.type not in (None, "message") or self.role is None:
             raise bad_request(
                 f"input has an item of type {self.type!r}; messages and function calls are known", "input"
             )
-        parts = self.content if isinstance(self.content, list) else [{"type": "input_text", "text": self.content or ""}]
-        for part in parts:
-            if part.get("type") not in ("input_text", "output_text", "text"):
-                raise bad_request(f"input has a part of type {part.get('type')!r}; text alone is known", "input")
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(str(part.get("text", "")) for part in parts)}
+        return {"role": role, "content": _text_of(self.content)}
+
+
+def _text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of an item, which may be given in parts."""
+    if not isinstance(content, list):
+        return content or ""
+    wrong = next((part.get("type") for part in content if part.get("type") not in _TEXT_PARTS), None)
+    if wrong is not None:
+        raise bad_request(f"input has a part of type {wrong!r}; text alone is known", "input")
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Items as messages of a chat; what the assistant said and called in one turn is one message."""
+    found: list[dict[str, Any]] = []
+    for message in (item.message() for item in items):
+        if message is None:
+            continue
+        if "tool_calls" in message and found and found[-1]["role"] == "assistant":
+            found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            found.append(message)
+    return found
 
 
 class FunctionTool(_Strict):
@@ -96,10 +120,21 @@ class ResponsesRequest(ChatRequest):
     reasoning: Reasoning | None = None
     tools: ListOf[FunctionTool] | None = None  # type: ignore[assignment]
     tool_choice: Literal["none", "auto", "required"] | FunctionName | None = None  # type: ignore[assignment]
+    _echoed: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def echoed(self) -> dict[str, Any]:
+        """What a response says about its request."""
+        return self._echoed
 
     def check(self) -> None:
+        if self.n not in (None, 1):
+            raise bad_request(f"n is {self.n}; /v1/responses gives one answer. Leave it out", "n")
+        if self.prompt_logprobs is not None:
+            raise bad_request("/v1/responses has no place for prompt_logprobs; leave them out", "prompt_logprobs")
+        self._echoed = self._said()
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        found = [item.message() for item in items]
+        found = _messages(items)
         if self.instructions is not None:
             found.insert(0, {"role": "system", "content": self.instructions})
         self.messages = [ChatMessage(**message) for message in found]
@@ -120,34 +155,43 @@ class ResponsesRequest(ChatRequest):
             chat.tool_choice = NamedTool(type="function", function=ToolName(name=self.tool_choice.name))
         super().check()
 
+    def _said(self) -> dict[str, Any]:
+        names = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature",
+                 "text", "tool_choice", "tools", "top_p"}  # fmt: skip
+        given = self.model_dump(include=names, by_alias=True, exclude_none=True)
+        defaults: dict[str, Any] = {
+            "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+            "temperature": 1.0, "tool_choice": "auto", "tools": [], "top_p": 1.0,
+        }  # fmt: skip
+        return {**defaults, **given}
+
     @property
     def include_usage(self) -> bool:
         return True
 
 
 class ResponsesFormatter(ChatFormatter):
-    """Responses of /v1/responses."""
+    """Responses of /v1/responses: a list of output items (reasoning, a message, calls), in the order of the text."""
 
     prefix, response_object = "resp", "response"
     ends_with_done = False
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._parsed = Parsed()
+        self.echoed: dict[str, Any] = {}  # what the request said
+        self._items: list[dict[str, Any]] = []  # the last one may be open
+        self._is_open = False
         self._sequence = 0
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         done = outputs[0].outputs[0]
-        return self._response(self._parser().whole(done.text), done.finish_reason, outputs)
+        self._add(self._parser().whole(done.text))
+        self._end()
+        return self._response(done.finish_reason, outputs)
 
-    def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        item = {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        part = {"type": "output_text", "text": "", "annotations": []}
-        return [
-            self._event("response.created", response=self._response(Parsed(), None, ())),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", item_id=item["id"], output_index=0, content_index=0, part=part),
-        ]
+    def first_chunks(self, index: int, scores: PromptLogprobs | None = None) -> list[dict[str, Any]]:
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._response(None, ())) for kind in kinds]
 
     def chunks(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
@@ -156,51 +200,89 @@ class ResponsesFormatter(ChatFormatter):
         new = parser.feed(text)
         if reason is not None:
             new.add(parser.finish())
-        self._parsed.add(new)
-        self._reason = reason
-        if not new.content:
-            return []
-        where = {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
-        return [self._event("response.output_text.delta", **where, delta=new.content, logprobs=[])]
+        return self._add(new)
 
     def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
-        parsed, where = self._parsed, {"item_id": f"msg_{self.id}", "output_index": 0}
-        part = {"type": "output_text", "text": parsed.content, "annotations": []}
-        response = self._response(parsed, outputs[0].outputs[0].finish_reason, outputs)
-        events = [
-            self._event("response.output_text.done", **where, content_index=0, text=parsed.content, logprobs=[]),
-            self._event("response.content_part.done", **where, content_index=0, part=part),
-            self._event("response.output_item.done", output_index=0, item=self._message(parsed)),
-        ]
-        for number, item in enumerate(response["output"]):
-            if item["type"] == "function_call":
-                events.append(self._event("response.output_item.added", output_index=number, item=item))
-                events.append(self._event("response.output_item.done", output_index=number, item=item))
-        kind = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
-        return [*events, self._event(kind, response=response)]
+        events = self._end()
+        response = self._response(outputs[0].outputs[0].finish_reason, outputs)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **values}
 
-    def _message(self, parsed: Parsed) -> dict[str, Any]:
-        content = [{"type": "output_text", "text": parsed.content, "annotations": []}]
-        return {
-            "id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": "completed", "content": content,
-        }  # fmt: skip
+    def _add(self, new: Parsed) -> list[dict[str, Any]]:
+        """Adds new parts to the output items; returns the events of a stream."""
+        events = []
+        if new.reasoning:
+            events += self._write("reasoning", "reasoning_text", new.reasoning)
+        if new.content:
+            events += self._write("message", "output_text", new.content)
+        for call in new.tool_calls:
+            events += [*self._close(), *self._call(call)]
+        return events
 
-    def _response(self, parsed: Parsed, reason: str | None, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        output: list[dict[str, Any]] = []
-        if parsed.reasoning:
-            text = [{"type": "reasoning_text", "text": parsed.reasoning}]
-            output.append({"id": f"rs_{self.id}", "type": "reasoning", "summary": [], "content": text})
-        if reason is not None and (parsed.content or not parsed.tool_calls):
-            output.append(self._message(parsed))
-        output += [
-            {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name,
-             "arguments": call.arguments, "status": "completed"}
-            for call in parsed.tool_calls
-        ]  # fmt: skip
+    def _end(self) -> list[dict[str, Any]]:
+        """Closes the last item; an output without any has an empty message."""
+        empty = [] if self._items else self._open("message", "output_text")
+        return [*empty, *self._close()]
+
+    def _write(self, kind: str, part: str, text: str) -> list[dict[str, Any]]:
+        """Appends text to the open item, or to a new one if that has another kind."""
+        events = []
+        if not self._is_open or self._items[-1]["type"] != kind:
+            events += [*self._close(), *self._open(kind, part)]
+        self._items[-1]["content"][0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return [*events, self._event(f"response.{part}.delta", **self._place(), content_index=0, delta=text, **more)]
+
+    def _open(self, kind: str, part: str) -> list[dict[str, Any]]:
+        number = len(self._items)
+        item: dict[str, Any] = {"id": f"{_ID_PREFIXES[kind]}_{number}_{self.id}", "type": kind, "status": "in_progress"}
+        content: dict[str, Any] = {"type": part, "text": ""}
+        if kind == "message":
+            item["role"], content["annotations"] = "assistant", []
+        else:
+            item["summary"] = []
+        self._items.append({**item, "content": [content]})
+        self._is_open = True
+        return [
+            self._event("response.output_item.added", output_index=number, item={**item, "content": []}),
+            self._event("response.content_part.added", **self._place(), content_index=0, part=dict(content)),
+        ]
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        (content,) = item["content"]
+        item["status"] = "completed"
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return [
+            self._event(
+                f"response.{content['type']}.done", **self._place(), content_index=0, text=content["text"], **more
+            ),
+            self._event("response.content_part.done", **self._place(), content_index=0, part=content),
+            self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
+        ]
+
+    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
+        item = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
+        self._items.append({**item, "arguments": call.arguments, "status": "completed"})
+        number, place = len(self._items) - 1, self._place()
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=number, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=number, item=self._items[-1]),
+        ]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _response(self, reason: str | None, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
         tokens = sum(len(done.outputs[0].token_ids) for done in outputs)
         prompt = sum(len(done.prompt_token_ids) for done in outputs)
@@ -211,7 +293,6 @@ class ResponsesFormatter(ChatFormatter):
         }  # fmt: skip
         return {
             "id": self.id, "object": "response", "created_at": self._created, "model": self._model, "status": status,
-            "output": output, "error": None, "instructions": None, "metadata": {}, "tools": [], "tool_choice": "auto",
-            "parallel_tool_calls": True, "temperature": None, "top_p": None, "usage": usage if outputs else None,
+            "output": list(self._items), "error": None, **self.echoed, "usage": usage if outputs else None,
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
         }  # fmt: skip

@@ -1,0 +1,117 @@
+"""Loads that another engine has served: its own results files as records, its version, and rates that follow from its
+best throughput."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from flashkernel.lab import results
+from flashkernel.lab.serve_records import ServeRecord
+from flashkernel.lab.serving import LOADS, PASSES, Load
+
+ASK_S = 5.0
+SAME = 0.02  # how far tokens/s of a file may be from its seconds and the load's tokens, both rounded
+
+
+def read_peer_file(path: Path, model: str, implementation: str, dtype: str, version: str | None) -> list[ServeRecord]:
+    """Records of a file with entries such as `"chat, first": {"s": 12.3, "out_tokens_per_s": 17012.0}`.
+
+    The loads must be LOADS, all at once, with lengths drawn as `Load.named` draws them. `"start_s"`, `"version"` and
+    `"date"` are read where there are; else the version is `version`, and the date that of the file. Other entries are
+    other measurements.
+
+    Raises:
+        ValueError: It has no such entries, or none of these loads, or nobody says which version it was.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: it cannot be read ({error})") from error
+    entries = found if isinstance(found, Mapping) else {}
+    version = version or entries.get("version")
+    if version is None:
+        raise ValueError(f"{path}: it does not say which version of {implementation} it is of; give --peer-version")
+    changed = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds")
+    facts = {
+        "model": model, "implementation": implementation, "kind": "baseline", "dtype": dtype, "version": version,
+        "date": entries.get("date", changed), "source": path.name, "start_s": entries.get("start_s"),
+    }  # fmt: skip
+    records = [
+        _record(path, load, turn, entries[f"{load}, {turn}"], facts)
+        for load in LOADS
+        for turn in PASSES
+        if f"{load}, {turn}" in entries
+    ]
+    if not records:
+        raise ValueError(
+            f'{path}: it has none of the loads {", ".join(LOADS)}; an entry is "chat, first": '
+            '{"s": seconds, "out_tokens_per_s": tokens}'
+        )
+    return records
+
+
+def _record(path: Path, load: str, turn: str, entry: Any, facts: Mapping[str, Any]) -> ServeRecord:
+    try:
+        seconds, speed = float(entry["s"]), float(entry["out_tokens_per_s"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {load}, {turn} has no s and out_tokens_per_s ({error!r})") from error
+    lengths = Load.named(load).lengths
+    tokens = sum(answer for _, answer in lengths)
+    if seconds <= 0 or abs(speed * seconds / tokens - 1) > SAME:
+        raise ValueError(
+            f"{path}: {load}, {turn} has {speed * seconds:.0f} tokens in {seconds:g} s, and the load has {tokens}; "
+            "the file was made with other loads"
+        )
+    return ServeRecord(
+        load=load, pass_name=turn, requests=len(lengths), rate=None, seconds=seconds, out_tokens=tokens,
+        out_tokens_per_s=speed, requests_per_s=len(lengths) / seconds, **facts,
+    )  # fmt: skip
+
+
+def add_to_file(path: Path, records: list[ServeRecord], header: Mapping[str, Any]) -> list[Any]:
+    """Puts records of another engine into a results file, for their keys; returns all that it then has.
+
+    The header stays what it is: it describes our own runs. `header` is that of a new file.
+    """
+    before = results.load(path) if path.exists() else {**header, "records": []}
+    new = {record.key for record in records}
+    kept = [record for record in before["records"] if record.key not in new]
+    results.write(path, {**before, "records": kept + records})
+    return kept + records
+
+
+def server_version(base_url: str) -> str | None:
+    """What a server says at /version; None if it says nothing."""
+    root = base_url.rstrip("/").removesuffix("/v1")
+    try:
+        with urllib.request.urlopen(f"{root}/version", timeout=ASK_S) as answer:
+            found = json.load(answer).get("version")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def share_of_best(records: Iterable[ServeRecord], implementation: str, model: str, load: str, share: float) -> float:
+    """Requests a second that are this share of the most that an implementation served when all came at once.
+
+    Three digits, so that whoever is measured at the rate has the same; ValueError if it was not measured.
+    """
+    speeds = [
+        record.requests_per_s
+        for record in records
+        if (record.implementation, record.model, record.load) == (implementation, model, load)
+        and record.rate is None
+        and record.comparable
+    ]
+    if not speeds:
+        raise ValueError(
+            f"bench serve: the results have no load {load!r} of {model} that {implementation} served all at once, so "
+            "there is no throughput to take a share of; measure it (--base-url, --implementation) or --import it first"
+        )
+    return float(f"{share * max(speeds):.3g}")
