@@ -61,6 +61,9 @@ def test_tiles_hold_the_same_matrix(format: str, granularity: str, symmetric: bo
     assert torch.equal(both.dequantize(torch.float32), found.flatten(0, 1).float())
     assert torch.equal(dequantize(one, FP16), one.dequantize(FP16))
     assert torch.equal(dequantize(weight[1], torch.float32), weight[1].dequantize(torch.float32))
+    assert torch.equal(dequantize(tiles, torch.float32), found.float())
+    if weight.group_shape[0] == 1:
+        assert torch.equal(dequantize(weight, FP16), weight.dequantize(FP16))
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "mxfp4"])

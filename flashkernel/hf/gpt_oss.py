@@ -14,7 +14,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from flashkernel.blocks.epilogue import Gate
-from flashkernel.blocks.weight import Weight, WeightBuffers
+from flashkernel.blocks.weight import Weight
+from flashkernel.hf.quantized import OrderedBuffers
 from flashkernel.ops.moe import moe_experts, moe_sort
 
 _PACKED = ("_blocks", "_scales")
@@ -28,10 +29,18 @@ class FrozenExperts(nn.Module):
 
     def __init__(self, gate_up: Weight, down: Weight, gate_up_bias: Tensor, down_bias: Tensor) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = WeightBuffers(gate_up), WeightBuffers(down)
+        self.gate_up_proj, self.down_proj = OrderedBuffers(gate_up), OrderedBuffers(down)
         self.register_buffer("gate_up_proj_bias", gate_up_bias)
         self.register_buffer("down_proj_bias", down_bias)
         self.num_experts = len(gate_up)
+
+    def use_kernel_order(self, dtype: torch.dtype) -> None:
+        """Puts the experts into the order that the kernels of their device read, for activations in `dtype`."""
+        from flashkernel.engine.weight_order import experts_order
+
+        gate_up, down = experts_order(self.gate_up_proj.weight, self.down_proj.weight, dtype)
+        self.gate_up_proj.hold(gate_up)
+        self.down_proj.hold(down)
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """The weighted sums of the experts; as GptOssExperts."""
@@ -49,7 +58,7 @@ def load_gpt_oss(
     """Returns gpt-oss from a folder in its released layout. Its experts stay in MXFP4 and are frozen.
 
     No expert is ever held in 16 bits: a layer's experts are dequantised for the duration of a product of many tokens,
-    and read as they are for few.
+    and read as they are for few. On a Hopper GPU they are put into tiles (`Weight.tiled`); state dicts have rows.
 
     Args:
         folder: config.json and *.safetensors with `*_blocks` and `*_scales` for the experts.
@@ -85,6 +94,7 @@ def load_gpt_oss(
             _set(model, name, tensor.to(device, dtype))
     for index, layer in enumerate(model.model.layers):
         layer.mlp.experts = _experts(packed, f"model.layers.{index}.mlp.experts", layer.mlp.experts)
+        layer.mlp.experts.use_kernel_order(dtype)
     model.model.rotary_emb = GptOssRotaryEmbedding(config).to(device)
     if config.tie_word_embeddings:
         model.tie_weights()

@@ -15,13 +15,58 @@ from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.ops.gemm import linear
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_PARTS = ("data", "scales", "zeros")
 
 
-class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
+class OrderedBuffers(WeightBuffers):
+    """A module that holds a `Weight` in the order that the kernels of its device read.
+
+    State dicts have rows whatever that order is, so they fit modules on any device.
+    """
+
+    def hold(self, weight: Weight) -> None:
+        """Takes a Weight of the same values in another order."""
+        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
+        for name in _PARTS:
+            setattr(self, name, getattr(weight, name))
+
+    def get_extra_state(self) -> str:
+        """The layout in rows, so that tensors of another one are not loaded."""
+        return row_layout(self.weight)
+
+    def set_extra_state(self, state: str) -> None:
+        """ValueError if a state dict has another layout than the module."""
+        if state != row_layout(self.weight):
+            raise ValueError(
+                f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}"
+            )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if _in_tiles(self.weight):
+            from flashkernel.engine.weight_order import row_order
+
+            rows = row_order(self.weight)
+            kept = {name: getattr(rows, name) for name in _PARTS}
+            destination.update({prefix + name: value for name, value in kept.items() if value is not None})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = [state_dict.get(prefix + name) for name in _PARTS]
+        if _in_tiles(self.weight) and given[0] is not None:
+            rows = Weight.from_tensors([one for one in given if one is not None], row_layout(self.weight))
+            tiled = rows.to(self.data.device).tiled()
+            state_dict = dict(state_dict)
+            state_dict.update({prefix + "data": tiled.data, prefix + "scales": tiled.scales})
+            if tiled.zeros is not None:
+                state_dict[prefix + "zeros"] = tiled.zeros
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantizedLinear(OrderedBuffers, nn.Linear):  # type: ignore[misc]
     """A linear layer whose weight is a `Weight`; the state dict has `data`, `scales` and `bias`.
 
     It is a torch.nn.Linear to PEFT, which puts adapters around it. On a Hopper GPU `use_kernel_order` puts the weight
-    into tiles; state dicts have rows all the same, so they fit modules on any device.
+    into tiles.
     """
 
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -39,46 +84,7 @@ class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
         """Puts the weight into the order that the kernels of its device read, for activations in `dtype`."""
         from flashkernel.engine.weight_order import kernel_order
 
-        weight = self.weight
-        found = kernel_order(weight, dtype)
-        if found is not weight:
-            self._hold(found)
-
-    def get_extra_state(self) -> str:
-        """The layout in rows, so that tensors of another one are not loaded."""
-        return row_layout(self.weight)
-
-    def set_extra_state(self, state: str) -> None:
-        """ValueError if a state dict has another layout than the module."""
-        if state != row_layout(self.weight):
-            raise ValueError(
-                f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}"
-            )
-
-    def _hold(self, weight: Weight) -> None:
-        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
-        for name in ("data", "scales", "zeros"):
-            setattr(self, name, getattr(weight, name))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if _in_tiles(self.weight):
-            from flashkernel.engine.weight_order import row_order
-
-            rows = row_order(self.weight)
-            kept = {name: getattr(rows, name) for name in ("data", "scales", "zeros")}
-            destination.update({prefix + name: value for name, value in kept.items() if value is not None})
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        given = [state_dict.get(prefix + name) for name in ("data", "scales", "zeros")]
-        if _in_tiles(self.weight) and given[0] is not None:
-            rows = Weight.from_tensors([one for one in given if one is not None], row_layout(self.weight))
-            tiled = rows.to(self.data.device).tiled()
-            state_dict = dict(state_dict)
-            state_dict.update({prefix + "data": tiled.data, prefix + "scales": tiled.scales})
-            if tiled.zeros is not None:
-                state_dict[prefix + "zeros"] = tiled.zeros
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.hold(kernel_order(self.weight, dtype))
 
 
 def _in_tiles(weight: Weight) -> bool:
