@@ -389,9 +389,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     weights = {"gate": ("up",), "several": rng.one((("second",), ("second", "third")))}.get(kind, ())
     present += [*weights, *(f"{name}_bias" for name in weights if biased), *(["bias"] if biased else [])]
     if kind in ("gate", "packed"):
-        options["activation"] = rng.one(tuple(GATES))
-        if kind == "packed":
-            options["packed"] = rng.one(("halves", "interleaved"))
+        options |= {"activation": rng.one(tuple(GATES)), "packed": rng.one(("halves", "interleaved"))}
     elif kind == "plain" and rng.maybe():
         options["activation"] = rng.one(ACTIVATIONS)
     if kind == "several":

@@ -154,6 +154,7 @@ _CASES = (
     Case("transposed", _axes(33, 24, 40), {"activation": "silu", "scale": 0.5}, present=("bias", "residual"),
          layout="transposed"),
     Case("no-rows", _axes(0, 24, 40), present=("bias",)),
+    Case("no-rows-of-a-batch", _axes(0, 24, 40, (3,), ())),
     Case("no-columns", _axes(33, 0, 40)),
     Case("no-k", _axes(5, 24, 0), present=("bias",)),
     Case("no-batch", _axes(5, 24, 8, (0,), (1,))),
