@@ -66,6 +66,12 @@ def test_tiles_hold_the_same_matrix(format: str, granularity: str, symmetric: bo
         assert torch.equal(dequantize(weight, FP16), weight.dequantize(FP16))
 
 
+@pytest.mark.parametrize("columns", [5, 77, 130])
+def test_groups_that_do_not_divide_a_row_are_dequantized(columns: int) -> None:
+    weight = _weight((2, 9, columns), "int8", "1x32", False)
+    assert torch.equal(dequantize(weight, torch.float32), weight.dequantize(torch.float32))
+
+
 @pytest.mark.parametrize("format", ["int4", "int8", "mxfp4"])
 def test_a_thread_finds_its_fragments(format: str) -> None:
     """What a thread of a warpgroup loads and extracts, put where wgmma's left operand has it, is the matrix."""

@@ -51,7 +51,7 @@ def group_values(source, row_offsets, first, step, inner, GROUP: tl.constexpr, B
         return tl.load(source + row_offsets + first // GROUP)[:, None]
     elif BLOCK_K % GROUP == 0:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
-        group = tl.minimum(first // GROUP + tl.arange(0, GROUPS), inner // GROUP - 1)
+        group = tl.minimum(first // GROUP + tl.arange(0, GROUPS), tl.cdiv(inner, GROUP) - 1)
         values = tl.load(source + row_offsets[:, None] + group[None, :])  # [ROWS, GROUPS]
         wide = tl.broadcast_to(values[:, :, None], (values.shape[0], GROUPS, GROUP))
         return tl.reshape(wide, (values.shape[0], BLOCK_K))
