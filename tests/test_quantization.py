@@ -207,6 +207,8 @@ def test_experts_are_rounded_to_nearest(tmp_path: Path) -> None:
     experts: Any = found.layers[0].gate_up_proj
     assert experts.layout == "int4 1x16"
     assert experts.shape == model.layers[0].gate_up_proj.shape
+    found, _ = quantize_model(model, torch.randint(0, 320, (2, 32)), "smoothquant")
+    assert [getattr(found.layers[0], name).activation_dtype for name in ("o_proj", "down_proj")] == [torch.int8, None]
 
 
 class _Stop(Exception):
