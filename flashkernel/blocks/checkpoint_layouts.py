@@ -62,7 +62,8 @@ def weight_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: i
         if codes.shape[-1] % 2:
             raise ValueError(f"a matrix {tuple(codes.shape)} has an odd number of columns, which int4 does not pack")
         if scales.numel() == 1:  # int4 has scales for rows at least
-            scales, zeros = (one if one is None else one.expand(codes.shape[0], 1) for one in (scales, zeros))
+            scales = scales.expand(codes.shape[0], 1)
+            zeros = None if zeros is None else zeros.expand(codes.shape[0], 1)
         return Weight.pack(pack_nibbles(codes), scales.float(), zeros, "int4")
     signed = None if zeros is None else (zeros.int() - 128).to(torch.int8)
     return Weight.pack((codes.int() - 128).to(torch.int8), scales.float(), signed, "int8")

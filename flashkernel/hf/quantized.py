@@ -137,8 +137,9 @@ def load_quantized(
     """Loads a quantized checkpoint into a Transformers model whose linear layers keep the weights as they are stored.
 
     GPTQ, AWQ, compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), fp8 and GGUF
-    files' formats become a `flashkernel.Weight`, and `flashkernel.linear` multiplies by it. Experts in MXFP4 and
-    embeddings are dequantized. The weights are frozen; gradients go through them, so adapters can be trained.
+    files' formats become a `flashkernel.Weight`, and `flashkernel.linear` multiplies by it. gpt-oss's experts in MXFP4
+    stay so, and are multiplied by `flashkernel.moe_experts`; embeddings are dequantized. The weights are frozen;
+    gradients go through them, so adapters can be trained.
 
     Args:
         folder: A folder as Transformers saves it, with `quantization_config` in its config.json.
@@ -167,10 +168,14 @@ def load_quantized(
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=kind, **options)
     _load_linears(model, reader, kind)
+    if config.model_type == "gpt_oss":
+        from flashkernel.hf.gpt_oss import freeze_experts
+
+        freeze_experts(model, reader, device, kind)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta and (reader.has(name) or name not in tied):
-            _set(model, name, _plain(reader.read(name), kind, tuple(parameter.shape)), reader.source)
+            set_parameter(model, name, plain_tensor(reader.read(name), kind, tuple(parameter.shape)), reader.source)
     model.tie_weights()
     model = model.to(device)
     for module in model.modules():
@@ -205,16 +210,18 @@ def _load_linears(model: nn.Module, reader: Any, dtype: torch.dtype) -> None:
                 continue
             weight = reader.read(f"{full}.weight")
             if not isinstance(weight, Weight):
-                _set(layer, "weight", weight.to(dtype), reader.source)
+                set_parameter(layer, "weight", weight.to(dtype), reader.source)
                 continue
             if tuple(weight.shape) != (layer.out_features, layer.in_features):
                 expected = (layer.out_features, layer.in_features)
                 raise _error(f"{reader.source}: {full} has shape {tuple(weight.shape)}; the model has {expected}")
-            bias = None if layer.bias is None else _plain(reader.read(f"{full}.bias"), dtype, (layer.out_features,))
+            bias = (
+                None if layer.bias is None else plain_tensor(reader.read(f"{full}.bias"), dtype, (layer.out_features,))
+            )
             setattr(module, child, QuantizedLinear(weight, bias))
 
 
-def _plain(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def plain_tensor(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A parameter; experts in MXFP4 are stored (experts, out, in), and Transformers has them (experts, in, out)."""
     if isinstance(found, Weight):
         dense = found.dequantize(dtype)
@@ -222,7 +229,8 @@ def _plain(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -
     return found.to(dtype)
 
 
-def _set(model: nn.Module, name: str, value: Tensor, source: str) -> None:
+def set_parameter(model: nn.Module, name: str, value: Tensor, source: str) -> None:
+    """Puts `value` in the place of a parameter; ModelError if that has another shape. `source` is the checkpoint."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     expected = tuple(getattr(module, last).shape)
