@@ -197,8 +197,11 @@ def test_experts_are_rounded_to_nearest(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import tiny_models
 
+    from flashkernel import hf
+    from flashkernel.engine import ModelError
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.model_loader import load_model
+    from flashkernel.engine.save_model import save_model
 
     tiny_models.save("mixtral", tmp_path)
     model = load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
@@ -209,6 +212,13 @@ def test_experts_are_rounded_to_nearest(tmp_path: Path) -> None:
     assert experts.shape == model.layers[0].gate_up_proj.shape
     found, _ = quantize_model(model, torch.randint(0, 320, (2, 32)), "smoothquant")
     assert [getattr(found.layers[0], name).activation_dtype for name in ("o_proj", "down_proj")] == [torch.int8, None]
+    save_model(found, open_checkpoint(tmp_path), tmp_path / "saved")  # one format for all
+    again: Any = load_model(open_checkpoint(tmp_path / "saved"), torch.device("cpu"), torch.float32).layers[1].down_proj
+    assert torch.equal(again.data, found.layers[1].down_proj.data)  # type: ignore[union-attr]
+    with pytest.raises(
+        ModelError, match=r"there is no tensor model\.layers\.0\.mlp\.gate\.weight; load_quantized reads"
+    ):
+        hf.load_quantized(tmp_path / "saved")
 
 
 class _Stop(Exception):

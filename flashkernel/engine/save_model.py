@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from flashkernel.engine.checkpoint import Checkpoint, SafetensorsCheckpoint
 from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.quantized_checkpoint import LAYOUTS, quantization_config, write_experts, write_weight
 from flashkernel.engine.tokenizer import Tokenizer
-from flashkernel.engine.transformer import PROJECTIONS, Transformer
+from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, Transformer
 from flashkernel.engine.weight_order import row_order
 
 _COPIED = (
@@ -154,8 +155,18 @@ def _all_tensors(
         prefix = architecture.layer_prefix.format(index)
         for name, stored in architecture.layer_weights.items():
             value = row_order(getattr(layer, name))
+            if isinstance(value, Weight) and value.ndim == 3:
+                value = _like_projections(value, layer)
             if value is not None:
                 yield from _stored(narrowed(value), stored, prefix, config, layout)
+
+
+def _like_projections(stack: Weight, layer: LayerWeights) -> Weight:
+    """A stack of experts as a layer's projections are: it takes x as it is, and a checkpoint has one format."""
+    other = layer.o_proj
+    if not isinstance(other, Weight) or other.format != stack.format or other.activation_dtype is None:
+        return stack
+    return replace(stack, activation_dtype=other.activation_dtype)
 
 
 def _stored(

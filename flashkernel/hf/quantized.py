@@ -174,7 +174,12 @@ def load_quantized(
         freeze_experts(model, reader, device, kind)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta and (reader.has(name) or name not in tied):
+        if parameter.is_meta and not reader.has(name) and name not in tied:
+            raise _error(
+                f"{reader.source}: there is no tensor {name}; load_quantized reads models of linear layers, and "
+                "gpt-oss; flashkernel.engine.LLM reads mixtures of experts stored one by one"
+            )
+        if parameter.is_meta and reader.has(name):
             set_parameter(model, name, plain_tensor(reader.read(name), kind, tuple(parameter.shape)), reader.source)
     model.tie_weights()
     model = model.to(device)
