@@ -381,3 +381,18 @@ def test_the_table_of_qualities(tmp_path: Path) -> None:
         quality.load(tmp_path / "quality.json")
     (tmp_path / "quality.json").unlink()
     assert "_Not measured yet._" in tables.regenerate(text, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_what_no_layout_stores_is_refused_before_the_calibration(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import tiny_models
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+
+    tiny_models.save(name, tmp_path / "model")
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "are stored (in, out), which quantized weights are not" in " ".join(done.output.split())
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]

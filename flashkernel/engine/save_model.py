@@ -82,6 +82,17 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def check_storable(checkpoint: Checkpoint) -> None:
+    """ModelError if the projections of a checkpoint's model are stored (in, out): no layout has quantized ones so."""
+    stored = architecture_of(checkpoint.config).layer_weights
+    names = [stored[name].names[0] for name in PROJECTIONS if stored[name].transposed]
+    if names:
+        raise ModelError(
+            f"{checkpoint.config.source}: {', '.join(names)} are stored (in, out), which quantized weights are not; "
+            "such a model cannot be saved quantized, but for gpt-oss with the method mxfp4"
+        )
+
+
 def _write(part: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
