@@ -130,9 +130,9 @@ def test_what_another_engine_measured_stands_beside_ours(tmp_path: Path) -> None
     chat = Load.named("chat")
     ours = [
         serve_records.ServeRecord(
-            model="llama-3.2-1b", load="chat", pass_name=turn, implementation="engine", kind="backend", dtype="bfloat16",
-            requests=1000, rate=None, seconds=4.0, out_tokens=(total := sum(answer for _, answer in chat.lengths)),
-            out_tokens_per_s=total / 4, requests_per_s=250.0,
+            model="llama-3.2-1b", load="chat", pass_name=turn, implementation="engine", kind="backend",
+            dtype="bfloat16", requests=1000, rate=None, seconds=4.0, requests_per_s=250.0,
+            out_tokens=(total := sum(answer for _, answer in chat.lengths)), out_tokens_per_s=total / 4,
         )
         for turn in serving.PASSES
     ]  # fmt: skip

@@ -112,6 +112,18 @@ def test_compressed_tensors(sizes: Any, format: str) -> None:
         _same(layouts.read_pack_quantized(older, bits), weight)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero", [None, 3])
+def test_one_scale_for_a_matrix(bits: int, zero: int | None) -> None:
+    """compressed-tensors' strategy "tensor"."""
+    codes = torch.randint(0, 2**bits, (8, 32))
+    parts = {"weight_packed": layouts.pack_words(codes, bits), "weight_scale": torch.tensor([0.25])}
+    if zero is not None:
+        parts["weight_zero_point"] = torch.tensor([zero - 2 ** (bits - 1)], dtype=torch.int8)
+    expected = (codes - (2 ** (bits - 1) if zero is None else zero)) * 0.25
+    assert torch.equal(layouts.read_pack_quantized(parts, bits).dequantize(torch.float32), expected)
+
+
 def test_whole_rows() -> None:
     weight = Weight.quantize(torch.randn(8, 48), "int4", "row")
     rounded = Weight(weight.data, weight.scales.half().float(), None, "int4", (1, -1))  # type: ignore[union-attr]

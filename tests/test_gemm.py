@@ -54,6 +54,16 @@ def test_several_outputs_are_those_of_single_calls() -> None:
             _close(split, one)
 
 
+@pytest.mark.parametrize("sizes", [(1, 40, 1), (40, 1), (3, 0)])
+def test_biases_of_several_layouts(sizes: tuple[int, ...]) -> None:
+    """Views with strides and dtypes of their own, of one element or none too."""
+    x, weights = torch.randn(3, 20), [torch.randn(size, 20) for size in sizes]
+    biases = [torch.randn(2 * size)[::2] if index == 0 else torch.randn(size) for index, size in enumerate(sizes)]
+    biases[-1] = biases[-1].half()
+    for one, weight, bias in zip(fk.linear(x, weights, biases, backend="triton"), weights, biases):
+        _close(one, torch.nn.functional.linear(x, weight, bias.float()))
+
+
 @pytest.mark.parametrize("packed", ["halves", "interleaved"])
 @pytest.mark.parametrize("rows", [2, 6])
 def test_packed_gate_and_up_with_a_residual(packed: str, rows: int) -> None:

@@ -121,3 +121,66 @@ def test_lora_trains_over_quantized_weights(format: str, patched: bool) -> None:
     assert losses[-1] < losses[0] - 0.1
     for name, value in frozen.items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+def _gpt_oss(folder: Path) -> Any:
+    """A gpt-oss whose experts' sizes MXFP4 has, saved in 32 bits."""
+    import transformers
+
+    sizes = {**tiny_models._SIZES, **tiny_models._MOE, "intermediate_size": 64}
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, head_dim=16, sliding_window=8)).float()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loader dequantizes a stack of experts, nor holds those of more than one layer in 16 bits."""
+    from flashkernel.blocks.weight_formats.mxfp4 import Mxfp4
+
+    plain = _gpt_oss(tmp_path / "plain")
+    checkpoint = open_checkpoint(tmp_path / "plain")
+    model = load_model(checkpoint, torch.device("cpu"), torch.float32).with_mxfp4_experts()
+    save_model(model, checkpoint, tmp_path / "small", "mxfp4")
+    whole: list[Weight] = []
+    dequantize = Mxfp4.dequantize
+    monkeypatch.setattr(
+        Mxfp4, "dequantize", lambda *args: (whole.append(args[1]) if args[1].ndim == 3 else None) or dequantize(*args)
+    )
+    models = [hf.load_quantized(tmp_path / "small"), hf.load_gpt_oss(tmp_path / "small", "cpu", torch.float32)]
+    models.append(hf.load_gpt_oss(tmp_path / "plain", "cpu", torch.float32))  # quantized as it is read
+    assert not whole
+    for layer in plain.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            stack = getattr(layer.mlp.experts, name).detach().transpose(1, 2).contiguous()
+            rounded = Weight.quantize(stack, "mxfp4").dequantize(torch.float32).transpose(1, 2)
+            getattr(layer.mlp.experts, name).data.copy_(rounded)
+    tokens = torch.randint(1, 300, (2, 11), generator=torch.Generator().manual_seed(1))
+    expected = plain(tokens).logits
+    for found in models:
+        assert {type(layer.mlp.experts).__name__ for layer in found.model.layers} == {"FrozenExperts"}
+        torch.testing.assert_close(found(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+        hf.patch(found)
+        torch.testing.assert_close(found(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_damaged_gpt_oss_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _gpt_oss(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    whole = file.read_bytes()
+    for change, message in (
+        (lambda tensors: tensors.pop("model.layers.0.self_attn.sinks"), "sinks is missing"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), r"model.norm.weight has shape \(3,\)"),
+        (lambda tensors: tensors.update(extra=torch.ones(3)), "extra have no place in the model"),
+    ):
+        changed = dict(stored)
+        change(changed)
+        save_file(changed, file)
+        with pytest.raises(ModelError, match=message):
+            hf.load_gpt_oss(tmp_path, "cpu", torch.float32)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="damaged or was cut short"):
+        hf.load_gpt_oss(tmp_path, "cpu", torch.float32)

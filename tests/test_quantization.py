@@ -197,8 +197,11 @@ def test_experts_are_rounded_to_nearest(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import tiny_models
 
+    from flashkernel import hf
+    from flashkernel.engine import ModelError
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.model_loader import load_model
+    from flashkernel.engine.save_model import save_model
 
     tiny_models.save("mixtral", tmp_path)
     model = load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
@@ -207,6 +210,15 @@ def test_experts_are_rounded_to_nearest(tmp_path: Path) -> None:
     experts: Any = found.layers[0].gate_up_proj
     assert experts.layout == "int4 1x16"
     assert experts.shape == model.layers[0].gate_up_proj.shape
+    found, _ = quantize_model(model, torch.randint(0, 320, (2, 32)), "smoothquant")
+    assert [getattr(found.layers[0], name).activation_dtype for name in ("o_proj", "down_proj")] == [torch.int8, None]
+    save_model(found, open_checkpoint(tmp_path), tmp_path / "saved")  # one format for all
+    again: Any = load_model(open_checkpoint(tmp_path / "saved"), torch.device("cpu"), torch.float32).layers[1].down_proj
+    assert torch.equal(again.data, found.layers[1].down_proj.data)  # type: ignore[union-attr]
+    with pytest.raises(
+        ModelError, match=r"there is no tensor model\.layers\.0\.mlp\.gate\.weight; load_quantized reads"
+    ):
+        hf.load_quantized(tmp_path / "saved")
 
 
 class _Stop(Exception):
@@ -369,3 +381,18 @@ def test_the_table_of_qualities(tmp_path: Path) -> None:
         quality.load(tmp_path / "quality.json")
     (tmp_path / "quality.json").unlink()
     assert "_Not measured yet._" in tables.regenerate(text, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_what_no_layout_stores_is_refused_before_the_calibration(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import tiny_models
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+
+    tiny_models.save(name, tmp_path / "model")
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "are stored (in, out), which quantized weights are not" in " ".join(done.output.split())
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]

@@ -15,6 +15,7 @@ from flashkernel.core import device as devices
 from flashkernel.core.launch import collect_launches
 from flashkernel.lab import tuning
 from flashkernel.ops import registry
+from flashkernel.ops.gemm import few_rows
 from flashkernel.ops.gemm.quantized.configs import QuantizedConfig
 from flashkernel.ops.moe import products, tiles
 from flashkernel.ops.moe.params import Experts
@@ -98,6 +99,54 @@ def test_a_sum_in_slices_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated(90):
         y = tiles.forward(x, routing, experts)
     assert (y.double() - exact).norm() <= 3 * torch.finfo(BF16).eps * exact.norm()
+
+
+@needs_emulator
+def test_more_shared_tiles_than_counters_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many experts of a wide layer: a launch then counts in a buffer of its own."""
+    torch.manual_seed(2)
+    experts = _experts(5, 256, 64, "int4", "1x64", True, False, "swiglu", "halves")
+    routing = fk.moe_route(torch.randn(6, 5), fk.Router("softmax", 2), backend="torch")
+    x = torch.randn(6, 256).to(BF16)
+    monkeypatch.setattr(few_rows, "MAX_COUNTERS", 4)
+    monkeypatch.setattr(
+        tiles.tune, "pick",
+        lambda tunable, device, shape: QuantizedConfig(8, 0, 1, 2, True, 4, 2 if shape["inner"] == 256 else 1),
+    )  # fmt: skip
+    with emulated(90):
+        y = tiles.forward(x, routing, experts)
+    exact = _reference(x, routing, experts)
+    assert (y.double() - exact).norm() <= 3 * torch.finfo(BF16).eps * exact.norm()
+
+
+@pytest.mark.skipif(cuda.can_compile() is not None, reason=str(cuda.can_compile()))
+def test_sizes_of_large_models() -> None:
+    """DeepSeek-V3's layer has a config for every number of tokens; one without is left to grouped products."""
+
+    def stack(experts: int, rows: int, columns: int, format: str, group: int) -> Weight:
+        bits = 4 if format == "mxfp4_tiles" else 8
+        kinds = {4: (torch.uint8, torch.uint8), 8: (torch.int8, torch.float16)}[bits]
+        data = torch.empty((experts, rows, columns * bits // 8), dtype=kinds[0], device="meta")
+        scales = torch.empty((experts, rows, columns // group), dtype=kinds[1], device="meta")
+        zeros = None if bits == 4 else torch.empty_like(scales, dtype=torch.int8)
+        return Weight(data, scales, zeros, format, (1, group))
+
+    def serves(tokens: int, k: int, experts: Experts) -> bool:
+        index = torch.empty((tokens, k), dtype=torch.int32, device="meta")
+        counts = torch.empty(experts.count + 1, dtype=torch.int32, device="meta")
+        routing = fk.Routing(index, index.float(), index, index.flatten(), counts, counts[1:])
+        x = torch.empty((tokens, experts.gate_up.shape[-1]), dtype=BF16, device="meta")
+        if not tiles.serves(x, routing, experts, "hopper"):
+            return False
+        with collect_launches(), cuda.recorded_launches() as launches:
+            tiles.forward(x, routing, experts)
+        return len(launches) == 2
+
+    deepseek = Experts(stack(256, 4096, 7168, "mxfp4_tiles", 32), stack(256, 7168, 2048, "mxfp4_tiles", 32))
+    wide = Experts(stack(2, 512, 28672, "int8_tiles", 32), stack(2, 28672, 256, "int8_tiles", 32))
+    with devices.pretend(devices.KNOWN["h200"]):
+        assert all(serves(tokens, 8, deepseek) for tokens in (1, 8, 64))
+        assert not serves(8, 2, wide)
 
 
 def test_what_it_does_not_serve() -> None:

@@ -61,6 +61,15 @@ def test_tiles_hold_the_same_matrix(format: str, granularity: str, symmetric: bo
     assert torch.equal(both.dequantize(torch.float32), found.flatten(0, 1).float())
     assert torch.equal(dequantize(one, FP16), one.dequantize(FP16))
     assert torch.equal(dequantize(weight[1], torch.float32), weight[1].dequantize(torch.float32))
+    assert torch.equal(dequantize(tiles, torch.float32), found.float())
+    if weight.group_shape[0] == 1:
+        assert torch.equal(dequantize(weight, FP16), weight.dequantize(FP16))
+
+
+@pytest.mark.parametrize("columns", [5, 77, 130])
+def test_groups_that_do_not_divide_a_row_are_dequantized(columns: int) -> None:
+    weight = _weight((2, 9, columns), "int8", "1x32", False)
+    assert torch.equal(dequantize(weight, torch.float32), weight.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "mxfp4"])

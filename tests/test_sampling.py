@@ -266,3 +266,12 @@ def test_wrong_inputs_are_refused() -> None:
 
 def test_a_row_has_a_limited_number_of_chunks() -> None:
     assert SAMPLE.valid(SampleConfig(16, 1, 1, 1), None, {"vocab": 128256}) is not None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("setting", [{"top_p": 0.0}, {"top_p": -1.0}, {"min_p": 1.0}, {"min_p": 2.0}])
+def test_the_largest_logit_is_always_kept(backend: str, setting: dict[str, float]) -> None:
+    logits = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
+    settings = {name: torch.full((4,), value) for name, value in setting.items()}
+    found = fk.sample(logits, torch.arange(4), torch.zeros(4, dtype=torch.int64), **settings, backend=backend)
+    assert torch.equal(found, logits.argmax(1))

@@ -17,7 +17,7 @@ from flashkernel.engine.dummy_weights import dummy_transformer
 from flashkernel.engine.model_loader import load_model
 from flashkernel.engine.save_model import save_model
 from flashkernel.engine.transformer import PROJECTIONS
-from flashkernel.engine.weight_order import kernel_order, row_order
+from flashkernel.engine.weight_order import experts_order, kernel_order, row_order
 from flashkernel.hf.quantized import QuantizedLinear
 
 H200 = KNOWN["h200"]
@@ -127,3 +127,79 @@ def test_linear_layers_in_tiles_have_state_dicts_in_rows() -> None:
     torch.testing.assert_close(y, rows(x))
     y.sum().backward()
     assert x.grad is not None
+
+
+def _gpt_oss(folder: Path, intermediate: int = 64) -> object:
+    """A tiny gpt-oss in its released layout, experts in MXFP4, of sizes that tiles have."""
+    transformers = pytest.importorskip("transformers")
+    tiny_models = pytest.importorskip("tiny_models")
+    sizes = {**tiny_models._SIZES, "hidden_size": 64, "intermediate_size": intermediate}
+    config = transformers.GptOssConfig(**sizes, **tiny_models._MOE, head_dim=16, sliding_window=8)
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "plain")
+    checkpoint = open_checkpoint(folder / "plain")
+    model = load_model(checkpoint, torch.device("cpu"), torch.bfloat16, quantization="plain").with_mxfp4_experts()
+    save_model(model, checkpoint, folder / "mxfp4", layout="mxfp4")
+    return config
+
+
+def test_experts_of_a_checkpoint_are_in_tiles_on_hopper(tmp_path: Path) -> None:
+    """Both stacks of a layer; they are saved without a changed byte."""
+    _gpt_oss(tmp_path)
+    folder, cpu = tmp_path / "mxfp4", torch.device("cpu")
+    checkpoint = open_checkpoint(folder)
+    rows = load_model(checkpoint, cpu, torch.bfloat16)
+    with pretend(H200):
+        tiled = load_model(checkpoint, cpu, torch.bfloat16)
+        exact = load_model(checkpoint, cpu, torch.float32)  # no kernel of tiles computes in float32
+        save_model(tiled, checkpoint, tmp_path / "again", layout="mxfp4")
+        made = load_model(open_checkpoint(tmp_path / "plain"), cpu, torch.bfloat16).with_mxfp4_experts()
+    for name in ("gate_up_proj", "down_proj"):
+        stack, expected = getattr(tiled.layers[1], name), getattr(rows.layers[1], name)
+        assert (stack.format, expected.format) == ("mxfp4_tiles", "mxfp4")
+        assert getattr(exact.layers[1], name).format == "mxfp4"
+        assert getattr(made.layers[1], name).format == "mxfp4_tiles"
+        assert _same_rows(row_order(stack), expected)
+        assert stack.nbytes == expected.nbytes
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_experts_are_in_tiles_together_or_not_at_all() -> None:
+    stack = {size: Weight.quantize(torch.randn(2, 128, size), "mxfp4") for size in (64, 96, 128)}
+    with pretend(H200):
+        given = stack[128], stack[96]  # 96 columns are no tiles
+        assert experts_order(*given, torch.bfloat16) == given
+        assert experts_order(stack[128], stack[64], torch.float32) == (stack[128], stack[64])
+        plain = torch.randn(2, 128, 64)
+        assert experts_order(stack[128], plain, torch.bfloat16) == (stack[128], plain)
+        for format in ("int4", "int8"):
+            pair = (Weight.quantize(torch.randn(2, 128, 128), format), stack[64])
+            assert [one.format for one in experts_order(*pair, torch.float16)] == [f"{format}_tiles", "mxfp4_tiles"]
+    with pretend(KNOWN["b200"]):
+        assert experts_order(stack[128], stack[64], torch.bfloat16) == (stack[128], stack[64])
+
+
+def test_frozen_experts_of_transformers_are_in_tiles_on_hopper(tmp_path: Path) -> None:
+    """Their state dict is that of experts in rows, and so is what they compute and send back."""
+    _gpt_oss(tmp_path)
+    rows = hf.load_gpt_oss(tmp_path / "mxfp4", "cpu", torch.bfloat16)
+    with pretend(H200):
+        tiled = hf.load_gpt_oss(tmp_path / "mxfp4", "cpu", torch.bfloat16)
+    mine, other = (model.model.layers[0].mlp.experts for model in (tiled, rows))
+    assert mine.gate_up_proj.weight.format == mine.down_proj.weight.format == "mxfp4_tiles"
+    assert other.gate_up_proj.weight.format == "mxfp4"
+    expected = rows.state_dict()
+    for name, value in tiled.state_dict().items():
+        assert value == expected[name] if isinstance(value, str) else torch.equal(value, expected[name]), name
+    mine.gate_up_proj.data.zero_()
+    tiled.load_state_dict(expected)
+    tokens = torch.arange(1, 9)[None]
+    torch.testing.assert_close(tiled(tokens).logits, rows(tokens).logits)
+    grads = []
+    for experts in (mine, other):
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).bfloat16().requires_grad_()
+        experts(x, torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.full((3, 2), 0.5)).float().square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)

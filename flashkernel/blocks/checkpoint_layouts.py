@@ -52,7 +52,7 @@ def codes_of(weight: Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def weight_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Weight:
-    """Returns the Weight of values 0 to 2^bits - 1 (out, in), scales (out, groups) and zero points of that shape.
+    """Returns the Weight of values 0 to 2^bits - 1 (out, in), scales (out, groups) or one, and as many zero points.
 
     Zero points that all are the middle (8 or 128) are left out: the Weight is then symmetric.
     """
@@ -61,6 +61,9 @@ def weight_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: i
     if bits == 4:
         if codes.shape[-1] % 2:
             raise ValueError(f"a matrix {tuple(codes.shape)} has an odd number of columns, which int4 does not pack")
+        if scales.numel() == 1:  # int4 has scales for rows at least
+            scales = scales.expand(codes.shape[0], 1)
+            zeros = None if zeros is None else zeros.expand(codes.shape[0], 1)
         return Weight.pack(pack_nibbles(codes), scales.float(), zeros, "int4")
     signed = None if zeros is None else (zeros.int() - 128).to(torch.int8)
     return Weight.pack((codes.int() - 128).to(torch.int8), scales.float(), signed, "int8")

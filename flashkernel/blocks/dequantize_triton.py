@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernel.blocks.weight import Weight
-from flashkernel.blocks.weight_formats.grouped import scales_of
 from flashkernel.blocks.weight_formats.tiles import SUFFIX, TILE
 from flashkernel.core.launch import launch
 from flashkernel.core.tune import ceil_div
@@ -52,7 +51,7 @@ def group_values(source, row_offsets, first, step, inner, GROUP: tl.constexpr, B
         return tl.load(source + row_offsets + first // GROUP)[:, None]
     elif BLOCK_K % GROUP == 0:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
-        group = tl.minimum(first // GROUP + tl.arange(0, GROUPS), inner // GROUP - 1)
+        group = tl.minimum(first // GROUP + tl.arange(0, GROUPS), tl.cdiv(inner, GROUP) - 1)
         values = tl.load(source + row_offsets[:, None] + group[None, :])  # [ROWS, GROUPS]
         wide = tl.broadcast_to(values[:, :, None], (values.shape[0], GROUPS, GROUP))
         return tl.reshape(wide, (values.shape[0], BLOCK_K))
@@ -174,19 +173,20 @@ def dequantize_tiles(
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Returns the matrix (out, in) of a quantized weight in `dtype`, computed in float32 and rounded once.
 
-    The weight is in "int4", "int8" or "mxfp4", or tiles of these, with scales for rows, groups of a row or the tensor.
+    The weight is in "int4", "int8" or "mxfp4", or tiles of these, with scales for rows, groups of a row or the tensor;
+    or it is a stack (experts, out, in) of such matrices, with scales for rows or groups of a row.
     """
-    rows, inner = weight.shape
-    out = torch.empty((rows, inner), dtype=dtype, device=weight.device)
+    out = torch.empty(tuple(weight.shape), dtype=dtype, device=weight.device)
     if out.numel() == 0:
         return out
-    data, scales = weight.data.contiguous(), scales_of(weight).contiguous()
-    zeros = None if weight.zeros is None else weight.zeros.contiguous()
+    inner = weight.shape[-1]
+    data, scales, *others = [one.contiguous().view(-1, one.shape[-1]) for one in weight.tensors]
+    rows = data.shape[0]  # of all experts
     constants = {
-        "FORMAT": weight.format.removesuffix(SUFFIX), "ZEROS": zeros is not None,
-        "GROUP": max(0, weight.group_shape[1]), "num_warps": 4,
+        "FORMAT": weight.format.removesuffix(SUFFIX), "ZEROS": bool(others), "GROUP": max(0, weight.group_shape[1]),
+        "num_warps": 4,
     }  # fmt: skip
-    tensors = (data, scales, scales if zeros is None else zeros, out)
+    tensors = (data, scales, others[0] if others else scales, out)
     if weight.format.endswith(SUFFIX):
         grid = rows // TILE, inner // TILE
         launch(dequantize_tiles, grid, data.view(torch.int32), *tensors[1:], inner, scales.shape[1], **constants)

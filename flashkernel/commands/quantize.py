@@ -67,7 +67,7 @@ def quantize(
     compressed-tensors.
     """
     with progress.report_errors():
-        from flashkernel.engine.save_model import save_model
+        from flashkernel.engine.save_model import check_storable, save_model
         from flashkernel.quantization import CALIBRATION_TEXT, Method, quantize_model
         from flashkernel.quantization.state import STATE_SUFFIX
 
@@ -79,6 +79,7 @@ def quantize(
         scheme = _scheme(method, bits, group_size, symmetric)
         rule = Method(method.value, damping, act_order, strength)
         loaded, checkpoint = _load(model, device, dtype)
+        check_storable(checkpoint)  # before the calibration, which takes hours
         tokens = _windows(checkpoint, text, CALIBRATION_TEXT, length, samples)
         state = out.with_name(out.name + STATE_SUFFIX)
         began, errors = time.perf_counter(), list["LayerError"]()

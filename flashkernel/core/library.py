@@ -185,8 +185,11 @@ def _autograd_function(name, forward, setup_context, backward):
     run_once = once_differentiable(run_backward)
 
     def differentiable_once(ctx, *gradients):
-        """Grad mode is on only if a second derivative is asked for, which once_differentiable refuses."""
-        return run_once(ctx, *gradients) if torch.is_grad_enabled() else run_backward(ctx, *gradients)
+        """Grad mode is on only if a second derivative is asked for, which once_differentiable refuses: of gradients
+        that require a gradient. Those of a sum do not, and yet the results depend on what was saved."""
+        if not torch.is_grad_enabled():
+            return run_backward(ctx, *gradients)
+        return run_once(ctx, *[None if one is None else one.detach().requires_grad_() for one in gradients])
 
     body = {"forward": staticmethod(run_forward), "backward": staticmethod(differentiable_once)}
     return type(name, (torch.autograd.Function,), body)

@@ -18,7 +18,7 @@ from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.forward_pass import Projection
 from flashkernel.engine.quantized_checkpoint import WeightReader
 from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelWeights, Transformer
-from flashkernel.engine.weight_order import kernel_order
+from flashkernel.engine.weight_order import kernel_order, layer_order
 
 _linear: Any = fk.linear
 
@@ -52,7 +52,7 @@ def load_model(
     layers = []
     for index in range(config.num_layers):
         tensors = loader.load(architecture.layer_weights, architecture.layer_prefix.format(index))
-        projections = {name: kernel_order(_laid_out(tensors[name], quantization), dtype) for name in PROJECTIONS}
+        projections = layer_order({name: _laid_out(tensors[name], quantization) for name in PROJECTIONS}, dtype)
         layers.append(LayerWeights(**tensors | projections))
         if progress is not None:
             progress(index + 1, config.num_layers)

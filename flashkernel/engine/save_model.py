@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from flashkernel.engine.checkpoint import Checkpoint, SafetensorsCheckpoint
 from flashkernel.engine.config import ModelConfig, ModelError
 from flashkernel.engine.quantized_checkpoint import LAYOUTS, quantization_config, write_experts, write_weight
 from flashkernel.engine.tokenizer import Tokenizer
-from flashkernel.engine.transformer import PROJECTIONS, Transformer
+from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, Transformer
 from flashkernel.engine.weight_order import row_order
 
 _COPIED = (
@@ -79,6 +80,17 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def check_storable(checkpoint: Checkpoint) -> None:
+    """ModelError if the projections of a checkpoint's model are stored (in, out): no layout has quantized ones so."""
+    stored = architecture_of(checkpoint.config).layer_weights
+    names = [stored[name].names[0] for name in PROJECTIONS if stored[name].transposed]
+    if names:
+        raise ModelError(
+            f"{checkpoint.config.source}: {', '.join(names)} are stored (in, out), which quantized weights are not; "
+            "such a model cannot be saved quantized, but for gpt-oss with the method mxfp4"
+        )
 
 
 def _write(part: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -154,8 +166,18 @@ def _all_tensors(
         prefix = architecture.layer_prefix.format(index)
         for name, stored in architecture.layer_weights.items():
             value = row_order(getattr(layer, name))
+            if isinstance(value, Weight) and value.ndim == 3:
+                value = _like_projections(value, layer)
             if value is not None:
                 yield from _stored(narrowed(value), stored, prefix, config, layout)
+
+
+def _like_projections(stack: Weight, layer: LayerWeights) -> Weight:
+    """A stack of experts as a layer's projections are: it takes x as it is, and a checkpoint has one format."""
+    other = layer.o_proj
+    if not isinstance(other, Weight) or other.format != stack.format or other.activation_dtype is None:
+        return stack
+    return replace(stack, activation_dtype=other.activation_dtype)
 
 
 def _stored(

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashkernel import Weight
 from flashkernel.engine import forward_pass
 from flashkernel.engine.config import ModelConfig
-from flashkernel.engine.weight_order import kernel_order
+from flashkernel.engine.weight_order import experts_order, layer_order
 from flashkernel.kvcache import LayerPages, Step
 
 PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -118,19 +118,18 @@ class Transformer:
             found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
             for name, projection in found.items():
                 if isinstance(projection, Tensor) and format != "plain":
-                    found[name] = kernel_order(Weight.quantize(projection, format), self.dtype)
-            layers.append(replace(layer, **found))
+                    found[name] = Weight.quantize(projection, format)
+            layers.append(replace(layer, **layer_order(found, self.dtype)))
         return Transformer(self.config, self.weights, layers)
 
     def with_mxfp4_experts(self) -> Transformer:
         """The model with its experts in MXFP4, rounded to nearest, as gpt-oss is released; those in MXFP4 stay."""
         layers = []
         for layer in self.layers:
-            stacks = {name: getattr(layer, name) for name in ("gate_up_proj", "down_proj")}
-            found: dict[str, Any] = {
-                name: Weight.quantize(x, "mxfp4") for name, x in stacks.items() if isinstance(x, Tensor)
-            }
-            layers.append(replace(layer, **found))
+            stacks = [getattr(layer, name) for name in ("gate_up_proj", "down_proj")]
+            found = [Weight.quantize(x, "mxfp4") if isinstance(x, Tensor) else x for x in stacks]
+            gate_up, down = experts_order(found[0], found[1], self.dtype)
+            layers.append(replace(layer, gate_up_proj=gate_up, down_proj=down))
         return Transformer(self.config, self.weights, layers)
 
     def forward(self, model_input: ModelInput, pages: list[LayerPages]) -> Tensor:

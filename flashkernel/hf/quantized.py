@@ -16,13 +16,58 @@ from flashkernel.blocks.weight_module import WeightBuffers
 from flashkernel.ops.gemm import linear
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_PARTS = ("data", "scales", "zeros")
 
 
-class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
+class OrderedBuffers(WeightBuffers):
+    """A module that holds a `Weight` in the order that the kernels of its device read.
+
+    State dicts have rows whatever that order is, so they fit modules on any device.
+    """
+
+    def hold(self, weight: Weight) -> None:
+        """Takes a Weight of the same values in another order."""
+        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
+        for name in _PARTS:
+            setattr(self, name, getattr(weight, name))
+
+    def get_extra_state(self) -> str:
+        """The layout in rows, so that tensors of another one are not loaded."""
+        return row_layout(self.weight)
+
+    def set_extra_state(self, state: str) -> None:
+        """ValueError if a state dict has another layout than the module."""
+        if state != row_layout(self.weight):
+            raise ValueError(
+                f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}"
+            )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if _in_tiles(self.weight):
+            from flashkernel.engine.weight_order import row_order
+
+            rows = row_order(self.weight)
+            kept = {name: getattr(rows, name) for name in _PARTS}
+            destination.update({prefix + name: value for name, value in kept.items() if value is not None})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = [state_dict.get(prefix + name) for name in _PARTS]
+        if _in_tiles(self.weight) and given[0] is not None:
+            rows = Weight.from_tensors([one for one in given if one is not None], row_layout(self.weight))
+            tiled = rows.to(self.data.device).tiled()
+            state_dict = dict(state_dict)
+            state_dict.update({prefix + "data": tiled.data, prefix + "scales": tiled.scales})
+            if tiled.zeros is not None:
+                state_dict[prefix + "zeros"] = tiled.zeros
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantizedLinear(OrderedBuffers, nn.Linear):  # type: ignore[misc]
     """A linear layer whose weight is a `Weight`; the state dict has `data`, `scales` and `bias`.
 
     It is a torch.nn.Linear to PEFT, which puts adapters around it. On a Hopper GPU `use_kernel_order` puts the weight
-    into tiles; state dicts have rows all the same, so they fit modules on any device.
+    into tiles.
     """
 
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -40,46 +85,7 @@ class QuantizedLinear(WeightBuffers, nn.Linear):  # type: ignore[misc]
         """Puts the weight into the order that the kernels of its device read, for activations in `dtype`."""
         from flashkernel.engine.weight_order import kernel_order
 
-        weight = self.weight
-        found = kernel_order(weight, dtype)
-        if found is not weight:
-            self._hold(found)
-
-    def get_extra_state(self) -> str:
-        """The layout in rows, so that tensors of another one are not loaded."""
-        return row_layout(self.weight)
-
-    def set_extra_state(self, state: str) -> None:
-        """ValueError if a state dict has another layout than the module."""
-        if state != row_layout(self.weight):
-            raise ValueError(
-                f"the state dict has a weight in {state!r}; the module's is in {row_layout(self.weight)!r}"
-            )
-
-    def _hold(self, weight: Weight) -> None:
-        self._context = (weight.format, weight.group_shape, weight.activation_dtype)
-        for name in ("data", "scales", "zeros"):
-            setattr(self, name, getattr(weight, name))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if _in_tiles(self.weight):
-            from flashkernel.engine.weight_order import row_order
-
-            rows = row_order(self.weight)
-            kept = {name: getattr(rows, name) for name in ("data", "scales", "zeros")}
-            destination.update({prefix + name: value for name, value in kept.items() if value is not None})
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        given = [state_dict.get(prefix + name) for name in ("data", "scales", "zeros")]
-        if _in_tiles(self.weight) and given[0] is not None:
-            rows = Weight.from_tensors([one for one in given if one is not None], row_layout(self.weight))
-            tiled = rows.to(self.data.device).tiled()
-            state_dict = dict(state_dict)
-            state_dict.update({prefix + "data": tiled.data, prefix + "scales": tiled.scales})
-            if tiled.zeros is not None:
-                state_dict[prefix + "zeros"] = tiled.zeros
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.hold(kernel_order(self.weight, dtype))
 
 
 def _in_tiles(weight: Weight) -> bool:
@@ -132,8 +138,9 @@ def load_quantized(
     """Loads a quantized checkpoint into a Transformers model whose linear layers keep the weights as they are stored.
 
     GPTQ, AWQ, compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4-pack-quantized), fp8 and GGUF
-    files' formats become a `flashkernel.Weight`, and `flashkernel.linear` multiplies by it. Experts in MXFP4 and
-    embeddings are dequantized. The weights are frozen; gradients go through them, so adapters can be trained.
+    files' formats become a `flashkernel.Weight`, and `flashkernel.linear` multiplies by it. gpt-oss's experts in MXFP4
+    stay so, and are multiplied by `flashkernel.moe_experts`; embeddings are dequantized. The weights are frozen;
+    gradients go through them, so adapters can be trained.
 
     Args:
         folder: A folder as Transformers saves it, with `quantization_config` in its config.json.
@@ -162,10 +169,19 @@ def load_quantized(
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=kind, **options)
     _load_linears(model, reader, kind)
+    if config.model_type == "gpt_oss":
+        from flashkernel.hf.gpt_oss import freeze_experts
+
+        freeze_experts(model, reader, device, kind)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta and (reader.has(name) or name not in tied):
-            _set(model, name, _plain(reader.read(name), kind, tuple(parameter.shape)), reader.source)
+        if parameter.is_meta and not reader.has(name) and name not in tied:
+            raise _error(
+                f"{reader.source}: there is no tensor {name}; load_quantized reads models of linear layers, and "
+                "gpt-oss; flashkernel.engine.LLM reads mixtures of experts stored one by one"
+            )
+        if parameter.is_meta and reader.has(name):
+            set_parameter(model, name, plain_tensor(reader.read(name), kind, tuple(parameter.shape)), reader.source)
     model.tie_weights()
     model = model.to(device)
     for module in model.modules():
@@ -200,16 +216,18 @@ def _load_linears(model: nn.Module, reader: Any, dtype: torch.dtype) -> None:
                 continue
             weight = reader.read(f"{full}.weight")
             if not isinstance(weight, Weight):
-                _set(layer, "weight", weight.to(dtype), reader.source)
+                set_parameter(layer, "weight", weight.to(dtype), reader.source)
                 continue
             if tuple(weight.shape) != (layer.out_features, layer.in_features):
                 expected = (layer.out_features, layer.in_features)
                 raise _error(f"{reader.source}: {full} has shape {tuple(weight.shape)}; the model has {expected}")
-            bias = None if layer.bias is None else _plain(reader.read(f"{full}.bias"), dtype, (layer.out_features,))
+            bias = (
+                None if layer.bias is None else plain_tensor(reader.read(f"{full}.bias"), dtype, (layer.out_features,))
+            )
             setattr(module, child, QuantizedLinear(weight, bias))
 
 
-def _plain(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def plain_tensor(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A parameter; experts in MXFP4 are stored (experts, out, in), and Transformers has them (experts, in, out)."""
     if isinstance(found, Weight):
         dense = found.dequantize(dtype)
@@ -217,7 +235,8 @@ def _plain(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -
     return found.to(dtype)
 
 
-def _set(model: nn.Module, name: str, value: Tensor, source: str) -> None:
+def set_parameter(model: nn.Module, name: str, value: Tensor, source: str) -> None:
+    """Puts `value` in the place of a parameter; ModelError if that has another shape. `source` is the checkpoint."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     expected = tuple(getattr(module, last).shape)

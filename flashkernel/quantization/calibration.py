@@ -190,10 +190,10 @@ def _rounded(model: Transformer, scheme: Scheme) -> Transformer:
 
 
 def _round(matrix: Tensor, scheme: Scheme) -> Weight:
-    """A matrix, or a stack of experts, rounded to nearest."""
+    """A matrix, or a stack of experts, rounded to nearest; experts take x as it is."""
     if matrix.ndim == 2:
         return round_to_nearest(matrix, scheme)
-    return Weight.stack([round_to_nearest(one, scheme) for one in matrix])
+    return Weight.stack([round_to_nearest(one, replace(scheme, activation_dtype=None)) for one in matrix])
 
 
 def _factors(

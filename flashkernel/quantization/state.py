@@ -72,7 +72,7 @@ class CalibrationState:
         except OSError as error:
             raise ModelError(
                 f"{self.folder}: the state after layer {index} cannot be written ({error}); free space and run the "
-                f"same command again: it goes on after layer {index - 1}"
+                f"same command again: it goes on with layer {index}"
             ) from error
         self.layers_done, self.errors = index + 1, state["errors"]  # type: ignore[assignment]
         (self.folder / f"hidden-{index}.safetensors").unlink(missing_ok=True)

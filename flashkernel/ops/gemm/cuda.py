@@ -14,7 +14,7 @@ from flashkernel.core import cuda, tune
 from flashkernel.core.cuda import TYPES, Module
 from flashkernel.core.tune import ceil_div
 from flashkernel.ops.gemm.configs import CUDA_LINEAR, TileConfig
-from flashkernel.ops.gemm.params import LinearExtras
+from flashkernel.ops.gemm.params import LinearExtras, in_one_layout
 
 FOLDER = Path(__file__).parent
 INCLUDE = (FOLDER.parents[1] / "blocks" / "cuda",)
@@ -58,7 +58,7 @@ def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], extras: Line
     y = torch.empty((rows, sum(sizes)), dtype=out, device=x.device)
     if y.numel() == 0:
         return y.to(dtype)
-    biases, bias_stride = _one_bias_layout(biases)
+    biases = in_one_layout(biases, TYPES)
     if residual is not None and residual.dtype not in TYPES:
         residual = residual.float()
     if norm_weight is not None and norm_weight.dtype not in TYPES:
@@ -81,7 +81,7 @@ def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor], extras: Line
     if splits > 1:
         partial = torch.empty((splits, rows, shape["streams"], sum(sizes)), dtype=torch.float32, device=x.device)
     operands = (*_three(biases), residual, y)
-    strides = (bias_stride, 0 if residual is None else residual.stride(0))
+    strides = (biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0))
     sizes = [*sizes, *[0] * (MAX_WEIGHTS - len(sizes))]
     code.kernel(_tile_kernel(x.dtype, config, gated, transposed, vector), _TILE_ARGUMENTS).launch(
         (row_tiles * column_tiles, splits), 32 * config.warps_m * config.warps_n,
@@ -106,13 +106,6 @@ def _normalized(code: Module, x: Tensor, norm_weight: Tensor, eps: float, offset
     arguments = (x, norm_weight.contiguous(), y, x.stride(0), x.shape[1], eps, offset)
     code.kernel(f"normalize_rows<{TYPES[x.dtype]}>", _NORM_ARGUMENTS).launch(x.shape[0], NORM_THREADS, arguments)
     return y
-
-
-def _one_bias_layout(biases: list[Tensor]) -> tuple[list[Tensor], int]:
-    """The biases in one dtype of the kernel's and with one stride, and that stride."""
-    if len({(bias.dtype, bias.stride(0)) for bias in biases}) > 1 or any(bias.dtype not in TYPES for bias in biases):
-        biases = [bias.float().contiguous() for bias in biases]
-    return biases, biases[0].stride(0) if biases else 0
 
 
 def _one_layout(weights: list[Tensor]) -> tuple[list[Tensor], bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,3 +58,12 @@ class LinearExtras(NamedTuple):
     eps: float
     offset: float
     dtype: torch.dtype
+
+
+def in_one_layout(vectors: list[Tensor], dtypes: Container[torch.dtype] | None = None) -> list[Tensor]:
+    """Vectors [n] of one dtype (of `dtypes`) and one stride, as a kernel reads several of them; else float32 copies."""
+    readable = dtypes is None or all(one.dtype in dtypes for one in vectors)
+    if readable and len({(one.dtype, one.stride(0)) for one in vectors}) <= 1:
+        return vectors
+    # No contiguous(): of one element it keeps whatever stride there is.
+    return [torch.empty(one.shape, dtype=torch.float32, device=one.device).copy_(one) for one in vectors]

@@ -156,6 +156,9 @@ _CASES = (
     _fp8("fp8-no-inner", "block", ("bias",), {"inner": 0}),
     _format("fp8-e5m2", "fp8_e5m2 row", ("bias",)),
     _format("int8", "int8 row", ("bias",), {"inner": 77}, activation="silu"),
+    _format("int8-smaller-last-group", "int8 1x32 zeros", ("bias",), {"inner": 77}),
+    _format("int8-smaller-last-group-many-rows", "int8 1x64", (), {"rows": 33, "inner": 130, "columns": 40}, scale=0.2),
+    _format("int8-group-wider-than-a-row", "int8 1x64", (), {"inner": 5}),
     _format("int8-tensor", "int8 tensor", ("residual",), {"columns": 33}),
     _format("int8-zeros", "int8 row zeros", (), {"rows": 9}),
     _format("int8-activations", "int8 row", ("bias",), {"inner": 48}, activation_dtype=torch.int8),
@@ -198,6 +201,13 @@ _CASES = (
 _ROWS = ((1, 2, 7, 8, 9, 17), (1, 2, 7, 8, 9, 16, 33, 63, 64, 65, 130))  # small, large: around the row classes
 
 
+# Formats of a random weight, and what its columns are multiples of.
+_FORMATS = (
+    ("int4 row", 2), ("int4 1x32", 32), ("int4 1x64 zeros", 64), ("int8 row zeros", 1), ("int8 1x32", 1),
+    ("int8 1x64 zeros", 1), ("int8 tensor", 1), ("mxfp4 1x32", 32), ("fp8_e5m2 row", 1),
+)  # fmt: skip
+
+
 def _random_case(rng: Rng, case: Case) -> Case:
     """One weight with any epilogue, gate and up, or up to three weights; biases for all weights or none."""
     drawn_here = ("activation", "packed", "splits", "activation_dtype", "format")
@@ -211,9 +221,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     weights = {"gate": ("up",), "several": rng.one((("second",), ("second", "third")))}.get(kind, ())
     present += [*weights, *(f"{name}_bias" for name in weights if biased), *(["bias"] if biased else [])]
     if kind in ("gate", "packed"):
-        options["activation"] = rng.one(tuple(GATES))
-        if kind == "packed":
-            options["packed"] = rng.one(("halves", "interleaved"))
+        options |= {"activation": rng.one(tuple(GATES)), "packed": rng.one(("halves", "interleaved"))}
     elif kind == "plain" and rng.maybe():
         options["activation"] = rng.one(ACTIVATIONS)
     if kind == "several":
@@ -230,10 +238,14 @@ def _random_case(rng: Rng, case: Case) -> Case:
         axes["scales"] = rng.one(tuple(GRANULARITIES))
         present += [f"{name}_scales" for name in ("weight", *weights)]
         dtype_of |= dict.fromkeys(("weight", *weights), FP8)
+    elif kind in ("plain", "packed") and rng.maybe(0.3):
+        options["format"], step = rng.one(_FORMATS)
+        axes["inner"] = -(-axes["inner"] // step) * step
     # Where a product lies so near to a kink that rounding takes it across, its gradient is another one.
     kinked = options.get("activation") in ("relu", "reglu", "gpt_oss_glu") and case.dtypes[0] != torch.float32
+    gradients = kind != "splits" and not kinked and "format" not in options
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
-                   gradients=kind != "splits" and not kinked, through=None)  # fmt: skip
+                   gradients=gradients, through=None)  # fmt: skip
 
 
 _Layers = dict[str, tuple[Axes, tuple[str, ...], dict[str, Any]]]  # axes, optional inputs, options, by name

@@ -29,7 +29,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.gemm.configs import DEQUANTIZED, LINEAR, LinearConfig, row_tile, tile_count
 from flashkernel.ops.gemm.counters import counters
-from flashkernel.ops.gemm.params import LinearExtras
+from flashkernel.ops.gemm.params import LinearExtras, in_one_layout
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def linear_vector(
         here = tl.full([1], row, tl.int32)
         value = apply_epilogue(
             value, up_value, here, first_column + out_column, out_column, here == row, in_columns,
-            bias, biases[LAST], bias_stride, residual, residual_stride, EPILOGUE,
+            bias, biases[LAST] if GATED else bias, bias_stride, residual, residual_stride, EPILOGUE,
         )  # fmt: skip
         tl.store(y + row * y_stride + (first_column + out_column)[None, :], value, mask=in_columns[None, :])
 
@@ -292,7 +292,7 @@ def linear_tensor(
             in_rows, in_columns, column = row < rows, out_column < size, first_column + out_column
             value = apply_epilogue(
                 value, up_value, row, column, out_column, in_rows, in_columns,
-                bias, biases[LAST], bias_stride, residual, residual_stride, EPILOGUE,
+                bias, biases[LAST] if GATED else bias, bias_stride, residual, residual_stride, EPILOGUE,
             )  # fmt: skip
             target = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
             tl.store(target, value, mask=in_rows[:, None] & in_columns[None, :])
@@ -314,8 +314,7 @@ def forward(x: Tensor, weights: list[Any], biases: list[Tensor], extras: LinearE
     quantized = _Quantized() if isinstance(weights[0], Tensor) else _quantized(weights)
     matrices = [weight.data for weight in weights]
     weights, outer = _one_layout([one.contiguous() for one in matrices] if quantized.format else matrices)
-    if len({(bias.dtype, bias.stride(0)) for bias in biases}) > 1:
-        biases = [bias.float().contiguous() for bias in biases]
+    biases = in_one_layout(biases)
     if norm_weight is not None:
         norm_weight = norm_weight.contiguous()
     shape = {

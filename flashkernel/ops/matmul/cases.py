@@ -84,6 +84,7 @@ CASES = (
     Case("transposed", axes_of(33, 24, 40), {"activation": "silu", "scale": 0.5}, present=("bias", "residual"),
          layout="transposed"),
     Case("no-rows", axes_of(0, 24, 40), present=("bias",)),
+    Case("no-rows-of-a-batch", axes_of(0, 24, 40, (3,), ())),
     Case("no-columns", axes_of(33, 0, 40)),
     Case("no-k", axes_of(5, 24, 0), present=("bias",)),
     Case("no-batch", axes_of(5, 24, 8, (0,), (1,))),

@@ -255,7 +255,7 @@ def _right_gradient(module, a: Tensor, dz: Tensor, b: Tensor, tf32: bool) -> Ten
     """dB = A^T dZ."""
     if b.shape[0] < dz.shape[0]:  # one B for all: the sum over M goes on over the batch
         rows = dz.shape[0] * dz.shape[1]
-        a, dz = a.reshape(1, rows, -1), dz.reshape(1, rows, -1)
+        a, dz = a.reshape(1, rows, a.shape[2]), dz.reshape(1, rows, dz.shape[2])
     return module.forward(a.transpose(1, 2), dz, MatmulParams(a.dtype, "", "", tf32), MatmulTensors())
 
 

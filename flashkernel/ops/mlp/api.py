@@ -99,6 +99,8 @@ def mlp(
         if residual is not None and out_dtype is None:
             out_dtype = torch.promote_types(x.dtype, residual.dtype)  # what mlp(x) + residual has
     _check_options(activation, packed, norm_eps, norm_offset)
+    if len(weights) == 3:  # `packed` is of one weight; what goes into the activation is stored as the pair is
+        packed = "halves"
     gated = isinstance(activation, Gate) or (isinstance(activation, str) and activation in GATES)
     shape = _check_tensors(x, weights, biases, down_bias, residual, norm_weight, gated)
     plain = [one for one in weights if isinstance(one, Tensor)]

@@ -145,6 +145,7 @@ def _fp8(name: str, scales: str, present: tuple[str, ...] = (), rows: Any = 3, *
 _CASES = (
     _case("packed"),
     _case("pair", ("up",)),
+    _case("pair-interleaved", _PAIR_BIASES, packed="interleaved"),  # of one weight; a pair is apart all the same
     _case("one-row", ("up",), ()),
     _case("few-rows", ("residual", "norm_weight"), (2, 3)),
     _case("most-few-rows", ("up", "residual"), 64),
@@ -191,8 +192,7 @@ def _random_case(rng: Rng, case: Case) -> Case:
     kind = rng.one(("packed", "pair", "plain"))
     options["activation"] = rng.one(ACTIVATIONS if kind == "plain" else tuple(GATES))
     axes["packed"] = kind == "packed"
-    if kind == "packed":
-        options["packed"] = rng.one(("halves", "interleaved"))
+    options["packed"] = rng.one(("halves", "interleaved"))
     present: list[str] = [name for name in ("down_bias", "residual") if name in case.present]
     present += ["norm_weight"] if "norm_weight" in case.present and axes["columns"] else []
     present += ["up"] if kind == "pair" else []

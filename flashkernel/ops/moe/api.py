@@ -93,6 +93,10 @@ def _check(x: Tensor, routing: Routing, experts: Experts) -> None:
                 f"moe_experts: {name} is {weight.dtype} {tuple(weight.shape)} on {weight.device}; it must be "
                 f"(experts, out, in) in x's dtype {x.dtype} on {x.device}, or a flashkernel.Weight"
             )
+        if isinstance(weight, Weight) and weight.activation_dtype is not None:
+            raise ValueError(
+                f"moe_experts: {name} is {weight!r}; experts take x as it is, so make it without an activation_dtype"
+            )
     width = activation_width(experts.activation)
     count, wide, hidden = gate_up.shape
     if hidden != x.shape[1] or wide % width or tuple(down.shape) != (count, down.shape[1], wide // width):

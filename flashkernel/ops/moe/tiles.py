@@ -8,6 +8,7 @@ made on the device from the routing's offsets: experts without rows are not read
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ QUANTIZED_EXPERTS = Tunable("moe_quantized", few_rows.QuantizedConfig, _heuristi
 
 
 def serves(x: Tensor, routing: Routing, experts: Experts, backend: str | None) -> bool:
-    """Whether this kernel computes a call: few tokens, both weights in tiles, of whole tiles each."""
+    """Whether this kernel computes a call: few tokens, both weights in tiles, of sizes that a config has room for."""
     weights = [one for one in (experts.gate_up, experts.down) if isinstance(one, Weight) and one.format in FORMATS]
     if backend != "hopper" or len(weights) < 2 or x.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -74,8 +75,17 @@ def serves(x: Tensor, routing: Routing, experts: Experts, backend: str | None) -
         return False
     if not all(tensor.is_contiguous() for weight in weights for tensor in weight.tensors):
         return False
-    whole = experts.gate != "halves" or experts.inner % TILE == 0
-    return whole and cuda.available() is None
+    if (experts.gate == "halves" and experts.inner % TILE) or cuda.available() is not None:
+        return False
+    device, rows = cuda.target(x.device), routing.tokens.shape[0]
+    parts = (2 if experts.gate == "halves" else 1, 1)
+    shapes = [_shape(one, one.shape[-2] // part, experts.count, rows, part) for one, part in zip(weights, parts)]
+    return all(_has_config(device, tuple(shape.items())) for shape in shapes)
+
+
+@lru_cache(maxsize=4096)
+def _has_config(device: Device, shape: tuple[tuple[str, int], ...]) -> bool:
+    return any(_configs(device, dict(shape), tokens) for tokens in _TOKENS)
 
 
 def forward(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
@@ -114,14 +124,18 @@ def _readable(bias: Tensor | None) -> Tensor | None:
 
 
 def _product(call: few_rows.FewRows) -> None:
-    weight, inner = call.weights[0], call.x.shape[1]
     assert call.offsets is not None
-    columns = weight.group_shape[1]
-    shape = {
-        "experts": call.offsets.shape[0] - 1, "rows": call.y.shape[0], "columns": weight.shape[-2], "inner": inner,
-        "bits": 4 if weight.dtype == torch.uint8 else 8, "group": min(inner if columns == -1 else columns, 2 * TILE),
-        "scale_bytes": scales_of(weight).element_size(), "zeros": int(weight.zeros is not None),
-        "parts": len(call.weights),
-    }  # fmt: skip
+    weight = call.weights[0]
+    shape = _shape(weight, weight.shape[-2], call.offsets.shape[0] - 1, call.y.shape[0], len(call.weights))
     config = tune.pick(QUANTIZED_EXPERTS, cuda.target(call.x.device), shape)
     few_rows.launch(call, config, shape)
+
+
+def _shape(weight: Weight, columns: int, experts: int, rows: int, parts: int) -> dict[str, int]:
+    """What configs are chosen by: `columns` rows of each of `parts` matrices, for `rows` rows of all experts."""
+    inner, group = weight.shape[-1], weight.group_shape[1]
+    return {
+        "experts": experts, "rows": rows, "columns": columns, "inner": inner,
+        "bits": 4 if weight.dtype == torch.uint8 else 8, "group": min(inner if group == -1 else group, 2 * TILE),
+        "scale_bytes": scales_of(weight).element_size(), "zeros": int(weight.zeros is not None), "parts": parts,
+    }  # fmt: skip

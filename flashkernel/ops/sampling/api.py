@@ -43,7 +43,8 @@ def sample(
         positions: int64 (rows,), such as the number of tokens that were generated before this one.
         temperature: float32 (rows,); 0 takes the largest logit (greedy). None: 1.
         top_k: int32 (rows,); keeps the k largest logits, 0 keeps all.
-        top_p: float32 (rows,); keeps the largest logits whose probabilities reach this sum; 1 keeps all.
+        top_p: float32 (rows,); keeps the largest logits whose probabilities reach this sum, at least the largest; 1
+            keeps all.
         min_p: float32 (rows,); keeps tokens with at least this share of the largest probability; 0 keeps all.
         penalties: float32 (rows, 3): repetition (divides positive logits and multiplies negative ones of tokens in the
             prompt or output), presence (subtracted for tokens in the output), frequency (for each time). Needs

@@ -67,7 +67,8 @@ def adjusted(logits: Tensor, params: SampleParams, states: States) -> Tensor:
 
 
 def kept(logits: Tensor, params: SampleParams) -> Tensor:
-    """Tokens that top-k, top-p and min-p keep, in this order; equal logits stay or go together. Bool, as logits."""
+    """Tokens that top-k, top-p and min-p keep, in this order; equal logits stay or go together, and the largest ones
+    stay whatever is asked for. Bool, as logits."""
     temperature = _column(params.temperature, logits, 1.0)
     largest = logits.amax(-1, keepdim=True)
     scaled = (logits - largest) / torch.where(temperature > 0, temperature, 1.0)
@@ -85,6 +86,7 @@ def kept(logits: Tensor, params: SampleParams) -> Tensor:
         keep &= (before < top_p * probs.sum(-1, keepdim=True)) | (top_p >= 1)
     if params.min_p is not None:
         keep &= values >= params.min_p[:, None].to(logits.dtype).log()
+    keep |= (first == 0) & torch.isfinite(values)
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 

@@ -243,7 +243,7 @@ def sample_rows(
                 base, space, vocab, largest, temperature, low, zero, top_p, False, CHUNK, GROUP, CAPACITY, NUM_STAGES
             )
         if min_p > 0:
-            least = largest + tl.log(min_p) * temperature
+            least = largest + tl.log(tl.minimum(min_p, 1.0)) * temperature
         if by_count | (top_p < 1) | (min_p > 0):
             _chunk_sums(base, masses + row * chunks, low, least, largest, temperature, vocab, CHUNK, NUM_STAGES)
             tl.debug_barrier()

@@ -203,7 +203,8 @@ def few_rows_error(config: QuantizedConfig, device: Device, shape: Mapping[str, 
         return f"{config.warps} warps of {config.blocks} blocks do not cover a slice of the sum"
     if config.slices > max(1, device.sms):
         return f"{config.slices} slices are more than SMs"
-    if config.slices > 1 and ceil_div(shape["columns"], 16) * ceil_div(shape["rows"], config.tokens) > MAX_COUNTERS:
+    shared = ceil_div(shape["columns"], 16) * ceil_div(shape["rows"], config.tokens) if config.slices > 1 else 0
+    if shared > MAX_COUNTERS and not experts:  # products of experts have counters of their own beyond that
         return f"no more than {MAX_COUNTERS} tiles can be shared between blocks"
     if device.shared_per_block and few_rows_bytes(config, shape, experts) > device.shared_per_block:
         return f"{config} needs more shared memory than a block has ({device.shared_per_block})"

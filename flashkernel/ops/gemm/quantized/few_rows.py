@@ -18,6 +18,7 @@ from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.core import cuda
 from flashkernel.core.cuda import TYPES, Module
 from flashkernel.core.tune import ceil_div
+from flashkernel.ops.gemm.configs import MAX_COUNTERS
 from flashkernel.ops.gemm.counters import counters
 from flashkernel.ops.gemm.quantized.configs import (
     TILE,
@@ -102,10 +103,12 @@ def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> 
     items = row_tiles * max_chunks(rows, config.tokens, experts)
     slices = config.slices
     blocks = slices * max(1, min(target.sms // slices, items))
-    workspace = None
+    workspace = shared_by = None
     if slices > 1:
         size = items * slices * len(call.weights) * 16 * config.tokens
         workspace = torch.empty(size, dtype=torch.float32, device=x.device)
+        few = items <= MAX_COUNTERS
+        shared_by = counters(x.device) if few else torch.zeros(items, dtype=torch.int32, device=x.device)
     groups = scales_of(weight).shape[-1]
     instance = (
         TYPES[x.dtype], weight.format.removesuffix(SUFFIX).upper() + ("_ZEROS" if shape["zeros"] else ""),
@@ -122,8 +125,8 @@ def launch(call: FewRows, config: QuantizedConfig, shape: Mapping[str, int]) -> 
         blocks, 32 * config.warps,
         (
             x, call.gather, call.offsets, weight.data, weight.scales, weight.zeros, up.data, up.scales, up.zeros,
-            *biases, call.residual, y, workspace, None if workspace is None else counters(x.device), x.stride(0),
-            bias_stride, 0 if call.residual is None else call.residual.stride(0), y.stride(0), bias_step, rows, outputs,
+            *biases, call.residual, y, workspace, shared_by, x.stride(0), bias_stride,
+            0 if call.residual is None else call.residual.stride(0), y.stride(0), bias_step, rows, outputs,
             inner // TILE, groups, max(1, inner // groups // TILE), slices, slice_units(config, inner), experts,
             (weight.shape[-2] if call.expert_rows is None else call.expert_rows) // TILE_ROWS,
         ),

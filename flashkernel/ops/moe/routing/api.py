@@ -31,8 +31,8 @@ def moe_route(
     Args:
         logits: (tokens, experts), float32, float16 or bfloat16: the gate's output. Computed in float32.
         router: How to choose; softmax over the two largest unless given.
-        bias: (experts,) added to the scores for the choice alone, or None. `balance_bias` keeps one that balances the
-            experts' loads.
+        bias: (experts,) for the choice alone, or None: added to the sigmoids of "sigmoid", and to the logits of
+            "softmax" and "dynamic". `moe_balance_bias` keeps one that balances the experts' loads.
         noise: (tokens, experts) added to the logits, or None. Noisy top-k gating is a normal sample times
             softplus(x W_noise).
         token_ids: integers (tokens,) that "hash" routes by; the token's index unless given.

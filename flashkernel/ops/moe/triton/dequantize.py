@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernel.blocks.dequantize_triton import dequantize
 from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_formats.tiles import FORMATS, SUFFIX
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.moe.triton.few_tokens import decode_e2m1, scale_factor
@@ -36,9 +38,13 @@ def dequantize_kernel(
 
 
 def dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
-    """The weights of all experts as a tensor [experts, out, in]; a stack in another format than MXFP4 by torch."""
+    """The weights of all experts as a tensor [experts, out, in]: by one kernel in int4, int8, MXFP4 and tiles of these,
+    else by torch."""
     if isinstance(weight, Tensor):
         return weight
+    has_kernel = weight.format.removesuffix(SUFFIX) + SUFFIX in FORMATS and weight.group_shape[0] == 1
+    if has_kernel and weight.format != "mxfp4":
+        return dequantize(weight, dtype)
     scales = weight.scales
     if weight.format != "mxfp4" or scales is None or not weight.data.is_contiguous() or not scales.is_contiguous():
         return weight.dequantize(dtype)
