@@ -64,7 +64,8 @@ class _Linear(ctypes.Structure):
 @cache
 def _kernels() -> Any:
     found = cpp.library(_SOURCE)
-    found.linear.argtypes, found.linear.restype = [ctypes.c_void_p], None
+    for function in (found.linear, found.linear_team):
+        function.argtypes, function.restype = [ctypes.c_void_p], None
     found.dequantize.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
     found.dequantize.restype = None
     return found
@@ -132,7 +133,7 @@ class LinearCall:
         offset: float = 0.0,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        self._run = _kernels().linear
+        self._run, self._team = _kernels().linear, _kernels().linear_team
         weight, up = readable(weight), None if up is None else readable(up)
         bias, up_bias, norm_weight = (None if x is None else x.contiguous() for x in (bias, up_bias, norm_weight))
         self._kept = (weight, up, bias, up_bias, norm_weight)  # the struct has their addresses
@@ -157,7 +158,11 @@ class LinearCall:
         return out
 
     def bind(self, x: Tensor, residual: Tensor | None, out: Tensor) -> tuple[Any, int]:
-        """Sets the tensors of a call, and returns the function and its argument; `out` may be the residual."""
+        """Sets the tensors of a call; `out` may be the residual.
+
+        Returns:
+            The function that all threads of a team call, and its argument.
+        """
         call = self._call
         call.x, call.x_stride, call.x_dtype = x.data_ptr(), x.stride(0), _DTYPES[x.dtype]
         call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), _DTYPES[out.dtype]
@@ -167,7 +172,7 @@ class LinearCall:
             call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
             call.residual_dtype = _DTYPES[residual.dtype]
         call.rows, call.threads = x.shape[0], torch.get_num_threads()
-        return self._run, self._pointer
+        return self._team, self._pointer
 
 
 def _address(tensor: Tensor | None) -> int | None:

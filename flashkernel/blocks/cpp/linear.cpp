@@ -15,8 +15,6 @@
 
 namespace {
 
-#define UNROLLED _Pragma("GCC unroll 8")
-
 constexpr int64_t PREFETCH_BYTES = 4096;  // how far ahead a weight is prefetched
 
 // Products of R rows of the weight and C rows of x, [R][C].
@@ -153,31 +151,33 @@ void outputs(const Linear& call, int64_t first, int count, const Inputs& inputs,
     }
 }
 
+// By all threads of a team; the work is done when all have returned.
 template <typename Format> void run(const Linear& call) {
-    static thread_local Inputs inputs_of_caller;
-    Inputs& inputs = inputs_of_caller;
-    size_inputs<Format>(call, inputs);
-    const int64_t count = call.weight.rows, blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const bool alone = call.rows == 1;
-    if (alone) prepare_row<Format>(call, inputs, 0);
-    const int64_t share = std::max<int64_t>(1, blocks / (2 * call.threads));
-#pragma omp parallel num_threads(call.threads)
-    {
-        static thread_local Scratch scratch_of_thread;
-        Scratch& scratch = scratch_of_thread;
-        scratch.scales.resize(BLOCK_ROWS * inputs.units + LANES);
-        scratch.offsets.resize(BLOCK_ROWS * inputs.units + LANES);
-        scratch.results.resize(inputs.rows * BLOCK_ROWS);
-        scratch.ups.resize(inputs.rows * BLOCK_ROWS);
-        if (!alone) {
+    static thread_local Inputs own_inputs;
+    static thread_local Scratch scratch;
+    Inputs* inputs = &own_inputs;
+    if (call.rows == 1) {  // each thread prepares it for itself: that takes less time than waiting for another
+        size_inputs<Format>(call, *inputs);
+        prepare_row<Format>(call, *inputs, 0);
+    } else {
+#pragma omp single copyprivate(inputs)
+        {
+            inputs = &own_inputs;
+            size_inputs<Format>(call, *inputs);
+        }
 #pragma omp for
-            for (int64_t row = 0; row < call.rows; row++) prepare_row<Format>(call, inputs, row);
-        }
+        for (int64_t row = 0; row < call.rows; row++) prepare_row<Format>(call, *inputs, row);
+    }
+    scratch.scales.resize(BLOCK_ROWS * inputs->units + LANES);
+    scratch.offsets.resize(BLOCK_ROWS * inputs->units + LANES);
+    scratch.results.resize(inputs->rows * BLOCK_ROWS);
+    scratch.ups.resize(inputs->rows * BLOCK_ROWS);
+    const int64_t count = call.weight.rows, blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t share = std::max<int64_t>(1, blocks / (2 * call.threads));
 #pragma omp for schedule(dynamic, share) nowait
-        for (int64_t index = 0; index < blocks; index++) {
-            const int64_t first = index * BLOCK_ROWS;
-            outputs<Format>(call, first, int(std::min<int64_t>(BLOCK_ROWS, count - first)), inputs, scratch);
-        }
+    for (int64_t index = 0; index < blocks; index++) {
+        const int64_t first = index * BLOCK_ROWS;
+        outputs<Format>(call, first, int(std::min<int64_t>(BLOCK_ROWS, count - first)), *inputs, scratch);
     }
 }
 
@@ -210,13 +210,18 @@ template <typename Format> void dequantize_rows(const Matrix& weight, int64_t fi
 
 extern "C" {
 
-void linear(const Linear* call) {
+void linear_team(const Linear* call) {
     switch (call->weight.codes) {
         case INT4: return run<Nibbles>(*call);
         case INT8: return run<Bytes>(*call);
         case MXFP4: return run<E2m1>(*call);
         default: return run<SixBits>(*call);
     }
+}
+
+void linear(const Linear* call) {
+#pragma omp parallel num_threads(call->threads)
+    linear_team(call);
 }
 
 void dequantize(const Matrix* weight, int64_t first, int64_t count, float* out, int threads) {

@@ -22,6 +22,7 @@ typedef uint8_t u8x16 __attribute__((vector_size(16)));
 constexpr int LANES = 16;
 
 #define INLINE inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 8")
 
 template <typename V> inline V load(const void* from) {
     V found;
@@ -122,6 +123,23 @@ inline float sum_lanes(f32x16 values) {
     for (int width = 8; width; width /= 2)
         for (int lane = 0; lane < width; lane++) values[lane] += values[lane + width];
     return sum + values[0];
+#endif
+}
+
+// found[i] = the sum of the lanes of values[i].
+inline void sum_lanes_of_4(const f32x16* values, float* found) {
+#if defined(__AVX2__)
+    __m256 halves[4];
+    for (int i = 0; i < 4; i++) {
+        __m256 parts[2];
+        std::memcpy(parts, values + i, 64);
+        halves[i] = _mm256_add_ps(parts[0], parts[1]);
+    }
+    const __m256 first = _mm256_hadd_ps(halves[0], halves[1]), second = _mm256_hadd_ps(halves[2], halves[3]);
+    const __m256 sums = _mm256_hadd_ps(first, second);
+    _mm_storeu_ps(found, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+#else
+    for (int i = 0; i < 4; i++) found[i] = sum_lanes(values[i]);
 #endif
 }
 
