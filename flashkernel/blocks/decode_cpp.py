@@ -1,6 +1,6 @@
-"""Attention over a cache and writes into its pages on a CPU, by the C++ kernels of blocks/cpp.
+"""Attention over a cache, writes into its pages and greedy sampling on a CPU, by the C++ kernels of blocks/cpp.
 
-Both are few microseconds of arithmetic for one new token, so what matters is that a call is one call.
+Each is few microseconds of arithmetic for one new token, so what matters is that a call is one call.
 """
 
 from __future__ import annotations
@@ -55,11 +55,24 @@ def _kernels() -> Any:
     found = cpp.library(_SOURCE)
     for function in (found.append_kv, found.append_kv_team, found.attend, found.attend_team):
         function.argtypes, function.restype = [_POINTER], None
+    found.greedy.argtypes, found.greedy.restype = [_POINTER, _LONG, _LONG, _LONG, _FLOAT, _POINTER], None
     return found
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def greedy(logits: Tensor, lowest: float) -> Tensor:
+    """Returns int64 (rows,): the index of the largest logit of each row, the first of several.
+
+    Args:
+        logits: float32 (rows, vocab) with unit stride along its rows.
+        lowest: The result is -1 for a row whose largest logit is NaN, infinite or at most this.
+    """
+    found = torch.empty(logits.shape[0], dtype=torch.int64)
+    _kernels().greedy(logits.data_ptr(), *logits.shape, logits.stride(0), lowest, found.data_ptr())
+    return found
 
 
 class AppendCall:

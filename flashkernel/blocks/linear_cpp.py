@@ -17,6 +17,7 @@ from torch import Tensor
 from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.core import cpp
 
+_POINTER = ctypes.c_void_p
 _SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GEMM_ROWS = 16  # from so many rows of x that are not rounded on, BLAS with a dequantized slice is faster
@@ -66,7 +67,7 @@ def _kernels() -> Any:
     found = cpp.library(_SOURCE)
     for function in (found.linear, found.linear_team):
         function.argtypes, function.restype = [ctypes.c_void_p], None
-    found.dequantize.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+    found.dequantize.argtypes = [_POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, ctypes.c_int]
     found.dequantize.restype = None
     return found
 
@@ -179,11 +180,31 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class RowReader:
+    """Rows of a quantized matrix in float32, as an embedding's lookup reads them.
+
+    Args:
+        weight: A Weight of a layout that `unsupported` takes, on the CPU.
+    """
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight, self._run = readable(weight), _kernels().dequantize
+        self._matrix = _matrix(self._weight)
+        self._pointer = ctypes.addressof(self._matrix)
+
+    def __call__(self, rows: Tensor, out: Tensor) -> None:
+        """Writes rows `rows` (int64 (count,), contiguous) into `out` (count, columns), contiguous."""
+        least, most = (int(x) for x in torch.aminmax(rows))
+        if least < 0 or most >= self._matrix.rows:
+            raise IndexError(f"a matrix of {self._matrix.rows} rows has no row {least if least < 0 else most}")
+        self._run(self._pointer, rows.data_ptr(), 0, rows.shape[0], out.data_ptr(), 1)
+
+
 def dequantized(weight: Weight, first: int = 0, count: int | None = None) -> Tensor:
     """Rows [first, first + count) of the matrix in float32, by the C++ kernels."""
     weight = readable(weight)
     rows = weight.shape[0] - first if count is None else count
     out = torch.empty((rows, weight.shape[1]))
     matrix = _matrix(weight)
-    _kernels().dequantize(ctypes.addressof(matrix), first, rows, out.data_ptr(), torch.get_num_threads())
+    _kernels().dequantize(ctypes.addressof(matrix), None, first, rows, out.data_ptr(), torch.get_num_threads())
     return out

@@ -1,4 +1,5 @@
-// Keys and values of new tokens into pages, rotated on the way, and attention of few queries to cached keys, on a CPU.
+// Keys and values of new tokens into pages, rotated on the way, attention of few queries to cached keys, and the most
+// likely token, on a CPU.
 
 #include "attend.h"
 
@@ -51,9 +52,40 @@ void append_key_and_value(const Append& call, int64_t token, int64_t head, float
     write_values(call.v_pages, page * v[0] + offset * v[1] + head * v[2], row, call.value_dim, call.page_dtype);
 }
 
+// Index of the largest of `count` values, the first of several; -1 if one is NaN, or if the largest is infinite or at
+// most `lowest`.
+int64_t argmax(const float* values, int64_t count, float lowest) {
+    f32x16 largest = (f32x16){} - INFINITY, wrong = {};
+    i32x16 where = {};
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) {
+        const f32x16 part = load<f32x16>(values + at);
+        const auto more = part > largest;
+        largest = more ? part : largest;
+        where = more ? (i32x16){} + int32_t(at) : where;
+        wrong = part == part ? wrong : part;
+    }
+    float most = -INFINITY;
+    int64_t found = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t index = where[lane] + lane;
+        if (largest[lane] > most || (largest[lane] == most && index < found)) most = largest[lane], found = index;
+    }
+    bool nan = sum_lanes(wrong) != 0;
+    for (; at < count; at++) {
+        nan = nan || values[at] != values[at];
+        if (values[at] > most) most = values[at], found = at;
+    }
+    return nan || !(most > lowest && most < INFINITY) ? -1 : found;
+}
+
 }  // namespace
 
 extern "C" {
+
+void greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride, float lowest, int64_t* found) {
+    for (int64_t row = 0; row < rows; row++) found[row] = argmax(logits + row * stride, vocab, lowest);
+}
 
 // All threads of a team call these; the work is done when all have returned.
 void append_kv_team(const Append* call) {

@@ -181,14 +181,17 @@ template <typename Format> void run(const Linear& call) {
     }
 }
 
-template <typename Format> void dequantize_rows(const Matrix& weight, int64_t first, int64_t count, float* out, int threads) {
+// Rows [first, first + count), or those that `rows` names.
+template <typename Format>
+void dequantize_rows(const Matrix& weight, const int64_t* rows, int64_t first, int64_t count, float* out, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> scales(weight.columns / Format::UNIT + LANES), offsets(scales.size());
 #pragma omp for
         for (int64_t row = 0; row < count; row++) {
-            read_scales<Format>(weight, first + row, 1, scales.data(), offsets.data());
-            const uint8_t* data = weight.data + (first + row) * weight.data_stride;
+            const int64_t from = rows ? rows[row] : first + row;
+            read_scales<Format>(weight, from, 1, scales.data(), offsets.data());
+            const uint8_t* data = weight.data + from * weight.data_stride;
             float* to = out + row * weight.columns;
             for (int64_t block = 0; block < weight.columns / 32; block++) {
                 u8x16 codes[2];
@@ -224,12 +227,12 @@ void linear(const Linear* call) {
     linear_team(call);
 }
 
-void dequantize(const Matrix* weight, int64_t first, int64_t count, float* out, int threads) {
+void dequantize(const Matrix* weight, const int64_t* rows, int64_t first, int64_t count, float* out, int threads) {
     switch (weight->codes) {
-        case INT4: return dequantize_rows<Nibbles>(*weight, first, count, out, threads);
-        case INT8: return dequantize_rows<Bytes>(*weight, first, count, out, threads);
-        case MXFP4: return dequantize_rows<E2m1>(*weight, first, count, out, threads);
-        default: return dequantize_rows<SixBits>(*weight, first, count, out, threads);
+        case INT4: return dequantize_rows<Nibbles>(*weight, rows, first, count, out, threads);
+        case INT8: return dequantize_rows<Bytes>(*weight, rows, first, count, out, threads);
+        case MXFP4: return dequantize_rows<E2m1>(*weight, rows, first, count, out, threads);
+        default: return dequantize_rows<SixBits>(*weight, rows, first, count, out, threads);
     }
 }
 }
