@@ -194,9 +194,9 @@ class RowReader:
 
     def __call__(self, rows: Tensor, out: Tensor) -> None:
         """Writes rows `rows` (int64 (count,), contiguous) into `out` (count, columns), contiguous."""
-        least, most = (int(x) for x in torch.aminmax(rows))
-        if least < 0 or most >= self._matrix.rows:
-            raise IndexError(f"a matrix of {self._matrix.rows} rows has no row {least if least < 0 else most}")
+        numbers, count = rows.tolist(), self._matrix.rows
+        if numbers and not (min(numbers) >= 0 and max(numbers) < count):
+            raise IndexError(f"a matrix of {count} rows does not have all of rows {numbers}")
         self._run(self._pointer, rows.data_ptr(), 0, rows.shape[0], out.data_ptr(), 1)
 
 
