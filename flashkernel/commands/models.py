@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -113,6 +114,8 @@ def e2e(
 ) -> None:
     """Generate with whole models, in the engine, Transformers and llama.cpp: first token, tokens/s, memory, energy."""
     with progress.report_errors():
+        import torch
+
         from flashkernel.core import device as devices
         from flashkernel.core import roofline
         from flashkernel.lab import generation, generation_tables, runners, selection
@@ -132,6 +135,8 @@ def e2e(
     with progress.progress_bar(total) as bar, progress.keep_results() as stopped:
         bar.describe("measuring memory bandwidth")
         ceilings = roofline.ceilings(target, [])
+        if target.type == "cpu":  # whose speed is that of its threads
+            ceilings = replace(ceilings, device=f"{ceilings.device}, {torch.get_num_threads()} threads")
         with progress.report_errors():
             file = ResultsFile.in_folder(save, "e2e", ceilings, commit)
 
