@@ -144,9 +144,10 @@ def test_rotary_table() -> None:
             assert torch.allclose(one, other[0, :, 0].float(), rtol=0, atol=1e-6)
 
 
-def test_program_of_any_number_of_threads(threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q4_1", {"blk": "Q8_0", "": "F32"}], ids=["all quantized", "plain embedding"])
+def test_program_of_any_number_of_threads(kind: Any, threads: int, tmp_path: Path) -> None:
     """The tokens are those of the public operators, for one sequence and several, greedy and sampled."""
-    tiny_models.save_gguf(tiny_models.build("llama", intermediate_size=96), tmp_path / "model.gguf", "Q4_1")
+    tiny_models.save_gguf(tiny_models.build("llama", intermediate_size=96), tmp_path / "model.gguf", kind)
     llm = LLM(tmp_path / "model.gguf", device="cpu", kv_cache_tokens=512)
     prompts = tiny_models.prompts((5, 40, 23))
     greedy = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -33,7 +33,8 @@ struct Attend {
 
 namespace {
 
-constexpr int64_t RUN = 64;  // most keys that are converted to float32 at a time
+constexpr int64_t RUN = 64;    // most keys that are converted to float32 at a time
+constexpr int64_t AHEAD = 12;  // keys by which a cache is prefetched: the rows of a head do not lie side by side
 
 // e4m3fn: sign, four bits of exponent biased by 7, three of fraction; 0x7f is NaN.
 struct Fp8Values {
@@ -81,13 +82,16 @@ inline Rows cache_rows(const void* cache, int64_t at, int64_t stride, int64_t co
     return {scratch, dim};
 }
 
-// found[i] = q . k[i] for N keys.
-template <int N> inline void dots(const float* q, Rows k, int64_t dim, float* found) {
+// found[i] = q . k[i] for N keys. FIRST: they are not in the L1 cache yet, and later ones are prefetched.
+template <int N, bool FIRST> inline void dots(const float* q, Rows k, int64_t dim, float* found) {
     f32x16 sums[N] = {};
     int64_t at = 0;
     for (; at + LANES <= dim; at += LANES) {
         const f32x16 part = load<f32x16>(q + at);
-        UNROLLED for (int i = 0; i < N; i++) sums[i] += part * load<f32x16>(k.data + i * k.stride + at);
+        UNROLLED for (int i = 0; i < N; i++) {
+            if (FIRST) __builtin_prefetch(k.data + (AHEAD + i) * k.stride + at);
+            sums[i] += part * load<f32x16>(k.data + i * k.stride + at);
+        }
     }
     if (N == 4) sum_lanes_of_4(sums, found);
     else
@@ -105,7 +109,10 @@ inline void add_columns(float* sums, int64_t width, const float* weights, int64_
         UNROLLED for (int c = 0; c < VECTORS; c++) found[r][c] = load<f32x16>(sums + r * width + c * LANES);
     for (int64_t i = 0; i < count; i++) {
         f32x16 values[VECTORS];
-        UNROLLED for (int c = 0; c < VECTORS; c++) values[c] = load<f32x16>(v.data + i * v.stride + c * LANES);
+        UNROLLED for (int c = 0; c < VECTORS; c++) {
+            __builtin_prefetch(v.data + (AHEAD + i) * v.stride + c * LANES);
+            values[c] = load<f32x16>(v.data + i * v.stride + c * LANES);
+        }
         UNROLLED for (int r = 0; r < ROWS; r++)
             UNROLLED for (int c = 0; c < VECTORS; c++) found[r][c] += values[c] * weights[r * stride + i];
     }
@@ -230,10 +237,12 @@ void attend_part(const Attend& call, int64_t task) {
             for (int64_t i = 0; i < count;) {
                 const Rows from = {k.data + i * k.stride, k.stride};
                 if (all && count - i >= 4) {
-                    dots<4>(q, from, call.head_dim, own + i);
+                    if (row == 0) dots<4, true>(q, from, call.head_dim, own + i);
+                    else dots<4, false>(q, from, call.head_dim, own + i);
                     i += 4;
                 } else {
-                    if (all || keys.visible(call, row / group, key + i)) dots<1>(q, from, call.head_dim, own + i);
+                    if (all || keys.visible(call, row / group, key + i))
+                        dots<1, false>(q, from, call.head_dim, own + i);
                     i++;
                 }
             }

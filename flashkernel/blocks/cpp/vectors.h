@@ -204,9 +204,12 @@ inline uint16_t float_to_half(float value) {
 inline void halves_to_floats(const uint16_t* from, float* to, int64_t count) {
     int64_t at = 0;
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-    for (; at < count; at += LANES) {
-        const __mmask16 some = __mmask16(count - at >= LANES ? 0xffff : (1u << (count - at)) - 1);
+    for (; at + LANES <= count; at += LANES)
+        _mm512_storeu_ps(to + at, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at))));
+    if (at < count) {
+        const __mmask16 some = __mmask16((1u << (count - at)) - 1);
         _mm512_mask_storeu_ps(to + at, some, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, from + at)));
+        at = count;
     }
 #elif defined(__F16C__)
     for (; at + 8 <= count; at += 8)
