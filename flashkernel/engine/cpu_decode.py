@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashkernel import Frequencies
+import flashkernel as fk
+from flashkernel import Frequencies, Weight
 from flashkernel.blocks.decode_cpp import AppendCall, AttendCall, CallSequence
+from flashkernel.blocks.linear_cpp import RowReader
 from flashkernel.blocks.rope import token_tables
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class DecodeProgram:
         longest = -(-config.max_position_embeddings // pages[0].k_pages.shape[1])
         page_table = torch.zeros((batch, max(longest, step.page_table.shape[1])), dtype=torch.int32)
         self._slots, self._lengths, self._page_table = slots.numpy(), lengths.numpy(), page_table.numpy()
-        self._rotary = run.rotary_table()
+        self._rotary = _rotary_table(run)
         width = 0 if config.frequencies is None else config.frequencies.rotary_dim
         tables = [torch.empty((batch, width // 2)) for _ in range(2)] if width else []
         self._tables = [table.numpy() for table in tables]
@@ -98,7 +100,7 @@ class DecodeProgram:
         if head is not None:
             self._logits = torch.empty((batch, head.outputs))
             calls.append(head.bind(self.x, None, self._logits))
-        self._embedding = run.embedding_reader(model)
+        self._embedding = _embedding_reader(model)
         self._kept, self._sequence = (*kept, head), CallSequence(calls)
 
     def __call__(self, run: TorchForwardPass) -> Tensor:
@@ -116,6 +118,23 @@ class DecodeProgram:
             self._rotary.copy(step.positions.numpy(), *self._tables)
         self._sequence()
         return self.model.logits(run, self.x) if self._logits is None else self._logits
+
+
+def _rotary_table(run: TorchForwardPass) -> RotaryTable | None:
+    """The table that all programs of a model share; None if positions are learned."""
+    frequencies = run.config.frequencies
+    if frequencies is not None and "rotary" not in run.calls:
+        run.calls["rotary"] = RotaryTable(frequencies)
+    return run.calls.get("rotary")
+
+
+def _embedding_reader(model: Transformer) -> RowReader | None:
+    """A call for the embeddings of tokens; None where the C++ kernels do not read the table."""
+    table, plain = model.weights.embedding, model.config.embedding_scale == 1 and model.dtype == torch.float32
+    if not isinstance(table, Weight) or not plain:
+        return None
+    x = torch.empty((1, table.shape[1]))
+    return RowReader(table) if fk.explain(fk.linear, x, table).chosen == "cpp" else None
 
 
 def fits(layer: LayerWeights) -> bool:

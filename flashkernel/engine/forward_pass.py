@@ -19,11 +19,11 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel import Frequencies, Weight
 from flashkernel.blocks.decode_cpp import AppendCall, AttendCall
-from flashkernel.blocks.linear_cpp import GEMM_ROWS, LinearCall, RowReader
+from flashkernel.blocks.linear_cpp import GEMM_ROWS, LinearCall
 from flashkernel.blocks.rope import token_tables
 from flashkernel.core.arguments import unit_stride
 from flashkernel.core.dispatch import is_scoped
-from flashkernel.engine.cpu_decode import MAX_BATCH, DecodeProgram, RotaryTable, fits
+from flashkernel.engine.cpu_decode import MAX_BATCH, DecodeProgram, fits
 from flashkernel.engine.moe import moe
 from flashkernel.kvcache import LayerPages
 
@@ -355,30 +355,10 @@ class TorchForwardPass(ForwardPass):
                 self.calls[key] = DecodeProgram(self, model, pages) if fitting else None
         return self.calls[key]
 
-    def rotary_table(self) -> RotaryTable | None:
-        """cos and sin of the model's positions, which all passes share; None if positions are learned."""
-        frequencies = self.config.frequencies
-        if frequencies is None:
-            return None
-        if "rotary" not in self.calls:
-            self.calls["rotary"] = RotaryTable(frequencies)
-        return self.calls["rotary"]
-
     def head_call(self, model: Transformer) -> LinearCall | None:
         """A new call for the final norm and the LM head; None where the C++ kernels do not read its weight."""
         head, norm = model.weights.lm_head, model.weights.final_norm
         return self._prepared(head, None, norm, {"out_dtype": torch.float32}) if isinstance(head, Weight) else None
-
-    def embedding_reader(self, model: Transformer) -> RowReader | None:
-        """A call for the embeddings of tokens; None where the C++ kernels do not read the table."""
-        table, plain = model.weights.embedding, self.config.embedding_scale == 1 and self.dtype == torch.float32
-        if (
-            not isinstance(table, Weight)
-            or not plain
-            or fk.explain(_linear, torch.empty(1, table.shape[1]), table).chosen != "cpp"
-        ):
-            return None
-        return RowReader(table)
 
     def _reads(self, layer: LayerWeights) -> bool:
         """Whether the C++ kernels multiply by all projections of a layer."""
