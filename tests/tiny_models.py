@@ -64,10 +64,14 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 NAMES = tuple(configs())
 
 
-def build(name: str, config: transformers.PretrainedConfig | None = None) -> transformers.PreTrainedModel:
-    """A model whose logits are far apart, so that a rounding error changes no greedy token."""
+def build(
+    name: str, config: transformers.PretrainedConfig | None = None, **changed: Any
+) -> transformers.PreTrainedModel:
+    """A model whose logits are far apart, so that a rounding error changes no greedy token; `changed`: its config."""
     torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config(config or configs()[name]).float().eval()
+    config = config or configs()[name]
+    config.update(changed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread, center = (0.3, 0.0) if parameter.ndim > 1 else (0.2, float(parameter.mean()))

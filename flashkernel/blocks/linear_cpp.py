@@ -17,6 +17,7 @@ from torch import Tensor
 from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.core import cpp
 
+_POINTER = ctypes.c_void_p
 _SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GEMM_ROWS = 16  # from so many rows of x that are not rounded on, BLAS with a dequantized slice is faster
@@ -64,8 +65,9 @@ class _Linear(ctypes.Structure):
 @cache
 def _kernels() -> Any:
     found = cpp.library(_SOURCE)
-    found.linear.argtypes, found.linear.restype = [ctypes.c_void_p], None
-    found.dequantize.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+    for function in (found.linear, found.linear_team):
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+    found.dequantize.argtypes = [_POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, ctypes.c_int]
     found.dequantize.restype = None
     return found
 
@@ -132,7 +134,7 @@ class LinearCall:
         offset: float = 0.0,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        self._run = _kernels().linear
+        self._run, self._team = _kernels().linear, _kernels().linear_team
         weight, up = readable(weight), None if up is None else readable(up)
         bias, up_bias, norm_weight = (None if x is None else x.contiguous() for x in (bias, up_bias, norm_weight))
         self._kept = (weight, up, bias, up_bias, norm_weight)  # the struct has their addresses
@@ -157,7 +159,11 @@ class LinearCall:
         return out
 
     def bind(self, x: Tensor, residual: Tensor | None, out: Tensor) -> tuple[Any, int]:
-        """Sets the tensors of a call, and returns the function and its argument; `out` may be the residual."""
+        """Sets the tensors of a call; `out` may be the residual.
+
+        Returns:
+            The function that all threads of a team call, and its argument.
+        """
         call = self._call
         call.x, call.x_stride, call.x_dtype = x.data_ptr(), x.stride(0), _DTYPES[x.dtype]
         call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), _DTYPES[out.dtype]
@@ -167,11 +173,31 @@ class LinearCall:
             call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
             call.residual_dtype = _DTYPES[residual.dtype]
         call.rows, call.threads = x.shape[0], torch.get_num_threads()
-        return self._run, self._pointer
+        return self._team, self._pointer
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+class RowReader:
+    """Rows of a quantized matrix in float32, as an embedding's lookup reads them.
+
+    Args:
+        weight: A Weight of a layout that `unsupported` takes, on the CPU.
+    """
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight, self._run = readable(weight), _kernels().dequantize
+        self._matrix = _matrix(self._weight)
+        self._pointer = ctypes.addressof(self._matrix)
+
+    def __call__(self, rows: Tensor, out: Tensor) -> None:
+        """Writes rows `rows` (int64 (count,), contiguous) into `out` (count, columns), contiguous."""
+        numbers, count = rows.tolist(), self._matrix.rows
+        if numbers and not (min(numbers) >= 0 and max(numbers) < count):
+            raise IndexError(f"a matrix of {count} rows does not have all of rows {numbers}")
+        self._run(self._pointer, rows.data_ptr(), 0, rows.shape[0], out.data_ptr(), 1)
 
 
 def dequantized(weight: Weight, first: int = 0, count: int | None = None) -> Tensor:
@@ -180,5 +206,5 @@ def dequantized(weight: Weight, first: int = 0, count: int | None = None) -> Ten
     rows = weight.shape[0] - first if count is None else count
     out = torch.empty((rows, weight.shape[1]))
     matrix = _matrix(weight)
-    _kernels().dequantize(ctypes.addressof(matrix), first, rows, out.data_ptr(), torch.get_num_threads())
+    _kernels().dequantize(ctypes.addressof(matrix), None, first, rows, out.data_ptr(), torch.get_num_threads())
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,11 +92,18 @@ def e2e(
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="gpt2-124m, smollm2-135m, llama-3.2-1b or llama-3.1-8b; repeatable."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="gpt2-124m, smollm2-135m, smollm2 (4 bits, as shipped), llama-3.2-1b or llama-3.1-8b; repeatable.",
+        ),
     ] = None,
     runner: Annotated[
         list[str] | None,
-        typer.Option(help="engine, hf_sdpa, hf_eager, hf_patch or hf_compile; repeatable, by default all."),
+        typer.Option(
+            help="engine, hf_sdpa, hf_eager, hf_patch, hf_compile or llama_cpp (GGUF files, on a CPU); repeatable, by "
+            "default all but llama_cpp."
+        ),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences; repeatable, by default 1, 16, 64.")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
@@ -109,15 +117,17 @@ def e2e(
     commit: Commit = None,
     format: Formatted = Format.table,
 ) -> None:
-    """Generate with whole models, in the engine and in Transformers: time to first token, tokens/s, memory, energy."""
+    """Generate with whole models, in the engine, Transformers and llama.cpp: first token, tokens/s, memory, energy."""
     with progress.report_errors():
+        import torch
+
         from flashkernel.core import device as devices
         from flashkernel.core import roofline
-        from flashkernel.lab import generation, generation_tables, selection
+        from flashkernel.lab import generation, generation_tables, runners, selection
         from flashkernel.lab.results import ResultsFile
 
         target = selection.device(device)
-        names = selection.known_names("runner", runner, generation.RUNNERS)
+        names = selection.known_names("runner", runner or runners.DEFAULTS, generation.RUNNERS)
         models = selection.known_names("model", model, generation.NAMES) if model else generation.DEFAULTS
         kind = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(devices.properties(target))])[0]
         work = generation.Workload([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new, rounds)
@@ -130,6 +140,8 @@ def e2e(
     with progress.progress_bar(total) as bar, progress.keep_results() as stopped:
         bar.describe("measuring memory bandwidth")
         ceilings = roofline.ceilings(target, [])
+        if target.type == "cpu":  # whose speed is that of its threads
+            ceilings = replace(ceilings, device=f"{ceilings.device}, {torch.get_num_threads()} threads")
         with progress.report_errors():
             file = ResultsFile.in_folder(save, "e2e", ceilings, commit)
 

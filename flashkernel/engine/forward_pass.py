@@ -9,7 +9,7 @@ torch or the C++ kernels for products. The engine's README has the figures.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,11 +57,20 @@ class ForwardPass:
         self.decode_metadata = (step.lengths[:count], step.page_table[:count])
         if not self.decode_only:
             self.prefill_metadata = (step.cu_seqlens[count:] - count, step.lengths[count:], step.page_table[count:])
-        self.rope = self._rope(config.frequencies)
-        self.local_rope = self.rope if config.local_frequencies is None else self._rope(config.local_frequencies)
+
+    @cached_property
+    def rope(self) -> dict[str, Any]:
+        """Rotary arguments of `append_kv` in layers without a window, or in all layers."""
+        return self._rope(self.config.frequencies)
+
+    @cached_property
+    def local_rope(self) -> dict[str, Any]:
+        """Rotary arguments of `append_kv` in layers with a window."""
+        local = self.config.local_frequencies
+        return self.rope if local is None else self._rope(local)
 
     def _rope(self, frequencies: Frequencies | None) -> dict[str, Any]:
-        """Rotary arguments of `append_kv`; {} if positions are learned.
+        """Rotary arguments; {} if positions are learned.
 
         GPU kernels compute the angles. On a CPU they are computed once a pass, and all layers read the tables.
         """
@@ -171,7 +180,7 @@ class ForwardPass:
         return _linear(x, weight, bias, norm_weight=norm, norm_eps=eps, norm_offset=offset, **options)
 
     def decode_program(self, model: Transformer, pages: list[LayerPages]) -> Any:
-        """A decoding step of `model` over `pages` as one call; None: layer by layer."""
+        """A decoding step of `model` over `pages` as one call, from token ids to logits; None: layer by layer."""
         return None
 
 
@@ -193,35 +202,48 @@ class TorchForwardPass(ForwardPass):
     def __init__(self, model: Transformer, model_input: ModelInput, chosen: dict[str, str]) -> None:
         super().__init__(model.config, model_input)
         self.calls, self.dtype = model.linear_calls, model.dtype
-        self.direct = chosen["linear"] == "cpp"
-        self.append = self.local_append = None
-        if chosen["append_kv"] == "cpp":
-            self.append = self._append(self.rope)
-            self.local_append = self.append if self.local_rope is self.rope else self._append(self.local_rope)
-        self.attend = None
-        if chosen.get("decode_attention") == "cpp" and model_input.num_decodes:
-            lengths, page_table = self.decode_metadata
-            scale = self.config.attention_scale
-            scale = self.config.head_dim**-0.5 if scale is None else scale
-            self.attend = AttendCall(lengths.contiguous(), unit_stride(page_table), scale)
-        self.padded = bool(model_input.step.slots.min() < 0)
+        self.direct, self.appends = chosen["linear"] == "cpp", chosen["append_kv"] == "cpp"
+        self.attends = chosen.get("decode_attention") == "cpp" and model_input.num_decodes > 0
         self.locations: dict[int | None, list[tuple[int, int] | Tensor]] = {}  # by window
+
+    @cached_property
+    def append(self) -> AppendCall:
+        """The C++ kernel that writes keys and values in layers without a window, or in all layers."""
+        return self._append(self.rope)
+
+    @cached_property
+    def local_append(self) -> AppendCall:
+        """The same in layers with a window."""
+        return self.append if self.local_rope is self.rope else self._append(self.local_rope)
 
     def _append(self, rope: dict[str, Any]) -> AppendCall:
         cos, sin = (rope[name][0] if rope else None for name in ("cos", "sin"))
         return AppendCall(self.model_input.step.slots.long(), cos, sin, rope.get("rotary_dim", 0))
 
+    @cached_property
+    def attend(self) -> AttendCall:
+        """The C++ kernel of decoding sequences."""
+        lengths, page_table = self.decode_metadata
+        scale = self.config.attention_scale
+        scale = self.config.head_dim**-0.5 if scale is None else scale
+        return AttendCall(lengths.contiguous(), unit_stride(page_table), scale)
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some tokens are padding."""
+        return bool(self.model_input.step.slots.min() < 0)
+
     def write_kv(self, qkv: Tensor, layer: LayerWeights, pages: LayerPages, window: int | None = None) -> Tensor:
-        config, append = self.config, self.append if window is None else self.local_append
-        if append is None or layer.q_norm is not None or layer.k_norm is not None:
+        if not self.appends or layer.q_norm is not None or layer.k_norm is not None:
             return super().write_kv(qkv, layer, pages, window)
+        config, append = self.config, self.append if window is None else self.local_append
         q, k, v = qkv.split_with_sizes((config.heads, config.kv_heads, config.kv_heads), 1)
         rotated = append(k, v, q if self.rope else None, pages.k_pages, pages.v_pages)
         return q if rotated is None else rotated
 
     def attention(self, q: Tensor, pages: LayerPages, window: int | None, sinks: Tensor | None) -> Tensor:
         k, v, k_scale, _ = pages
-        if self.attend is not None and self.decode_only:
+        if self.attends and self.decode_only:
             sinks = None if sinks is None else sinks.float()
             return self.attend(q[:, None], k, v, window or 0, sinks, k_scale, pages.v_scale).view(q.shape[0], -1)
         plain = sinks is None and k_scale is None and k.is_contiguous()
@@ -322,16 +344,21 @@ class TorchForwardPass(ForwardPass):
     def decode_program(self, model: Transformer, pages: list[LayerPages]) -> DecodeProgram | None:
         """All layers of a decoding step as one call of the C++ kernels; None where a layer needs another operator."""
         batch = self.model_input.input_ids.shape[0]
-        if not (self.direct and self.append is not None and self.attend is not None and self.decode_only):
+        if not (self.direct and self.appends and self.attends and self.decode_only):
             return None
         key = ("program", batch, id(pages), torch.get_num_threads())
         if key not in self.calls:
             config = model.config
-            plain = config.norm == "rms" and config.activation == "swiglu" and self.local_rope is self.rope
+            plain = config.norm == "rms" and config.activation == "swiglu" and config.local_frequencies is None
             fitting = plain and batch <= MAX_BATCH and all(fits(layer) and self._reads(layer) for layer in model.layers)
             with torch.inference_mode(False):
                 self.calls[key] = DecodeProgram(self, model, pages) if fitting else None
         return self.calls[key]
+
+    def head_call(self, model: Transformer) -> LinearCall | None:
+        """A new call for the final norm and the LM head; None where the C++ kernels do not read its weight."""
+        head, norm = model.weights.lm_head, model.weights.final_norm
+        return self._prepared(head, None, norm, {"out_dtype": torch.float32}) if isinstance(head, Weight) else None
 
     def _reads(self, layer: LayerWeights) -> bool:
         """Whether the C++ kernels multiply by all projections of a layer."""

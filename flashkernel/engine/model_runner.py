@@ -104,6 +104,7 @@ class ModelRunner:
         fields |= {name: (dtype, width * max_num_seqs) for name, (dtype, width) in FIELDS.items()}
         self._buffers = InputBuffers({**fields, "input_ids": (torch.int64, most_tokens)}, self.device)
         self._last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)  # by row
+        self._settings_views: dict[int, dict[str, Tensor]] = {}  # by number of logits
         self._graphs: dict[StepShape, StepGraph] = {}
         # One stream for all captures: kernels that keep counters keep a row of them for each stream.
         self._stream = torch.cuda.Stream(self.device) if self.use_graphs else None
@@ -286,11 +287,17 @@ class ModelRunner:
             logits_indices = tensors["logits_indices"][:num_logits]
         model_input = ModelInput(input_ids, step, shape.num_decodes, logits_indices)
         logits = self.model.forward(model_input, self.storage.layers).contiguous()
-        given = {name: tensors[name][: num_logits * width] for name, (_, width) in FIELDS.items()}
-        given["penalties"] = given["penalties"].view(num_logits, 3)
-        output = sample(logits, given, self.states, rows)
+        output = sample(logits, self._sampling_settings(num_logits, tensors), self.states, rows)
         self._last_token_ids[rows] = output.token_ids.clamp(min=0)  # the next step reads it, valid or not
         return output
+
+    def _sampling_settings(self, num_logits: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sampler's settings for so many rows: views of `tensors`, which are always the same."""
+        if num_logits not in self._settings_views:
+            given = {name: tensors[name][: num_logits * width] for name, (_, width) in FIELDS.items()}
+            given["penalties"] = given["penalties"].view(num_logits, 3)
+            self._settings_views[num_logits] = given
+        return self._settings_views[num_logits]
 
     def _copy_to_host(
         self, output: SamplerOutput, sampled: list[Sequence], scored: list[tuple[Sequence, int, int]]

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 import flashkernel as fk
+from flashkernel.blocks.decode_cpp import greedy
+from flashkernel.core import cpp
+from flashkernel.core.dispatch import is_scoped
 from flashkernel.engine.sampling_params import MAX_BIAS_ENTRIES, SamplingParams
 
 _FLOAT_PARAMS = ("temperature", "top_p", "min_p")
@@ -25,6 +28,7 @@ FIELDS: dict[str, tuple[torch.dtype, int]] = {
     "seeds": (torch.int64, 1), "positions": (torch.int64, 1), "top_k": (torch.int32, 1),
     **dict.fromkeys(_FLOAT_PARAMS, (torch.float32, 1)), "penalties": (torch.float32, 3),
 }  # fmt: skip
+LOWEST = -1e30  # logits at or below it have probability 0
 INVALID_TOKEN = -1  # in place of a token whose logits are NaN or infinite
 IN_PROMPT = 1 << 30  # flag in the counts of tokens
 NEVER_ENDS = 2**31 - 1
@@ -170,6 +174,8 @@ def sample(logits: Tensor, settings: Mapping[str, Tensor], states: SamplingState
     Returns:
         Tokens and logits.
     """
+    if _takes_the_largest(logits, settings, states):
+        return SamplerOutput(greedy(logits, LOWEST), logits)
     given: dict[str, Any] = dict(states.tensors)
     given.update({name: x for name, x in settings.items() if name != "penalties" or "token_counts" in given})
     if states.tensors:
@@ -180,6 +186,12 @@ def sample(logits: Tensor, settings: Mapping[str, Tensor], states: SamplingState
         flat = rows * counts.shape[1] + token_ids.clamp(min=0)
         counts.view(-1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     return SamplerOutput(token_ids, logits)
+
+
+def _takes_the_largest(logits: Tensor, settings: Mapping[str, Tensor], states: SamplingStates) -> bool:
+    """Whether a C++ kernel on the CPU gives the tokens, without the checks and the dispatch of `flashkernel.sample`."""
+    plain = logits.device.type == "cpu" and not states.tensors and not is_scoped() and cpp.can_compile() is None
+    return plain and not any(settings["temperature"].tolist())
 
 
 def logprobs_of(output: SamplerOutput, indices: Tensor, count: int, token_ids: Tensor | None = None) -> Logprobs:

@@ -142,14 +142,14 @@ class Transformer:
         Returns:
             Logits in float32, [logits_indices, vocab].
         """
+        run = forward_pass.select(self, model_input, pages)
+        program = run.decode_program(self, pages)
+        if program is not None:
+            return program(run)
         weights = self.weights
         x = self.embed(model_input.input_ids)
         if weights.position_embedding is not None:
             x = x + F.embedding(model_input.step.positions, weights.position_embedding)
-        run = forward_pass.select(self, model_input, pages)
-        program = run.decode_program(self, pages)
-        if program is not None:
-            return self.logits(run, program(run, x))
         for index, (layer, layer_pages) in enumerate(zip(self.layers, pages)):
             x = self.forward_layer(run, x, layer, index, layer_pages)
         if model_input.logits_indices is not None:

@@ -1,6 +1,7 @@
 """Generation with whole models: prefill and decoding speed of the engine and of Transformers on the same weights.
 
-Models have the shapes of their namesakes and random weights (SmolLM2 has its trained ones). Prompts are random tokens
+Models have the shapes of their namesakes and random weights (SmolLM2 has its trained ones: dequantized as smollm2-135m,
+as they are shipped, in 4 bits, as smollm2). Prompts are random tokens
 of one length. Decoding is timed from the moment every sequence has its first token. The tokens of each runner are
 checked against Transformers' logits: a token is right if no other token's logit is higher by more than rounding
 explains. Speeds of a runner that fails the check are not compared.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.shapes import MODELS
-from flashkernel.engine import LLM
+from flashkernel.engine import LLM, hub
 from flashkernel.engine.dummy_weights import dummy_transformer
 from flashkernel.engine.transformer import Transformer
 from flashkernel.lab.bench import free_memory
@@ -30,14 +31,14 @@ from flashkernel.lab.packages import MissingPackageError
 from flashkernel.lab.results import GenerationRecord
 from flashkernel.lab.runners import RUNNERS, Generate, Run, Runner, UnsupportedError, synchronize
 
-SMOLLM2 = "smollm2-135m"
+SMOLLM2, SHIPPED = "smollm2-135m", "smollm2"
 # name -> (key of MODELS, options where the model differs from a Llama with tied embeddings)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-124m": ("gpt2", {"learned_positions": True, "max_position_embeddings": 1024}),
     "llama-3.2-1b": ("llama-3.2-1b", {"max_position_embeddings": 8192}),
     "llama-3.1-8b": ("llama-3.1-8b", {"max_position_embeddings": 8192, "tie_word_embeddings": False}),
 }
-NAMES = (*SHAPES, SMOLLM2)
+NAMES = (*SHAPES, SMOLLM2, SHIPPED)
 DEFAULTS = ("gpt2-124m", SMOLLM2, "llama-3.2-1b")
 WARM_UP_TOKENS = 8  # enough to compile kernels and capture graphs; the first run after it is discarded too
 MIN_RUNS, MAX_RUNS, MIN_SECONDS = 2, 8, 1.5  # runs are repeated until MIN_SECONDS were timed
@@ -71,15 +72,22 @@ class BenchModel:
             raise ValueError(f"e2e: unknown model {name!r}; known models: {', '.join(NAMES)}")
         self.name, self.device, self.dtype = name, device, dtype
         self.model = _build(name, device, dtype)
+        self.gguf = hub.resolve(hub.DEFAULT_MODEL) if name == SHIPPED else None  # has the weights as they are
 
     @cached_property
     def hf_model(self) -> Any:
-        return build_hf_equivalent(self.model)
+        plain = self.model if self.gguf is None else _build(SMOLLM2, self.device, self.dtype)
+        return build_hf_equivalent(plain)
 
     def prompts(self, batch: int, length: int) -> Tensor:
         """Random token ids, int64 [batch, length]."""
         generator = torch.Generator().manual_seed(batch)
         return torch.randint(1, self.model.config.vocab_size, (batch, length), generator=generator)
+
+    @property
+    def max_logit_gap(self) -> float:
+        """Largest `logit_gap` of right tokens. Products of quantized weights round x to 8 bits, as bfloat16 does."""
+        return MAX_LOGIT_GAP[torch.bfloat16 if self.gguf is not None else self.dtype]
 
     def logit_gap(self, prompts: Tensor, tokens: Tensor) -> float:
         """Largest distance of a token's logit below the argmax, in standard deviations of the logits.
@@ -109,7 +117,7 @@ class BenchModel:
 
 def _build(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
     torch.manual_seed(0)
-    if name != SMOLLM2:
+    if name in SHAPES:
         shape, how = SHAPES[name]
         return dummy_transformer(MODELS[shape], device, dtype, **how)
     precision = str(dtype).removeprefix("torch.")
@@ -120,7 +128,7 @@ def _build(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
         kv_cache_tokens=256,
         max_model_len=256,
         warm_up=False,
-        quantization="plain",
+        quantization="plain" if name == SMOLLM2 else None,
     ).model
 
 
@@ -158,7 +166,7 @@ def measure(
             runner, loaded, reason = RUNNERS[name], None, None
             on_progress(f"{model.name} {name}{which}: loading")
             try:
-                loaded = runner.load(model.model)
+                loaded = runner.load(model.model, model.gguf)
             except Exception as error:  # a runner that cannot load must not end the others
                 reason = _first_line(error)
             for batch in work.batches:
@@ -232,7 +240,7 @@ def _record(
     if isinstance(measured, str):
         return GenerationRecord(**common, correct=False, error=measured)
     runs, gap = measured.runs, measured.logit_gap
-    correct = None if gap is None else gap <= MAX_LOGIT_GAP[model.dtype]  # a NaN is wrong
+    correct = None if gap is None else gap <= model.max_logit_gap  # a NaN is wrong
     note = measured.unchecked if gap is None else f"a token is {gap:.2f} standard deviations below the likeliest one"
     step_s = statistics.median(statistics.mean(run.steps_s) for run in runs)
     floor_s = model.step_bytes(batch, work.prompt + work.new // 2) / (copy_tbs * 1e12)

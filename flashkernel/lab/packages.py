@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 # package -> the extra of flashkernel that installs it
-EXTRAS = {"transformers": "hf", "matplotlib": "plot"}
+EXTRAS = {"transformers": "hf", "matplotlib": "plot", "llama_cpp": "llama-cpp"}
 
 
 class MissingPackageError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Runners: ways to generate text from the same weights, with the engine or with Transformers.
+"""Runners: ways to generate text from the same weights, with the engine, with Transformers or with llama.cpp.
 
 A runner is loaded once for a model and started once for a batch. `start` returns a function that generates: it takes
 prompts [batch, tokens] and the number of new tokens, and returns a `Run`.
@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashkernel.engine import LLM, SamplingParams
 from flashkernel.engine.transformer import Transformer
 from flashkernel.lab.hf_equivalent import build_hf_equivalent
+from flashkernel.lab.packages import require
 
 
 class UnsupportedError(RuntimeError):
@@ -44,13 +47,14 @@ Generate = Callable[[Tensor, int], Run]
 
 @dataclass(frozen=True)
 class Runner:
-    """One way to generate: `load(model)` prepares the weights, `start(loaded, batch, prompt, new)` the buffers.
+    """One way to generate: `load(model, gguf)` prepares the weights, `start(loaded, batch, prompt, new)` the buffers.
 
-    `batch`, `prompt` and `new` are the largest sizes that the returned function will be called with.
+    `gguf` is the file that has the model's weights as they are, or None. `batch`, `prompt` and `new` are the largest
+    sizes that the returned function will be called with.
     """
 
     kind: str  # "backend" (ours) or "baseline"
-    load: Callable[[Transformer], Any]
+    load: Callable[[Transformer, Path | None], Any]
     start: Callable[[Any, int, int, int], Generate]
 
 
@@ -119,7 +123,7 @@ class _Clock:
         return self.never
 
 
-def _load_transformers(model: Transformer, attention: str, patched: bool = False) -> Any:
+def _load_transformers(model: Transformer, gguf: Path | None, attention: str, patched: bool = False) -> Any:
     hf_model = build_hf_equivalent(model, attention)
     if patched:
         import flashkernel.hf
@@ -157,17 +161,64 @@ def run_transformers(model: Any, options: dict[str, Any], prompts: Tensor, new: 
     return Run.of(began, clock.times, tokens)
 
 
+def _load_llama_cpp(model: Transformer, gguf: Path | None) -> Path:
+    require("llama_cpp", "a comparison with llama.cpp")
+    if model.device.type != "cpu":
+        raise UnsupportedError("llama.cpp is compared on a CPU only")
+    if gguf is None:
+        raise UnsupportedError("llama.cpp reads GGUF files, and this model has none; take --model smollm2")
+    return gguf
+
+
+def _start_llama_cpp(gguf: Path, batch: int, prompt: int, new: int) -> Generate:
+    """llama.cpp with its defaults, on as many threads as torch has; its context has just the size needed."""
+    from llama_cpp import Llama
+
+    if batch != 1:
+        raise UnsupportedError(f"llama.cpp is compared with one sequence, not with {batch}; take --batch 1")
+    threads = torch.get_num_threads()
+    return partial(
+        _run_llama_cpp,
+        Llama(str(gguf), n_ctx=prompt + new, n_threads=threads, n_threads_batch=threads, verbose=False),
+    )
+
+
+def _run_llama_cpp(llama: Any, prompts: Tensor, new: int) -> Run:
+    """Greedy decoding by llama.cpp's own functions: the Python around them costs a few microseconds a token."""
+    import llama_cpp
+
+    context, vocab, size = llama.ctx, llama.n_vocab(), llama.n_batch
+    tokens: list[int] = []
+    times: list[float] = []
+    given = prompts[0].tolist()
+    began = time.perf_counter()
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    chunks = [given[first : first + size] for first in range(0, len(given), size)]
+    while len(tokens) < new:
+        for chunk in chunks:
+            array = (llama_cpp.llama_token * len(chunk))(*chunk)
+            if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(chunk))):
+                raise RuntimeError(f"llama.cpp could not compute {len(chunk)} tokens behind {len(tokens)} new ones")
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), shape=(vocab,))
+        tokens.append(int(logits.argmax()))
+        times.append(time.perf_counter())
+        chunks = [tokens[-1:]]
+    return Run.of(began, times, torch.tensor([tokens]))
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 RUNNERS: dict[str, Runner] = {
-    "engine": Runner("backend", lambda model: model, _start_engine),
+    "engine": Runner("backend", lambda model, gguf: model, _start_engine),
     "hf_sdpa": Runner("baseline", partial(_load_transformers, attention="sdpa"), _start_transformers),
     "hf_eager": Runner("baseline", partial(_load_transformers, attention="eager"), _start_transformers),
     "hf_patch": Runner("backend", partial(_load_transformers, attention="sdpa", patched=True), _start_transformers),
     "hf_compile": Runner(
         "baseline", partial(_load_transformers, attention="sdpa"), partial(_start_transformers, static=True)
     ),
+    "llama_cpp": Runner("baseline", _load_llama_cpp, _start_llama_cpp),
 }
+DEFAULTS = tuple(name for name in RUNNERS if name != "llama_cpp")  # which reads GGUF files alone

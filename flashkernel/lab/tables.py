@@ -263,6 +263,8 @@ def _block(
             for record in found["records"]
             if (glob is None or fnmatchcase(record.case, glob)) and (dtype is None or record.dtype == dtype)
         ]
+        if statistic == MEMORY:  # a CPU's is not measured
+            records = [record for record in records if not isinstance(record, GenerationRecord) or record.peak_bytes]
         if not records:
             continue
         versions = ", ".join(
@@ -283,7 +285,8 @@ def _ceilings(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _described(op: str, records: Sequence[Any], statistic: str, ceilings: Mapping[str, Any]) -> tuple[str, str]:
     """(what a markdown table shows and in which units, the table)."""
-    bandwidth = f"copy {ceilings.get('copy_tbs', 0.0):.2f} TB/s"
+    copy = ceilings.get("copy_tbs", 0.0)
+    bandwidth = f"copy {copy:.2f} TB/s" if copy >= 0.5 else f"copy {copy * 1e3:.3g} GB/s"
     if op == host_tables.OP:
         return f"median host time of a call in us ({host_tables.DIRECTIONS})", host_tables.markdown(records)
     if op == first_use_tables.OP:

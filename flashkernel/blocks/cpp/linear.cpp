@@ -15,8 +15,6 @@
 
 namespace {
 
-#define UNROLLED _Pragma("GCC unroll 8")
-
 constexpr int64_t PREFETCH_BYTES = 4096;  // how far ahead a weight is prefetched
 
 // Products of R rows of the weight and C rows of x, [R][C].
@@ -153,42 +151,47 @@ void outputs(const Linear& call, int64_t first, int count, const Inputs& inputs,
     }
 }
 
+// By all threads of a team; the work is done when all have returned.
 template <typename Format> void run(const Linear& call) {
-    static thread_local Inputs inputs_of_caller;
-    Inputs& inputs = inputs_of_caller;
-    size_inputs<Format>(call, inputs);
-    const int64_t count = call.weight.rows, blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const bool alone = call.rows == 1;
-    if (alone) prepare_row<Format>(call, inputs, 0);
-    const int64_t share = std::max<int64_t>(1, blocks / (2 * call.threads));
-#pragma omp parallel num_threads(call.threads)
-    {
-        static thread_local Scratch scratch_of_thread;
-        Scratch& scratch = scratch_of_thread;
-        scratch.scales.resize(BLOCK_ROWS * inputs.units + LANES);
-        scratch.offsets.resize(BLOCK_ROWS * inputs.units + LANES);
-        scratch.results.resize(inputs.rows * BLOCK_ROWS);
-        scratch.ups.resize(inputs.rows * BLOCK_ROWS);
-        if (!alone) {
+    static thread_local Inputs own_inputs;
+    static thread_local Scratch scratch;
+    Inputs* inputs = &own_inputs;
+    if (call.rows == 1) {  // each thread prepares it for itself: that takes less time than waiting for another
+        size_inputs<Format>(call, *inputs);
+        prepare_row<Format>(call, *inputs, 0);
+    } else {
+#pragma omp single copyprivate(inputs)
+        {
+            inputs = &own_inputs;
+            size_inputs<Format>(call, *inputs);
+        }
 #pragma omp for
-            for (int64_t row = 0; row < call.rows; row++) prepare_row<Format>(call, inputs, row);
-        }
+        for (int64_t row = 0; row < call.rows; row++) prepare_row<Format>(call, *inputs, row);
+    }
+    scratch.scales.resize(BLOCK_ROWS * inputs->units + LANES);
+    scratch.offsets.resize(BLOCK_ROWS * inputs->units + LANES);
+    scratch.results.resize(inputs->rows * BLOCK_ROWS);
+    scratch.ups.resize(inputs->rows * BLOCK_ROWS);
+    const int64_t count = call.weight.rows, blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t share = std::max<int64_t>(1, blocks / (2 * call.threads));
 #pragma omp for schedule(dynamic, share) nowait
-        for (int64_t index = 0; index < blocks; index++) {
-            const int64_t first = index * BLOCK_ROWS;
-            outputs<Format>(call, first, int(std::min<int64_t>(BLOCK_ROWS, count - first)), inputs, scratch);
-        }
+    for (int64_t index = 0; index < blocks; index++) {
+        const int64_t first = index * BLOCK_ROWS;
+        outputs<Format>(call, first, int(std::min<int64_t>(BLOCK_ROWS, count - first)), *inputs, scratch);
     }
 }
 
-template <typename Format> void dequantize_rows(const Matrix& weight, int64_t first, int64_t count, float* out, int threads) {
+// Rows [first, first + count), or those that `rows` names.
+template <typename Format>
+void dequantize_rows(const Matrix& weight, const int64_t* rows, int64_t first, int64_t count, float* out, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> scales(weight.columns / Format::UNIT + LANES), offsets(scales.size());
 #pragma omp for
         for (int64_t row = 0; row < count; row++) {
-            read_scales<Format>(weight, first + row, 1, scales.data(), offsets.data());
-            const uint8_t* data = weight.data + (first + row) * weight.data_stride;
+            const int64_t from = rows ? rows[row] : first + row;
+            read_scales<Format>(weight, from, 1, scales.data(), offsets.data());
+            const uint8_t* data = weight.data + from * weight.data_stride;
             float* to = out + row * weight.columns;
             for (int64_t block = 0; block < weight.columns / 32; block++) {
                 u8x16 codes[2];
@@ -210,7 +213,7 @@ template <typename Format> void dequantize_rows(const Matrix& weight, int64_t fi
 
 extern "C" {
 
-void linear(const Linear* call) {
+void linear_team(const Linear* call) {
     switch (call->weight.codes) {
         case INT4: return run<Nibbles>(*call);
         case INT8: return run<Bytes>(*call);
@@ -219,12 +222,17 @@ void linear(const Linear* call) {
     }
 }
 
-void dequantize(const Matrix* weight, int64_t first, int64_t count, float* out, int threads) {
+void linear(const Linear* call) {
+#pragma omp parallel num_threads(call->threads)
+    linear_team(call);
+}
+
+void dequantize(const Matrix* weight, const int64_t* rows, int64_t first, int64_t count, float* out, int threads) {
     switch (weight->codes) {
-        case INT4: return dequantize_rows<Nibbles>(*weight, first, count, out, threads);
-        case INT8: return dequantize_rows<Bytes>(*weight, first, count, out, threads);
-        case MXFP4: return dequantize_rows<E2m1>(*weight, first, count, out, threads);
-        default: return dequantize_rows<SixBits>(*weight, first, count, out, threads);
+        case INT4: return dequantize_rows<Nibbles>(*weight, rows, first, count, out, threads);
+        case INT8: return dequantize_rows<Bytes>(*weight, rows, first, count, out, threads);
+        case MXFP4: return dequantize_rows<E2m1>(*weight, rows, first, count, out, threads);
+        default: return dequantize_rows<SixBits>(*weight, rows, first, count, out, threads);
     }
 }
 }

@@ -22,6 +22,7 @@ typedef uint8_t u8x16 __attribute__((vector_size(16)));
 constexpr int LANES = 16;
 
 #define INLINE inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 8")
 
 template <typename V> inline V load(const void* from) {
     V found;
@@ -125,6 +126,23 @@ inline float sum_lanes(f32x16 values) {
 #endif
 }
 
+// found[i] = the sum of the lanes of values[i].
+inline void sum_lanes_of_4(const f32x16* values, float* found) {
+#if defined(__AVX2__)
+    __m256 halves[4];
+    for (int i = 0; i < 4; i++) {
+        __m256 parts[2];
+        std::memcpy(parts, values + i, 64);
+        halves[i] = _mm256_add_ps(parts[0], parts[1]);
+    }
+    const __m256 first = _mm256_hadd_ps(halves[0], halves[1]), second = _mm256_hadd_ps(halves[2], halves[3]);
+    const __m256 sums = _mm256_hadd_ps(first, second);
+    _mm_storeu_ps(found, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+#else
+    for (int i = 0; i < 4; i++) found[i] = sum_lanes(values[i]);
+#endif
+}
+
 // exp of each lane, to about one rounding; 0 below -87, infinity above 88.
 inline f32x16 exp_lanes(f32x16 x) {
     const f32x16 magic = (f32x16){} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -186,9 +204,12 @@ inline uint16_t float_to_half(float value) {
 inline void halves_to_floats(const uint16_t* from, float* to, int64_t count) {
     int64_t at = 0;
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-    for (; at < count; at += LANES) {
-        const __mmask16 some = __mmask16(count - at >= LANES ? 0xffff : (1u << (count - at)) - 1);
+    for (; at + LANES <= count; at += LANES)
+        _mm512_storeu_ps(to + at, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at))));
+    if (at < count) {
+        const __mmask16 some = __mmask16((1u << (count - at)) - 1);
         _mm512_mask_storeu_ps(to + at, some, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, from + at)));
+        at = count;
     }
 #elif defined(__F16C__)
     for (; at + 8 <= count; at += 8)
