@@ -20,7 +20,8 @@ Files = Mapping[str, Mapping[str, Any]]
 
 
 def _success(files: Files, profiles: Files) -> str | None:
-    return turing_tables.success(files, profiles)
+    of_the_suite = bool(profiles) or turing_tables.speedups(files) is not None  # not a CPU's generation alone
+    return turing_tables.success(files, profiles) if of_the_suite else None
 
 
 def _speedups(files: Files, profiles: Files) -> str | None:
