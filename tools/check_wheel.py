@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SHIPPED, NAMES = (".py", ".cu", ".cuh", ".cpp", ".h", ".txt"), ("README.md", "py.typed")
-EXTRAS = {"all", "cuda", "docs", "grammar", "hf", "lint", "plot", "serve", "test"}
+EXTRAS = {"all", "cuda", "docs", "grammar", "hf", "lint", "llama-cpp", "plot", "serve", "test"}
 
 
 def build(folder: Path) -> Path:

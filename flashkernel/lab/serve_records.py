@@ -104,7 +104,7 @@ def ratio(record: ServeRecord, records: Sequence[ServeRecord]) -> str:
     Tokens/s, ours over theirs, where all came at once. At a rate both keep up or neither does, so it is the p99 of the
     first and the next token, theirs over ours. Above 1 ours is better.
     """
-    same = ("model", "load", "rate", "turn")
+    same = ("model", "load", "rate", "pass_name")
     theirs = [
         one
         for one in records
