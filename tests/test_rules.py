@@ -204,3 +204,22 @@ def test_no_function_shadows_a_module() -> None:
             if isinstance(node, (ast.ImportFrom, ast.Import)):
                 names |= {alias.asname or alias.name for alias in node.names}
         assert not names & modules, f"{path.parent.name}: {sorted(names & modules)}"
+
+
+RESERVED = {"params", "options", "specialization"}  # locals of the function that Triton generates to launch a kernel
+
+
+def test_launched_kernels_name_no_parameter_as_triton_does() -> None:
+    """Such a kernel compiles, and cannot be launched."""
+    found, wrong = 0, []
+    for path in SOURCES:
+        names = set(re.findall(r"\blaunch\(\s*(\w+),", path.read_text()))
+        module = (
+            importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts)) if names else None
+        )
+        for kernel in (getattr(module, name, None) for name in names):
+            if hasattr(kernel, "arg_names"):
+                found += 1
+                wrong += [f"{path.name}: {kernel.__name__} has {name}" for name in RESERVED & set(kernel.arg_names)]
+    assert found > 20
+    assert not wrong

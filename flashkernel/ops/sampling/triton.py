@@ -67,11 +67,11 @@ def _read(values, row, DEFAULT: tl.constexpr):
 
 
 @triton.jit
-def _penalized(x, column, inside, row, state, vocab, params, states):
+def _penalized(x, column, inside, row, state, vocab, row_params, states):
     """Logits after the row's penalties."""
-    repetition = tl.load(params.penalties + row * 3)
-    presence = tl.load(params.penalties + row * 3 + 1)
-    frequency = tl.load(params.penalties + row * 3 + 2)
+    repetition = tl.load(row_params.penalties + row * 3)
+    presence = tl.load(row_params.penalties + row * 3 + 1)
+    frequency = tl.load(row_params.penalties + row * 3 + 2)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         count = tl.load(states.token_counts + state * vocab + column, mask=inside, other=0)
         output = count & (_IN_PROMPT - 1)
@@ -81,9 +81,9 @@ def _penalized(x, column, inside, row, state, vocab, params, states):
 
 
 @triton.jit
-def _biased(x, column, row, state, entries, params, states):
+def _biased(x, column, row, state, entries, row_params, states):
     """Logits after the state's biases; entries end at the first id of -1."""
-    position = tl.load(params.positions + row)
+    position = tl.load(row_params.positions + row)
     entry = 0
     more = entries > 0
     while more:
@@ -108,15 +108,15 @@ def _restricted(state, states):
 
 
 @triton.jit
-def _changes(row, state, entries, params, states):
+def _changes(row, state, entries, row_params, states):
     """Whether anything changes the row's logits."""
     found = False
     if states.allowed is not None:
         found = _restricted(state, states)
-    if params.penalties is not None:
-        found |= tl.load(params.penalties + row * 3) != 1.0
-        found |= tl.load(params.penalties + row * 3 + 1) != 0.0
-        found |= tl.load(params.penalties + row * 3 + 2) != 0.0
+    if row_params.penalties is not None:
+        found |= tl.load(row_params.penalties + row * 3) != 1.0
+        found |= tl.load(row_params.penalties + row * 3 + 1) != 0.0
+        found |= tl.load(row_params.penalties + row * 3 + 2) != 0.0
     if states.bias_ids is not None:
         found |= tl.load(states.bias_ids + state * entries, mask=entries > 0, other=-1) >= 0
     return found
@@ -124,7 +124,7 @@ def _changes(row, state, entries, params, states):
 
 @triton.jit
 def chunk_stats(
-    logits, changed, params, states, stats, row_stride, vocab, chunks, entries, words,
+    logits, changed, row_params, states, stats, row_stride, vocab, chunks, entries, words,
     KEEP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """KEEP stores the changed logits: of rows that change ("changed"), of all ("all"), or of none ("none")."""
@@ -135,21 +135,21 @@ def chunk_stats(
     column = chunk * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     inside = column < vocab
     x = tl.load(logits + row * row_stride + column, mask=inside, other=-INFINITY).to(tl.float32)
-    if params.penalties is not None:
-        x = _penalized(x, column, inside, row, state, vocab, params, states)
+    if row_params.penalties is not None:
+        x = _penalized(x, column, inside, row, state, vocab, row_params, states)
     if states.bias_ids is not None:
-        x = _biased(x, column, row, state, entries, params, states)
+        x = _biased(x, column, row, state, entries, row_params, states)
     if states.allowed is not None:  # noqa: SIM102
         if _restricted(state, states):
             word = tl.load(states.allowed + state * words + column // 32, mask=inside, other=0)
             x = tl.where(((word >> (column % 32)) & 1) != 0, x, -INFINITY)
     if KEEP != "none":
-        kept = (KEEP == "all") | _changes(row, state, entries, params, states)
+        kept = (KEEP == "all") | _changes(row, state, entries, row_params, states)
         tl.store(changed + row * vocab + column, x, mask=inside & kept)
     x = tl.where(inside & (x != x), INFINITY, x)  # NaN voids the row, as an infinity does
     x = tl.where(x > LOWEST, x, -INFINITY)
     largest, argmax = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    temperature = _read(params.temperature, row, 1.0)
+    temperature = _read(row_params.temperature, row, 1.0)
     scale = tl.where(temperature > 0, temperature, 1.0)
     # A chunk without logits has the sum 0; an infinite maximum voids the row before its sum is read.
     exponentials = tl.where(x > -INFINITY, exp_scaled(x, largest, scale), 0.0)
@@ -194,7 +194,7 @@ def _chunk_sums(base, masses, low, least, largest, temperature, vocab, CHUNK: tl
 
 @triton.jit
 def sample_rows(
-    logits, changed, params, states, stats, collected, masses, tokens, row_stride, vocab, chunks, entries,
+    logits, changed, row_params, states, stats, collected, masses, tokens, row_stride, vocab, chunks, entries,
     KEEP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
     NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def sample_rows(
     maxima = tl.load(stats.largest + row * chunks + chunk, mask=there, other=-INFINITY)
     largest, best = tl.max(maxima, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(stats.argmax + row * chunks + best)
-    temperature = _read(params.temperature, row, 1.0)
+    temperature = _read(row_params.temperature, row, 1.0)
     if tl.abs(largest) == INFINITY:
         token = -1
     elif temperature > 0:
@@ -215,19 +215,19 @@ def sample_rows(
             base = changed + row * vocab
         elif KEEP == "changed":
             state = tl.load(states.rows + row) if states.rows is not None else row
-            takes = _changes(row, state, entries, params, states)
+            takes = _changes(row, state, entries, row_params, states)
             base = tl.where(takes, changed + row * vocab, base)
         word, _, _, _ = tl.philox(
-            tl.load(params.seeds + row), tl.load(params.positions + row).to(tl.uint32),
-            (tl.load(params.positions + row) >> 32).to(tl.uint32), 0, 0,
+            tl.load(row_params.seeds + row), tl.load(row_params.positions + row).to(tl.uint32),
+            (tl.load(row_params.positions + row) >> 32).to(tl.uint32), 0, 0,
         )  # fmt: skip
         uniform = (word >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
         sums = tl.load(stats.total + row * chunks + chunk, mask=there, other=0.0)
         sums *= tl.where(maxima > -INFINITY, exp_scaled(maxima, largest, temperature), 0.0)
         count = tl.sum(tl.load(stats.count + row * chunks + chunk, mask=there, other=0), 0)
-        top_k = _read(params.top_k, row, 0)
-        top_p = _read(params.top_p, row, 1.0)
-        min_p = _read(params.min_p, row, 0.0)
+        top_k = _read(row_params.top_k, row, 0)
+        top_p = _read(row_params.top_p, row, 1.0)
+        min_p = _read(row_params.min_p, row, 0.0)
         zero = tl.full([], 0.0, tl.float32)
         low = zero + LOWEST
         least = zero - INFINITY
