@@ -498,3 +498,19 @@ def test_hf_equivalent_of_an_unsupported_architecture() -> None:
     model.config = replace(model.config, architecture="mixtral")
     with pytest.raises(ValueError, match="mixtral models are not supported"):
         build_hf_equivalent(model)
+
+
+def test_the_hf_equivalent_of_a_quantized_model_has_its_weights_dequantized() -> None:
+    """What `flashkernel demo` times beside a GGUF model."""
+    pytest.importorskip("transformers")
+    from flashkernel.core.shapes import Model
+    from flashkernel.engine.dummy_weights import dummy_transformer
+    from flashkernel.lab.hf_equivalent import build_hf_equivalent
+
+    shape = Model(hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=96)
+    model = dummy_transformer(shape, "cpu", torch.float32, max_position_embeddings=64).quantized("int8")
+    layer = build_hf_equivalent(model).model.layers[1]
+    qkv, down = model.layers[1].qkv_proj, model.layers[1].down_proj
+    found = torch.cat([layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight])
+    assert torch.equal(found, qkv.dequantize(torch.float32))
+    assert torch.equal(layer.mlp.down_proj.weight, down.dequantize(torch.float32))

@@ -85,7 +85,7 @@ def _text(device: torch.device, fetching: bool, format: Format) -> None:
     found: dict[str, Any] = {"text": text, "timings": [one.as_dict() for one in timings], "backends": used}
     output.show(format, [found], [_speeds(timings), _backends(used)])
     if len(timings) == 2:
-        progress.log(demo_text.agreement(*timings))
+        progress.log(demo_text.agreement(llm, *timings))
 
 
 def _speeds(timings: list[DemoTiming]) -> Table:

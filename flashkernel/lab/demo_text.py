@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashkernel import Weight
 from flashkernel.core.device import model_dtype, properties
 from flashkernel.core.shapes import Model
 from flashkernel.engine import LLM, SamplingParams, StepOutput, hub
@@ -124,12 +125,15 @@ def _timing(name: str, runs: list[Run], tokens: list[int]) -> DemoTiming:
     return DemoTiming(name, ttft_s * 1e3, 1 / statistics.median(steps) if steps else 0.0, tokens)
 
 
-def agreement(ours: DemoTiming, theirs: DemoTiming) -> str:
-    """Says whether both implementations chose the same tokens."""
+def agreement(llm: LLM, ours: DemoTiming, theirs: DemoTiming) -> str:
+    """Says whether both implementations chose the same tokens, and why they may not."""
     same = next((index for index, (a, b) in enumerate(zip(ours.tokens, theirs.tokens)) if a != b), len(ours.tokens))
     if same == len(ours.tokens):
         return f"All {same} tokens are those that Transformers chose."
-    return f"The first {same} tokens are those that Transformers chose; the texts differ from there on."
+    found = f"The first {same} tokens are those that Transformers chose; the texts differ from there on."
+    if not isinstance(llm.model.layers[0].down_proj, Weight):
+        return found
+    return f"{found} It has the weights dequantized; the engine rounds activations to 8 bits beside quantized ones."
 
 
 def backends_used(llm: LLM) -> list[dict[str, str]]:

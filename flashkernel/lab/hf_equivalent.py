@@ -1,7 +1,8 @@
 """The HF equivalent of an engine model: a Transformers model with the same weights, the baseline and the reference.
 
 On a GPU it shares the engine's memory wherever a stored tensor is a range of rows of an engine weight, so that both fit
-side by side. On a CPU, where the engine stores some weights column-major, it has contiguous copies.
+side by side. On a CPU, where the engine stores some weights column-major, it has contiguous copies. Quantized weights
+are dequantized.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel import Weight
 from flashkernel.engine.architectures import ARCHITECTURES, StoredWeight
 from flashkernel.engine.transformer import Transformer
 from flashkernel.lab.packages import require
@@ -46,7 +48,9 @@ def build_hf_equivalent(model: Transformer, attention: str = "sdpa") -> Any:
     ]
     for table, prefix, holder in parts:
         for name, piece in table.items():
-            weights |= _stored(piece, prefix, getattr(holder, name), empty)
+            value = getattr(holder, name)
+            plain = value.dequantize(model.dtype) if isinstance(value, Weight) else value
+            weights |= _stored(piece, prefix, plain, empty)
     made.load_state_dict(weights, strict=False, assign=True)
     made.tie_weights()
     _fill_buffers(made, model)

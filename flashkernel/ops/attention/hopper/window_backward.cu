@@ -2,7 +2,7 @@
 //
 // Why: kernels that divide the keys among thread blocks add dQ to a float32 buffer in device memory, which is zeroed before
 // and rounded after. Under a window these passes are most of the time. Here a thread block has `chunk` neighboring blocks
-// of 64 positions of one kv head and walks over them: a block of queries i sees keys of blocks i - 2, i - 1 and i alone, so
+// of 64 positions of one kv head and iterates over them: a block of queries i sees keys of blocks i - 2, i - 1 and i alone, so
 // that its dQ is complete when it leaves, and so are dK and dV of a block of keys two blocks later. What a thread block
 // computes beyond its own positions, S and dP of two blocks at each end, is not stored.
 //
@@ -35,7 +35,7 @@ constexpr unsigned KV_FULL = BARRIERS, KV_EMPTY = KV_FULL + KV_STAGES * 8, FULL 
 constexpr unsigned EMPTY = FULL + STAGES * 8, DS_FULL = EMPTY + STAGES * 8, DS_EMPTY = DS_FULL + DS_STAGES * 8;
 
 // The positions of a thread block. Steps are pairs of a block of queries and a query head, in this order.
-struct Walk {
+struct WorkTile {
     int first, end;             // its blocks
     int first_key, last_query;  // blocks of keys begin, blocks of queries end there
     int group;                  // query heads of the kv head
@@ -85,32 +85,32 @@ __device__ inline void store_tile(const float (&acc)[32], float factor, T* targe
 
 // One of the three warpgroups that have blocks of keys.
 template <typename T>
-__device__ inline void compute_keys(const Walk& walk, int owner, unsigned shared, int window, int length, T* dk, T* dv, Index stride,
-                                    float scale) {
+__device__ inline void compute_keys(const WorkTile& work, int owner, unsigned shared, int window, int length, T* dk, T* dv,
+                                    Index stride, float scale) {
     constexpr float LOG2E = 1.4426950408889634f;
     const int warp = threadIdx.x % 128 / WARP, lane = threadIdx.x % WARP;
     float dk_sum[32], dv_sum[32];
     int key_block = -OWNERS, step = 0;  // no block of keys yet
 
     auto finish_block = [&] {
-        if (!walk.visible(key_block)) return;
-        if (lane == 0) mbarrier_arrive(shared + KV_EMPTY + (key_block - walk.first_key) % KV_STAGES * 8);
-        if (key_block < walk.first) return;
+        if (!work.visible(key_block)) return;
+        if (lane == 0) mbarrier_arrive(shared + KV_EMPTY + (key_block - work.first_key) % KV_STAGES * 8);
+        if (key_block < work.first) return;
         const Index at = Index(key_block) * BLOCK * stride;
         store_tile(dk_sum, scale, dk + at, stride, length - key_block * BLOCK);
         store_tile(dv_sum, 1.f, dv + at, stride, length - key_block * BLOCK);
     };
 
-    for (int i = walk.first; i < walk.last_query; ++i) {
-        if (walk.key_block(i, owner) != key_block) {
+    for (int i = work.first; i < work.last_query; ++i) {
+        if (work.key_block(i, owner) != key_block) {
             finish_block();
-            key_block = walk.key_block(i, owner);
+            key_block = work.key_block(i, owner);
 #pragma unroll
             for (int x = 0; x < 32; ++x) dk_sum[x] = dv_sum[x] = 0.f;
-            if (walk.visible(key_block)) wait_full(shared + KV_FULL, KV_STAGES, key_block - walk.first_key);
+            if (work.visible(key_block)) wait_full(shared + KV_FULL, KV_STAGES, key_block - work.first_key);
         }
-        const bool visible = walk.visible(key_block), wants_dq = i < walk.end;
-        for (int head = 0; head < walk.group; ++head, ++step) {
+        const bool visible = work.visible(key_block), wants_dq = i < work.end;
+        for (int head = 0; head < work.group; ++head, ++step) {
             wait_full(shared + FULL, STAGES, step);
             const unsigned ds_tile = shared + DS + (step % DS_STAGES * OWNERS + owner) * TILE;
             if (!visible) {
@@ -125,7 +125,7 @@ __device__ inline void compute_keys(const Walk& walk, int owner, unsigned shared
                 if (lane == 0) mbarrier_arrive(shared + DS_FULL + step % DS_STAGES * 8);
                 continue;
             }
-            const unsigned k = shared + KV + (key_block - walk.first_key) % KV_STAGES * 2 * TILE, v = k + TILE;
+            const unsigned k = shared + KV + (key_block - work.first_key) % KV_STAGES * 2 * TILE, v = k + TILE;
             const unsigned q = shared + Q_DO + step % STAGES * 2 * TILE, dout = q + TILE;
             float s[32];  // [64 keys, 64 queries]
             wgmma_fence();
@@ -227,8 +227,8 @@ struct LoadStep {
     }
 };
 
-__device__ inline void load_keys(const Walk& walk, const Sources& from, unsigned shared, int key_block) {
-    const int use = key_block - walk.first_key;
+__device__ inline void load_keys(const WorkTile& work, const Sources& from, unsigned shared, int key_block) {
+    const int use = key_block - work.first_key;
     const unsigned arrived = shared + KV_FULL + use % KV_STAGES * 8, target = shared + KV + use % KV_STAGES * 2 * TILE;
     wait_empty(shared + KV_EMPTY, KV_STAGES, use);
     mbarrier_arrive_expect_bytes(arrived, 2 * TILE);
@@ -236,10 +236,10 @@ __device__ inline void load_keys(const Walk& walk, const Sources& from, unsigned
     tma_load_4d(target + TILE, from.v, 0, key_block * BLOCK, from.kv_head, from.batch, arrived);
 }
 
-__device__ inline void load_step(const Walk& walk, const Sources& from, unsigned shared, LoadStep& next) {
+__device__ inline void load_step(const WorkTile& work, const Sources& from, unsigned shared, LoadStep& next) {
     const unsigned stage = next.step % STAGES, arrived = shared + FULL + stage * 8;
     const unsigned target = shared + Q_DO + stage * 2 * TILE, vectors = shared + VECTORS + stage * 2 * VECTOR;
-    const int head = from.kv_head * walk.group + next.head, position = next.i * BLOCK;
+    const int head = from.kv_head * work.group + next.head, position = next.i * BLOCK;
     const float* lse = from.lse_delta + Index(from.batch * from.heads + head) * from.padded + position;
     wait_empty(shared + EMPTY, STAGES, next.step);
     mbarrier_arrive_expect_bytes(arrived, 2 * TILE + 2 * VECTOR);
@@ -247,40 +247,40 @@ __device__ inline void load_step(const Walk& walk, const Sources& from, unsigned
     tma_load_4d(target + TILE, from.dout, 0, position, head, from.batch, arrived);
     bulk_load(vectors, lse, VECTOR, arrived);
     bulk_load(vectors + VECTOR, lse + Index(from.batches * from.heads) * from.padded, VECTOR, arrived);
-    next.advance(walk.group);
+    next.advance(work.group);
 }
 
 // The fourth warpgroup.
 template <typename T>
-__device__ inline void compute_dq(const Walk& walk, const Sources& from, unsigned shared, int length, T* dq, Index stride,
+__device__ inline void compute_dq(const WorkTile& work, const Sources& from, unsigned shared, int length, T* dq, Index stride,
                                   float scale) {
     const int lane = threadIdx.x % WARP;
     const bool loads = threadIdx.x == 128 * OWNERS;
-    LoadStep next = {walk.first, 0, 0};
+    LoadStep next = {work.first, 0, 0};
     if (loads) {
-        for (int key_block = walk.first_key; key_block <= walk.first; ++key_block) load_keys(walk, from, shared, key_block);
-        while (next.step < AHEAD && next.i < walk.last_query) load_step(walk, from, shared, next);
+        for (int key_block = work.first_key; key_block <= work.first; ++key_block) load_keys(work, from, shared, key_block);
+        while (next.step < AHEAD && next.i < work.last_query) load_step(work, from, shared, next);
     }
     int step = 0;
-    for (int block = walk.first; block < walk.last_query; ++block)
-        for (int head = 0; head < walk.group; ++head, ++step) {
+    for (int block = work.first; block < work.last_query; ++block)
+        for (int head = 0; head < work.group; ++head, ++step) {
             // Or the compiler forms all addresses ahead of the loop over heads, in more registers than there are.
             const int i = opaque(block);
-            const bool wants_dq = i < walk.end;
+            const bool wants_dq = i < work.end;
             if (wants_dq) wait_full(shared + DS_FULL, DS_STAGES, step);
             // The owners have come to this step: what they read before is free, or will be soon.
-            if (loads && head == 0 && i + 1 < walk.end) load_keys(walk, from, shared, i + 1);
-            if (loads && next.i < walk.last_query) load_step(walk, from, shared, next);
+            if (loads && head == 0 && i + 1 < work.end) load_keys(work, from, shared, i + 1);
+            if (loads && next.i < work.last_query) load_step(work, from, shared, next);
             if (!wants_dq) continue;
             __syncwarp();
-            wait_full(shared + KV_FULL, KV_STAGES, max(i - 2, walk.first_key) - walk.first_key);
-            wait_full(shared + KV_FULL, KV_STAGES, max(i - 1, walk.first_key) - walk.first_key);
-            wait_full(shared + KV_FULL, KV_STAGES, i - walk.first_key);
+            wait_full(shared + KV_FULL, KV_STAGES, max(i - 2, work.first_key) - work.first_key);
+            wait_full(shared + KV_FULL, KV_STAGES, max(i - 1, work.first_key) - work.first_key);
+            wait_full(shared + KV_FULL, KV_STAGES, i - work.first_key);
             float acc[32];
             wgmma_fence();
 #pragma unroll
             for (int back = 0; back < OWNERS; ++back) {  // where there is no such block, dS is zero
-                const int use = max(i - back, walk.first_key) - walk.first_key, owner = (i + OWNERS - back) % OWNERS;
+                const int use = max(i - back, work.first_key) - work.first_key, owner = (i + OWNERS - back) % OWNERS;
                 const unsigned left = shared + DS + (step % DS_STAGES * OWNERS + owner) * TILE;
                 const unsigned right = shared + KV + use % KV_STAGES * 2 * TILE;
 #pragma unroll
@@ -293,8 +293,8 @@ __device__ inline void compute_dq(const Walk& walk, const Sources& from, unsigne
             keep_in_registers(acc);
             if (lane == 0) {
                 mbarrier_arrive(shared + DS_EMPTY + step % DS_STAGES * 8);
-                if (head == walk.group - 1 && i - 2 >= walk.first_key)  // no later block of queries sees it
-                    mbarrier_arrive(shared + KV_EMPTY + (i - 2 - walk.first_key) % KV_STAGES * 8);
+                if (head == work.group - 1 && i - 2 >= work.first_key)  // no later block of queries sees it
+                    mbarrier_arrive(shared + KV_EMPTY + (i - 2 - work.first_key) % KV_STAGES * 8);
             }
             store_tile(acc, scale, dq + Index(i) * BLOCK * stride + head * DIM, stride, length - i * BLOCK);
         }
@@ -332,16 +332,16 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     const int blocks = (length + BLOCK - 1) / BLOCK, first = blockIdx.x % chunks * chunk;
     const int end = min(first + chunk, blocks);
-    const Walk walk = {first, end, max(first - 2, 0), min(end + 2, blocks), group};
+    const WorkTile work = {first, end, max(first - 2, 0), min(end + 2, blocks), group};
     const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // the same for all lanes, as wgmma asks
     if (warpgroup == OWNERS) {
         set_max_registers_down<DQ_REGISTERS>();
         const Sources from = {map_q, map_do, map_k, map_v, lse_delta, batches, batch, heads, kv_head, padded};
         const Index stride = Index(heads) * DIM;
-        compute_dq(walk, from, shared, length, dq + batch * length * stride + kv_head * group * DIM, stride, scale);
+        compute_dq(work, from, shared, length, dq + batch * length * stride + kv_head * group * DIM, stride, scale);
     } else {
         set_max_registers_up<OWNER_REGISTERS>();
         const Index stride = Index(kv_heads) * DIM, at = batch * length * stride + kv_head * DIM;
-        compute_keys(walk, warpgroup, shared, window, length, dk + at, dv + at, stride, scale);
+        compute_keys(work, warpgroup, shared, window, length, dk + at, dv + at, stride, scale);
     }
 }
