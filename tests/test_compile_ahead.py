@@ -161,7 +161,7 @@ def test_a_random_load_asks_for_no_other_kernel(seed: int) -> None:
     cache = KVCache(60, 16, most_sequences=24, most_tokens=512, storage=storage)
     runner = ModelRunner(model, storage, cache, 24, 256, enforce_eager=True)
     scheduler, known = Scheduler(cache, 24, 256, num_speculative_tokens=3), set(runner.shapes.all())
-    waiting = [_sequence(index, draw) for index in range(30)]
+    waiting = [_sequence(index, draw) for index in range(60)]
     steps = preempted = 0
     with compile_ahead.collect(H200) as found, torch.inference_mode():
         while waiting or scheduler.running or scheduler.waiting:

@@ -347,6 +347,7 @@ def _instances(element: str, vector: int) -> list[str]:
         ("float", 4, "sm_90"), ("__half", 8, "sm_75"), ("__nv_bfloat16", 8, "sm_90"),
         pytest.param("float", 4, "sm_75", marks=pytest.mark.every_arch),
         pytest.param("__half", 8, "sm_90", marks=pytest.mark.every_arch),
+        pytest.param("__nv_bfloat16", 8, "sm_75", marks=pytest.mark.every_arch),
     ],
 )  # fmt: skip
 def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str) -> None:
