@@ -139,9 +139,13 @@ def test_compiles_without_spills(op: Op, case: Case, dtype: torch.dtype, arch: i
         if arch == 75:
             assert "tt.dot" not in machine.ttir, f"{launch.name} multiplies matrices, without tensor cores on sm_75"
         if gluon:
-            fp8 = launch.name.endswith("fp8") or torch.float8_e4m3fn in case.dtype_of.values()
-            product = "QGMMA" if fp8 else "HGMMA"
+            product = "QGMMA" if launch.name.endswith("fp8") or _multiplies_in_fp8(case) else "HGMMA"
             assert product in machine.sass, f"{launch.name} does not multiply on the tensor cores' asynchronous path"
+
+
+def _multiplies_in_fp8(case: Case) -> bool:
+    rounded = case.options.get("activations") == "fp8" or "x:float8" in case.options.get("layout", "")
+    return rounded or torch.float8_e4m3fn in case.dtype_of.values()
 
 
 def _assert_no_spills(launch: Launch, machine: MachineCode, arch: int) -> None:

@@ -437,12 +437,3 @@ def test_mxfp4_kernels_compile_without_spills(arch: int, gpu: str) -> None:
     assert [launch.name for launch in launches][2:] == ["combine_kernel", "dequantize_kernel"]
     for launch in launches:
         assert compiled(launch, arch).stack == 0, launch.name
-
-
-def test_experts_take_x_as_it_is() -> None:
-    weights = [
-        fk.Weight.quantize(torch.randn(2, *size), "int8", activation_dtype=torch.int8) for size in ((8, 4), (4, 4))
-    ]
-    routing = fk.moe_route(torch.randn(3, 2), fk.Router("softmax", 1))
-    with pytest.raises(ValueError, match="experts take x as it is, so make it without an activation_dtype"):
-        fk.moe_experts(torch.randn(3, 4), routing, *weights)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flashkernel.blocks.fp8 import SCALE_BLOCK, expand_scales, quantize_fp8_groups
+from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.integers import quantize_int8_groups
 
 # (rows, columns) of the matrix that share a scale; -1: all of them.
 GRANULARITIES = {"tensor": (-1, -1), "row": (1, -1), "group": (1, SCALE_BLOCK), "block": (SCALE_BLOCK, SCALE_BLOCK)}
-MIN_ACTIVATION_GROUP = 32  # columns of x that share a scale at least, where x is rounded
+MIN_ACTIVATION_GROUP = 32  # columns of x that share a scale at least, where x is rounded to integers
 _NAMES = {shape: name for name, shape in GRANULARITIES.items()}
 
 
@@ -46,9 +46,9 @@ class Weight:
         zeros: Zero points of asymmetric "int8" and "int4", of the scales' shape; the minima of "q4_1"; None otherwise.
         format: Name of a registered format.
         group_shape: Rows and columns of the matrix that share a scale; -1 stands for all.
-        activation_dtype: What x is rounded to before the product, with a scale for each row, or for the columns of a
-            group (32 at least) if group_shape has groups of columns: float8_e4m3fn for "fp8", int8 for formats of
-            integers. None keeps x as it is.
+        activation_dtype: What x is rounded to before the product: float8_e4m3fn for "fp8" and "mxfp4", int8 for
+            formats of integers and "mxfp4". It has a scale for each row, or for the columns of a group (32 at least of
+            integers, 128 of floats) if group_shape has such groups. None keeps x as it is.
 
     Returns:
         A Weight, which checks that its tensors fit together. `Weight.quantize` makes one from a matrix, `Weight.pack`
@@ -197,6 +197,8 @@ class Weight:
     def activation_group(self) -> tuple[int, int]:
         """(rows, columns) of x that share a scale where x is rounded; -1 stands for all columns."""
         columns = self.group_shape[1]
+        if self.activation_dtype == FP8:  # floats have exponents of their own
+            return 1, columns if columns >= SCALE_BLOCK else -1
         return 1, columns if columns == -1 else max(columns, MIN_ACTIVATION_GROUP)
 
     def take(self, indices: Tensor) -> Weight:

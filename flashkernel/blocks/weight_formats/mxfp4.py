@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks import e2m1
+from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.integers import pack_nibbles, unpack_nibbles
-from flashkernel.blocks.weight import Weight, register_format
+from flashkernel.blocks.weight import Layout, Weight, register_format
 from flashkernel.blocks.weight_formats.grouped import GroupedFormat, scales_of
 
 
@@ -27,7 +28,7 @@ class Mxfp4(GroupedFormat):
     data_dtype = torch.uint8
     scale_dtype = torch.uint8
     packing = 2
-    activation_dtypes = (torch.int8,)
+    activation_dtypes = (torch.int8, FP8)
 
     def group_error(self, group: tuple[int, int], columns: int) -> str | None:
         if group != (1, e2m1.GROUP):
@@ -61,6 +62,11 @@ class Mxfp4(GroupedFormat):
             given = "none were given" if scales is None else f"they are {scales.dtype}"
             raise ValueError(f"Weight.pack: mxfp4 data comes with scales in uint8, exponents biased by 127; {given}")
         return Weight(data, scales, zeros, "mxfp4", (1, e2m1.GROUP))
+
+    def declines(self, backend: str, layout: Layout) -> str | None:
+        if layout.activation_dtype == FP8:  # rounded by a launch before theirs
+            layout = layout._replace(activation_dtype=None)
+        return super().declines(backend, layout)
 
 
 register_format(Mxfp4())

@@ -112,6 +112,10 @@ class TiledFormat(GroupedFormat):
         reason = self.group_error(weight.group_shape, codes.shape[-1])
         if reason is not None:
             raise ValueError(f"Weight: {weight!r}: {reason}")
+        if weight.activation_dtype is not None:
+            raise ValueError(
+                f"Weight: {weight!r} asks for x in 8 bits, and kernels of tiles take x as it is; leave it so"
+            )
         data = tile_codes(codes, self.order)
         zeros = None if weight.zeros is None else tile_scales(weight.zeros)
         return Weight(

@@ -1,12 +1,14 @@
 """The public linear layer: argument checks and dispatch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import GATES, Activation, Gate, check_activation, standard
+from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import Layout, Weight, check_main_grads
 from flashkernel.blocks.weight_formats.tiles import TILE
@@ -129,7 +131,7 @@ def linear(
         transposed=first.shape[1] > 1 and first.stride(1) != 1,
         fused="gate" if gated else "" if activation is None else "activation", **formats,
     )  # fmt: skip
-    in_8_bits = quantized and support.multiplies_in_8_bits(formats["weight"])
+    in_8_bits = quantized and support.multiplies_in_8_bits(formats["weight"], support.row_class(rows))
     in_tiles = chosen.name == "hopper" and quantized and support.in_tiles(formats["weight"])
     dense_rows = rows > MAX_ROWS and not quantized
     by_matmul = (chosen.name == "hopper" and not in_tiles) or (chosen.name == "triton" and (dense_rows or in_8_bits))
@@ -145,9 +147,13 @@ def linear(
             norm_offset=norm_offset, out_dtype=out_dtype, out=out, **more,
         )  # fmt: skip
         return y if out is None or y is out else out.copy_(y)
-    if norm_weight is not None and (gradients or in_tiles):
+    rounds = type(weights[0]) is Weight and weights[0].activation_dtype == FP8
+    if norm_weight is not None and (gradients or in_tiles or rounds):
         x = dense.normalized(x, norm_weight, norm_eps, norm_offset)
         norm_weight = None
+    if rounds:
+        x = dense.rounded(x, weights[0], gradients)
+        weights = [replace(one, activation_dtype=None) for one in weights]
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     dtype = x.dtype if out_dtype is None else out_dtype
     extras = LinearExtras(residual, norm_weight, chain, packed, float(norm_eps), float(norm_offset), dtype)

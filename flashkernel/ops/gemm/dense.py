@@ -1,6 +1,7 @@
 """The linear layer of many rows: products of `matmul`, which has everything but the norm in its epilogue.
 
 Weights in fp8 or int8 that ask for x in the same are products of 8-bit operands, whose scales are part of the epilogue.
+Weights in MXFP4 that ask for x in fp8 become fp8 before.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.blocks.weight import Weight, rounded_activations
+from flashkernel.ops.gemm import library
 from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 from flashkernel.ops.matmul import matmul
 from flashkernel.ops.norm import rms_norm
-from flashkernel.ops.quant import quantize
+from flashkernel.ops.quant import dequantize, quantize
 
 _matmul: Any = matmul  # returns one tensor or two, depending on its arguments
 
@@ -38,6 +41,13 @@ def normalized(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Ten
     """RMSNorm of x by an operator of its own, which has its own backward pass."""
     backend = "torch" if x.device.type == "cpu" else "triton"
     return rms_norm(x, norm_weight, eps=eps, offset=offset, backend=backend)  # type: ignore[return-value]
+
+
+def rounded(x: Tensor, weight: Weight, gradients: bool) -> Tensor:
+    """x rounded to the fp8 that a weight asks for, in its own dtype, for kernels that take it so."""
+    if gradients:
+        return rounded_activations(x, weight)
+    return dequantize(*quantize(x, FP8, backend="triton"), dtype=x.dtype, backend="triton")
 
 
 def _product(
@@ -68,6 +78,8 @@ def _product(
 
 def _quantized_product(x: Tensor, weight: Weight, options: dict[str, Any]) -> Tensor:
     """A product of x, quantized here with a scale for each row or each row's 128 columns, and a weight in 8 bits."""
+    if weight.format == "mxfp4":
+        weight = library.in_fp8(weight)
     assert weight.scales is not None
     data, x_scales = quantize(x, weight.data.dtype, "row" if weight.group_shape[1] == -1 else "group")
     return _matmul(data, weight.data.t(), a_scale=x_scales, b_scale=weight.scales.t(), **options)

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashkernel.blocks import e2m1
 from flashkernel.blocks.epilogue import Activation, Epilogue, Gate
+from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import split_gate_up
-from flashkernel.blocks.weight import Layout, Weight
+from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight
 from flashkernel.blocks.weight_formats.tiles import SUFFIX
 from flashkernel.core.arguments import as_rows, without_autocast
 from flashkernel.core.backends import installed
@@ -29,6 +31,7 @@ MAX_WEIGHTS = 3
 TILES = "flashkernel.ops.gemm.quantized.cuda"  # the kernel module for weights in tiles
 _ACTIVATION_GRADIENT = "flashkernel.blocks.activation_gradient_triton:activation_gradient"  # of all kernel modules
 _DEQUANTIZE = "flashkernel.blocks.dequantize_triton:dequantize"
+_IN_FP8 = "flashkernel.blocks.mxfp4_triton:in_fp8"
 _AND = " and "  # between the layouts of quantized weights
 
 
@@ -240,6 +243,27 @@ def _fake_dequantized(data, others, layout, dtype):
 
 
 _dequantize = KernelOp("linear_dequantize", _dequantized, _fake_dequantized)
+
+
+def in_fp8(weight: Weight) -> Weight:
+    """An MXFP4 matrix or stack as fp8 with a scale for each row, for products with x in fp8: one kernel."""
+    data, scales = _in_fp8(weight.data, *weight.tensors[1:])
+    return Weight(data, scales, None, "fp8", GRANULARITIES["row"], FP8)
+
+
+def _run_in_fp8(data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    found = resolve(_IN_FP8)(Weight(data, scales, None, "mxfp4", (1, e2m1.GROUP)))
+    return found.data, found.scales
+
+
+def _fake_in_fp8(data, scales):
+    return (
+        data.new_empty((*data.shape[:-1], 2 * data.shape[-1]), dtype=FP8),
+        data.new_empty((*data.shape[:-1], 1), dtype=torch.float32),
+    )
+
+
+_in_fp8 = KernelOp("linear_in_fp8", _run_in_fp8, _fake_in_fp8)
 
 
 def _forward_quantized(x: Tensor, weights: StoredWeights, biases: Biases, extras: LinearExtras, kernels: str) -> Tensor:

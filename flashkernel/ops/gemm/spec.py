@@ -172,6 +172,15 @@ _CASES = (
     _format("int4-no-rows", "int4 1x32", ("bias",), {"rows": (0, 3), "inner": 64}),
     _format("mxfp4", "mxfp4 1x32", ("bias",), {"inner": 96}),
     _format("mxfp4-many-rows", "mxfp4 1x32", (), {"rows": 65, "inner": 64}, activation="gelu"),
+    _format("mxfp4-fp8-activations", "mxfp4 1x32", ("bias", "norm_weight"), {"rows": 9, "inner": 96, "columns": 40},
+            activation="silu", activation_dtype=FP8),
+    # As of fp8 weights: tensor cores keep about 13 bits of partial sums.
+    *(replace(case, through=torch.float16) for case in (
+        _format("mxfp4-fp8-activations-many-rows", "mxfp4 1x32", ("bias",), {"rows": 70, "inner": 64, "columns": 32},
+                activation="swiglu", packed="interleaved", scale=0.5, activation_dtype=FP8),
+        _format("mxfp4-fp8-activations-residual", "mxfp4 1x32", ("residual",), {"rows": (2, 40), "inner": 96},
+                scale=0.5, activation_dtype=FP8),
+    )),
     _format("int4-activations", "int4 1x32", ("bias", "residual"), {"rows": 9, "inner": 96},
             activation_dtype=torch.int8),
     _format("int8-groups", "int8 1x32", ("norm_weight",), {"columns": 33, "inner": 64}, activation_dtype=torch.int8),
@@ -240,12 +249,16 @@ def _random_case(rng: Rng, case: Case) -> Case:
         dtype_of |= dict.fromkeys(("weight", *weights), FP8)
     elif kind in ("plain", "packed") and rng.maybe(0.3):
         options["format"], step = rng.one(_FORMATS)
+        if options["format"].startswith("mxfp4") and "norm_weight" not in present and rng.maybe():
+            options["activation_dtype"] = FP8
         axes["inner"] = -(-axes["inner"] // step) * step
     # Where a product lies so near to a kink that rounding takes it across, its gradient is another one.
     kinked = options.get("activation") in ("relu", "reglu", "gpt_oss_glu") and case.dtypes[0] != torch.float32
     gradients = kind != "splits" and not kinked and "format" not in options
+    in_fp8 = "activation_dtype" in options
     return replace(case, axes=axes, options=options, present=tuple(present), dtype_of=dtype_of,
-                   gradients=gradients, through=None)  # fmt: skip
+                   gradients=gradients, through=torch.float16 if in_fp8 else None,
+                   half_rule=case.half_rule and not in_fp8)  # fmt: skip
 
 
 _Layers = dict[str, tuple[Axes, tuple[str, ...], dict[str, Any]]]  # axes, optional inputs, options, by name

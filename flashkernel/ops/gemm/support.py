@@ -86,7 +86,7 @@ _reads_triton, reads_cuda = _reads("triton"), _reads("cuda")
 
 
 def triton(call: Call) -> str | None:
-    if multiplies_in_8_bits(call.facts.get("weight")):
+    if multiplies_in_8_bits(call.facts.get("weight"), call.facts["rows"]):
         return _products_of_8_bits(call)
     reason = _reads_triton(call)
     if reason is not None:
@@ -126,12 +126,17 @@ def _tiles(call: Call) -> str | None:
     return cuda.available()
 
 
-def multiplies_in_8_bits(given: str | None) -> bool:
-    """Whether all weights of such layouts are in fp8 and ask for x in fp8, or in int8 around 0 for x in int8."""
+def multiplies_in_8_bits(given: str | None, rows: str) -> bool:
+    """Whether all weights of such layouts are in fp8 and ask for x in fp8, or in int8 around 0 for x in int8.
+
+    Weights in MXFP4 become fp8 for many rows. For few, that pass would take longer than the product.
+    """
     if given is None:
         return False
     parsed = [Layout.parse(text) for text in given.split(_AND)]
     kinds = {(layout.format, layout.activation_dtype, layout.zeros) for layout in parsed}
+    if kinds == {("mxfp4", FP8, False)}:
+        return rows == _MANY
     return kinds in ({("fp8", FP8, False)}, {("int8", torch.int8, False)})
 
 
@@ -145,7 +150,7 @@ def _products_of_8_bits(call: Call) -> str | None:
         return "gate and up in 8 bits must be one packed weight, and other weights a call each"
     layout = Layout.parse(call.facts["weight"])
     group = layout.group_shape
-    if group not in (_FP8_GROUPS if layout.format == "fp8" else _INT8_GROUPS):
+    if layout.format != "mxfp4" and group not in (_FP8_GROUPS if layout.format == "fp8" else _INT8_GROUPS):
         blocks = ", and blocks of 128x128" if layout.format == "fp8" else " of int8"
         return f"its kernels scale rows{blocks}, not groups of {group[0]}x{group[1]}"
     if layout.format == "int8":
@@ -159,7 +164,7 @@ def _products_of_8_bits(call: Call) -> str | None:
 def hopper(call: Call) -> str | None:
     """It serves many rows, and products of 8-bit operands."""
     given = call.facts.get("weight")
-    if multiplies_in_8_bits(given):
+    if multiplies_in_8_bits(given, call.facts["rows"]):
         if call.facts["fused"] == "gate" and Layout.parse(call.facts["weight"]).group_shape == GRANULARITIES["block"]:
             return "gate and up with block scales would need four accumulators"
         return _products_of_8_bits(call)
@@ -179,7 +184,8 @@ def cublas_is_faster(call: Call) -> str | None:
     if call.facts["rows"] != _MANY:
         return None
     if given is not None:
-        return _DEQUANTIZED if dequantizes(given) else None
+        in_8_bits = multiplies_in_8_bits(given, call.facts["rows"])
+        return _DEQUANTIZED if dequantizes(given) and not in_8_bits else None
     if not call.facts["fused"]:
         return _CUBLAS
     return "cuBLAS serves float32 products better" if call.dtype == torch.float32 else None

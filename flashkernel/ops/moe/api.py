@@ -41,7 +41,8 @@ def moe_experts(
         routing: what `moe_route` returned for these tokens.
         gate_up: (experts, 2 * intermediate, hidden) in x's dtype with any strides: of weights stored (in, out), the
             transposed view. (experts, intermediate, hidden) if the activation has no gate. Or a quantized stack in a
-            `Weight`, which is frozen.
+            `Weight`, which is frozen. Its activation_dtype is what x, or what goes into the second product, is rounded
+            to: MXFP4 and fp8 weights with x in float8_e4m3fn have kernels, forward only.
         down: (experts, hidden, intermediate), likewise.
         gate_up_bias: (experts, 2 * intermediate), or None.
         down_bias: (experts, hidden), or None.
@@ -92,10 +93,6 @@ def _check(x: Tensor, routing: Routing, experts: Experts) -> None:
             raise ValueError(
                 f"moe_experts: {name} is {weight.dtype} {tuple(weight.shape)} on {weight.device}; it must be "
                 f"(experts, out, in) in x's dtype {x.dtype} on {x.device}, or a flashkernel.Weight"
-            )
-        if isinstance(weight, Weight) and weight.activation_dtype is not None:
-            raise ValueError(
-                f"moe_experts: {name} is {weight!r}; experts take x as it is, so make it without an activation_dtype"
             )
     width = activation_width(experts.activation)
     count, wide, hidden = gate_up.shape

@@ -14,6 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flashkernel.blocks.fp8 import FP8
+from flashkernel.blocks.weight import Weight
+from flashkernel.blocks.weight_formats.grouped import scales_of
+from flashkernel.ops.gemm import library as gemm
 from flashkernel.ops.matmul import grouped_matmul, grouped_weight_gradient
 from flashkernel.ops.moe import tiles
 from flashkernel.ops.moe.params import Experts
@@ -21,6 +25,7 @@ from flashkernel.ops.moe.routing.router import Routing
 from flashkernel.ops.moe.triton import few_tokens, gradients
 from flashkernel.ops.moe.triton.combine import combine
 from flashkernel.ops.moe.triton.dequantize import dense
+from flashkernel.ops.quant import quantize
 
 _grouped: Any = grouped_matmul  # returns one tensor or two, depending on its arguments
 
@@ -33,6 +38,8 @@ def forward(
         return tiles.forward(x, routing, experts), None
     if not save and few_tokens.serves(x, routing, experts):
         return few_tokens.forward(x, routing, experts), None
+    if isinstance(experts.gate_up, Weight) and experts.gate_up.activation_dtype is not None:
+        return _forward_in_fp8(x, routing, experts, backend), None
     gate_up, down = dense(experts.gate_up, x.dtype), dense(experts.down, x.dtype)
     found = _grouped(
         x, gate_up.transpose(1, 2), routing.offsets, gather=routing.tokens, bias=experts.gate_up_bias,
@@ -41,6 +48,31 @@ def forward(
     hidden, z = found if save else (found, None)
     y = _grouped(hidden, down.transpose(1, 2), routing.offsets, bias=experts.down_bias, backend=backend)
     return combine(y, routing.positions, routing.weights, x.dtype), z
+
+
+def _forward_in_fp8(x: Tensor, routing: Routing, experts: Experts, backend: str | None) -> Tensor:
+    """[tokens, hidden], by products of 8-bit operands: x and what lies between the products are quantized by rows."""
+    y = _product_in_fp8(
+        x, experts.gate_up, routing, backend, gather=routing.tokens, bias=experts.gate_up_bias,
+        activation=experts.piece, packed=experts.packed, out_dtype=x.dtype,
+    )  # fmt: skip
+    y = _product_in_fp8(y, experts.down, routing, backend, bias=experts.down_bias, out_dtype=x.dtype)
+    return combine(y, routing.positions, routing.weights, x.dtype)
+
+
+def _product_in_fp8(
+    x: Tensor, weight: Tensor | Weight, routing: Routing, backend: str | None, **options: Any
+) -> Tensor:
+    assert isinstance(weight, Weight)
+    if weight.format == "mxfp4":
+        weight = gemm.in_fp8(weight)
+    scales = scales_of(weight).flatten(1)
+    data, x_scales = quantize(x, FP8, backend="triton")
+    found: Tensor = _grouped(
+        data, weight.data.transpose(1, 2), routing.offsets, x_scale=x_scales.flatten(),
+        weight_scale=scales.flatten() if scales.shape[1] == 1 else scales, backend=backend, **options,
+    )  # fmt: skip
+    return found
 
 
 def backward(

@@ -16,6 +16,7 @@ from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Case, Cost, Input, Tolerance, costs, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
+from flashkernel.ops.moe import support
 from flashkernel.ops.moe.routing.spec import MOE_ROUTE, MOE_SORT
 
 _PACKAGE = "flashkernel.ops.moe"
@@ -116,6 +117,34 @@ _CASES = (
             ("fp8", (7, 4, 64, 32, 2), {"format": "fp8"}),
         )
     ),
+    # What lies between the products is rounded to fp8: a rounding before it takes a value to the next code. And tensor
+    # cores keep about 13 bits of partial sums of 8-bit floats.
+    *(
+        replace(
+            case,
+            options={**case.options, "activations": "fp8"},
+            dtypes=_BOTH,
+            gradients=False,
+            half_rule=False,
+            through=torch.float16,
+        )
+        for case in (
+            _case(
+                "fp8-activations-mxfp4",
+                70,
+                4,
+                64,
+                32,
+                2,
+                *_BIASES,
+                activation="gpt_oss_glu",
+                packed="interleaved",
+                format="mxfp4",
+            ),
+            _case("fp8-activations-mxfp4-few", 7, 4, 96, 64, 2, *_BIASES, format="mxfp4"),
+            _case("fp8-activations-fp8", 12, 4, 64, 32, 2, format="fp8"),
+        )
+    ),
     _case("no-tokens", 0, 4, 24, 20, 2, *_BIASES),
 )
 
@@ -161,6 +190,7 @@ def _bench(layer: str, tokens: int, kind: str = "", **more: Any) -> Case:
 _BENCHES = (
     *(_bench(layer, tokens) for layer in LAYERS for tokens in TOKENS),
     *(_bench("gpt-oss-20b", tokens, format="mxfp4_tiles") for tokens in TOKENS[:3]),
+    _bench("gpt-oss-20b", 4096, format="mxfp4", activations="fp8"),
     _bench("gpt-oss-20b", 16384, "train"),
     _bench("gpt-oss-20b", 16384, "step"),
 )
@@ -192,7 +222,10 @@ MOE_EXPERTS = declare(
     function=f"{_PACKAGE}.named:moe_experts",
     reference=f"{_PACKAGE}.named:reference",
     inputs=_INPUTS,
-    kernels=(backends.hopper(PRODUCTS), backends.triton(PRODUCTS, dtypes=FLOATS, min_arch=80)),
+    kernels=(
+        backends.hopper(PRODUCTS, support.rounded_activations),
+        backends.triton(PRODUCTS, support.rounded_activations, dtypes=FLOATS, min_arch=80),
+    ),
     workload=Workload(_CASES, _BENCHES, _cost),
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     sum_length=lambda case: case.axes["hidden"] + case.axes["inner"],

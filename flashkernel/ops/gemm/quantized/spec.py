@@ -129,8 +129,11 @@ def _benches() -> tuple[Case, ...]:
     axes = {"rows": 16, "columns": 28672, "inner": 4096}
     small = {"columns": 512, "inner": 512}
     others = (("mxfp4", "mxfp4_tiles 1x32"), ("w8a16", "int8_tiles row"), ("w4a16-rows", "int4 group"))
+    many = {**axes, "rows": 4096}
+    in_fp8 = _case("mxfp4-fp8-4096x28672-4096", "mxfp4 1x32 x:float8_e4m3fn", many, dtypes=_HALF, gradients=False,
+                   check_axes={**small, "rows": 512})  # fmt: skip
     return (*made, *(_case(f"{name}-4096x28672-16", layout, axes, dtypes=_HALF, gradients=False, check_axes=small)
-                     for name, layout in others))  # fmt: skip
+                     for name, layout in others), in_fp8)  # fmt: skip
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:

@@ -21,6 +21,7 @@ from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.weight import Weight
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
+from flashkernel.ops.gemm import dense
 from flashkernel.ops.moe.configs import FEW, FEW_TOKENS
 from flashkernel.ops.moe.params import Experts
 from flashkernel.ops.moe.routing.router import Routing
@@ -159,14 +160,21 @@ def serves(x: Tensor, routing: Routing, experts: Experts) -> bool:
 
 def forward(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """[tokens, hidden]; x has unit stride along its columns."""
+    gate_up, down, tokens = experts.gate_up, experts.down, x.shape[0]
     hidden = _launch(
-        x, routing.tokens, experts.gate_up, experts.gate_up_bias, routing, x.shape[0], x.dtype, experts.inner,
+        _rounded(x, gate_up), routing.tokens, gate_up, experts.gate_up_bias, routing, tokens, x.dtype, experts.inner,
         experts.gate, experts.piece.text,
     )[0]  # fmt: skip
-    y = _launch(
-        hidden, None, experts.down, experts.down_bias, routing, x.shape[0], torch.float32, experts.down.shape[1], "", ""
-    )
+    hidden = _rounded(hidden, down)
+    y = _launch(hidden, None, down, experts.down_bias, routing, tokens, torch.float32, down.shape[1], "", "")
     return combine(y, routing.positions, routing.weights, x.dtype)
+
+
+def _rounded(x: Tensor, weight: Tensor | Weight) -> Tensor:
+    """x, rounded if the weight asks for it in fp8."""
+    if isinstance(weight, Weight) and weight.activation_dtype is not None:
+        return dense.rounded(x, weight, gradients=False)
+    return x
 
 
 def _launch(
