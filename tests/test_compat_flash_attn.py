@@ -177,6 +177,20 @@ def test_tokens_behind_the_last_sequence_see_nothing() -> None:
     assert not any(dx[11:].any() for dx in torch.autograd.grad(out.sum(), inputs))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_alibi_ignores_keys_behind_the_last_sequence(causal: bool) -> None:
+    q, k, v = tensors((12, 4, 8), (15, 2, 8), (15, 2, 8))
+    lengths, slopes = cumulative([5, 7]), torch.tensor([0.1, 0.2, 0.4, 0.8], dtype=q.dtype)
+    found, wanted = (
+        compat.flash_attn_varlen_func(
+            q, keys, values, lengths, lengths, 7, 7, causal=causal, alibi_slopes=slopes, return_attn_probs=True
+        )
+        for keys, values in ((k, v), (k[:12], v[:12]))
+    )  # fmt: skip
+    for one, other in zip(found[:2], wanted[:2]):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 def test_packed_sequences_compile_into_one_graph() -> None:
     q, k, v = inputs = tensors((21, 4, 8), (22, 2, 8), (22, 2, 8))
 

@@ -217,7 +217,8 @@ def flash_attn_varlen_func(
     given = _attention_options(name, options)
     if options.alibi_slopes is not None:
         mask, diagonal = packed_mask(*cu_seqlens, q.shape[0], left, right)
-        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1], cu_seqlens[0] is cu_seqlens[1])
+        packed_alike = cu_seqlens[0] is cu_seqlens[1] and q.shape[0] == k.shape[0]
+        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1], packed_alike)
         found = attention(q[None], k[None], v[None], mask=mask, **given)
         return (found[0][0], found[1][0], None) if options.return_attn_probs else found[0]
     found = attention_varlen(q, k, v, *cu_seqlens, window=(left, right), **given)
