@@ -153,7 +153,8 @@ def test_pages_with_every_option(
     table = torch.tensor([[5, 2, -1], [7, -1, -1], [0, 0, 0], [1, 3, 4]], dtype=torch.int32)
     q, k, v = inputs = tensors((10, 4, 8), (9, page_size, kv_heads, 8), (9, page_size, kv_heads, 8))
     with torch.no_grad():
-        k[8], v[8] = float("nan"), float("nan")  # a page that no sequence has
+        for pages in (k, v):  # a page that no sequence has, and what was never written behind the last keys
+            pages[8] = pages[2, 3] = pages[7, 2:] = pages[4, 3] = float("nan")
     alibi = {None: None, "heads": torch.rand(4), "sequences": torch.rand(4, 4)}[slopes]
     cu_q, cu_k = (cumulative(lengths).to(dtype) for lengths in (lengths_q, lengths_k))
     out, lse, _ = compat.flash_attn_varlen_func(
