@@ -304,6 +304,28 @@ def test_sorted_documents_are_packed_sequences(monkeypatch: pytest.MonkeyPatch) 
         assert answer.chosen == chosen, str(answer)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int8, torch.int64])
+def test_ids_of_any_dtype_that_come_back_are_not_sorted(dtype: torch.dtype) -> None:
+    """Differences of unsigned ids are never negative."""
+    q = torch.randn(1, 6, 2, 64, dtype=torch.float16)
+    back, sorted_ids = (torch.tensor(ids).to(dtype) for ids in ([1, 1, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]))
+    assert fk.explain(fk.attention, q, q, q, mask=fk.documents(back)).chosen == "triton"
+    assert fk.explain(fk.attention, q, q, q, mask=fk.documents(sorted_ids)).chosen == "hopper"
+
+
+@pytest.mark.parametrize("shape", [(5,), (9,), (1, 9), (3, 5), (2, 7)])
+def test_reads_outside_of_the_ids_give_zero(shape: tuple[int, ...]) -> None:
+    """A mask that is written by hand needs no size of a call."""
+    torch.manual_seed(0)
+    ids = fk.Table((torch.arange(shape[-1]) // 3 - 7).expand(shape).contiguous())
+    of = (lambda b, i: ids[i]) if len(shape) == 1 else (lambda b, i: ids[b, i])
+    mask = fk.custom(lambda b, h, q, k: of(b, q) == of(b, k))
+    q, k, v = (torch.randn(2, 7, 2, 64, dtype=torch.float16) for _ in range(3))
+    assert fk.explain(fk.attention, q, k, v, mask=mask).chosen == "hopper"
+    found, wanted = (fk.attention(q, k, v, mask=mask, backend=backend) for backend in (None, "reference"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=4e-3)
+
+
 @pytest.mark.parametrize(
     "options, why",
     [

@@ -153,7 +153,8 @@ def test_pages_with_every_option(
     table = torch.tensor([[5, 2, -1], [7, -1, -1], [0, 0, 0], [1, 3, 4]], dtype=torch.int32)
     q, k, v = inputs = tensors((10, 4, 8), (9, page_size, kv_heads, 8), (9, page_size, kv_heads, 8))
     with torch.no_grad():
-        k[8], v[8] = float("nan"), float("nan")  # a page that no sequence has
+        for pages in (k, v):  # a page that no sequence has, and what was never written behind the last keys
+            pages[8] = pages[2, 3] = pages[7, 2:] = pages[4, 3] = float("nan")
     alibi = {None: None, "heads": torch.rand(4), "sequences": torch.rand(4, 4)}[slopes]
     cu_q, cu_k = (cumulative(lengths).to(dtype) for lengths in (lengths_q, lengths_k))
     out, lse, _ = compat.flash_attn_varlen_func(
@@ -175,6 +176,20 @@ def test_tokens_behind_the_last_sequence_see_nothing() -> None:
     out = compat.flash_attn_varlen_func(q, k, v, lengths, lengths, 6, 6)
     assert not out[11:].any()
     assert not any(dx[11:].any() for dx in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_alibi_ignores_keys_behind_the_last_sequence(causal: bool) -> None:
+    q, k, v = tensors((12, 4, 8), (15, 2, 8), (15, 2, 8))
+    lengths, slopes = cumulative([5, 7]), torch.tensor([0.1, 0.2, 0.4, 0.8], dtype=q.dtype)
+    found, wanted = (
+        compat.flash_attn_varlen_func(
+            q, keys, values, lengths, lengths, 7, 7, causal=causal, alibi_slopes=slopes, return_attn_probs=True
+        )
+        for keys, values in ((k, v), (k[:12], v[:12]))
+    )  # fmt: skip
+    for one, other in zip(found[:2], wanted[:2]):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def test_packed_sequences_compile_into_one_graph() -> None:

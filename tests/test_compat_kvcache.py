@@ -128,6 +128,19 @@ def test_batch_indices_pick_rows(capacity: int) -> None:
     torch.testing.assert_close(k_cache, kept)
 
 
+@pytest.mark.parametrize("capacity", [64, 48, 43])
+def test_batch_indices_pick_rows_where_keys_and_values_lie_differently(capacity: int) -> None:
+    """As slices of buffers of different lengths: one could be read by pages, the other not."""
+    q, k_cache = draw(2, 1, HEADS, DIM), draw(2, capacity, KV_HEADS, DIM, seed=1)
+    v_cache = draw(2, capacity + 16, KV_HEADS, DIM, seed=2)[:, :capacity]
+    picked = torch.tensor([1, 0], dtype=torch.int32)
+    for k, v in ((k_cache, v_cache), (v_cache, k_cache)):
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=20, cache_batch_idx=picked)
+        for b, row in enumerate([1, 0]):
+            wanted = plain(q[b], k[row, :20], v[row, :20], True, (-1, -1))[0]
+            torch.testing.assert_close(out[b], wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_without_lengths_the_whole_cache_is_read() -> None:
     q, k, v = draw(2, 1, HEADS, DIM), draw(2, 20, KV_HEADS, DIM, seed=1), draw(2, 20, KV_HEADS, DIM, seed=2)
     wanted = expected(q, list(k), list(v), False, (-1, -1))[0]
@@ -193,5 +206,8 @@ def test_refusals_say_what_to_do() -> None:
         flash_attn_with_kvcache(q, cache, cache, new, new)
     with pytest.raises(ValueError, match="rotary_cos only with them"):
         flash_attn_with_kvcache(q, cache, cache, rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4))
+    for angles in ({"rotary_cos": torch.ones(4, 4)}, {"rotary_sin": torch.ones(4, 4)}):
+        with pytest.raises(ValueError, match="rotary_cos and rotary_sin come together"):
+            flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=3, **angles)
     with pytest.raises(ValueError, match="leave it or block_table out"):
         flash_attn_with_kvcache(q, cache, cache, cache_batch_idx=some, block_table=some[:, None])

@@ -251,6 +251,17 @@ def test_a_graph_serves_other_lengths_and_tables(dtype: torch.dtype) -> None:
         assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_page_table_of_one_column_may_be_a_transposed_row(backend: str) -> None:
+    pages, q = draw(2, 4, 16, 2, 32), draw(3, 4, 32, seed=1)
+    lengths, table = int32([5, 16, 9]), int32([[2, 0, 3]]).t()
+    wanted = fk.decode_attention(q[:, None], *pages, lengths, table.clone(memory_format=torch.contiguous_format))
+    found = fk.decode_attention(q[:, None], *pages, lengths, table, backend=backend)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    packed = fk.paged_attention(q, *pages, int32([0, 1, 2, 3]), lengths, table, backend=backend)
+    torch.testing.assert_close(packed[:, None], wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_wrong_inputs_say_what_to_do() -> None:
     q, k, lengths, table = draw(2, 1, 4, 16), draw(2, 32, 2, 16), int32([3, 4]), int32([[0, 1], [1, 0]])
     call = fk.decode_attention

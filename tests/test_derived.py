@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ import flashkernel as fk
 from flashkernel.core import derived as module
 from flashkernel.core import launch, library
 from flashkernel.core.derived import derived
+from flashkernel.core.tables import DeviceTables
 from flashkernel.core.tracing import compiled_graph
+from flashkernel.ops.attention.fp8.quantize import rotation
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +130,44 @@ def test_it_is_made_at_every_call_where_a_kept_result_could_be_wrong() -> None:
             total.of(x)
         assert total.made == 2 * number
     assert not module._entries
+
+
+def _packed(x: Tensor) -> Tensor:
+    return fk.attention_varlen(x, x, x, _LENGTHS, causal=True, backend="triton")
+
+
+def _rotated(x: Tensor) -> Tensor:
+    return fk.rope(x[None], frequencies=_FREQUENCIES, backend="triton")
+
+
+def _documents(x: Tensor) -> Tensor:
+    q = x[None]
+    return fk.attention(q, q, q, mask=_KEPT_APART, causal=True, backend="triton")
+
+
+_LENGTHS, _KEPT_APART = torch.tensor([0, 5, 12]), fk.documents(torch.tensor([0] * 5 + [1] * 7))
+_FREQUENCIES = fk.Frequencies.plain(16, theta=777.0)
+
+
+@pytest.mark.parametrize("call", [_packed, _rotated, _documents])
+def test_training_goes_on_after_inference_mode(call: Callable[[Tensor], Tensor]) -> None:
+    """As after a validation step: what is kept for later calls can be saved for a backward pass."""
+    x = torch.randn(12, 2, 16, requires_grad=True)
+    with torch.inference_mode():
+        wanted = call(x.detach())
+    out = call(x)
+    out.sum().backward()
+    assert torch.equal(out, wanted)
+    assert x.grad is not None
+
+
+def test_tables_are_made_for_any_call() -> None:
+    cache: DeviceTables[Tensor] = DeviceTables()
+    with torch.inference_mode():
+        table = cache.get("key", torch.device("cpu"), lambda: torch.ones(3))
+        rotated = rotation(64, torch.device("cpu"))
+    assert not table.is_inference()
+    assert not rotated.is_inference()
 
 
 def test_a_captured_call_makes_it_again_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

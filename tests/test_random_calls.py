@@ -79,6 +79,15 @@ def test_draws_reach_what_attention_has() -> None:
     assert any(axes["heads"] != axes["kv_heads"] for axes in cases)
 
 
+def test_calls_whose_gradients_vanish_are_forward_only() -> None:
+    """Where all packed keys, or all values, are the same: rounding cannot be measured against a gradient of 0."""
+    cases = [draw(registry()["attention_varlen"], seed, "small")[0] for seed in range(200)]
+    alike = ["expanded" in (case.layout_of.get("k"), case.layout_of.get("v")) for case in cases]
+    assert any(alike)
+    assert not any(case.gradients for case, vanish in zip(cases, alike) if vanish)
+    assert any(case.gradients for case in cases)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int32, torch.bool])
 def test_layouts_keep_values(layout: str, dtype: torch.dtype) -> None:

@@ -394,6 +394,21 @@ def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
     assert attention.attention.function is not None
 
 
+def test_results_may_be_written_to_in_place(repeated: list[Any]) -> None:
+    """As by a residual that is added to them: also those that are views of what the kernels wrote."""
+    weight, scale = torch.randn(16, 32, requires_grad=True), torch.ones(32, requires_grad=True)
+    for _ in range(4):
+        x, residual = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 16)
+        found, wanted = (
+            fk.linear(fk.rms_norm(x, scale, backend=backend).mul_(2), weight, backend=backend).add_(residual)
+            for backend in ("triton", "torch")
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        pair = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (found, wanted))
+        torch.testing.assert_close(*pair, atol=1e-2, rtol=1e-3)
+    assert repeated
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_repeated_call_tells_autograd_what_it_wrote(device: str, repeated: list[Any]) -> None:
     frequencies = fk.Frequencies.plain(16)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashkernel.core.arguments import static
 from flashkernel.core.replay import CONSTANT
+from flashkernel.core.tables import for_any_call
 from flashkernel.core.tracing import assume_constant_result
 
 _cache_keys: dict[tuple[tuple[float, ...], float], object] = {}  # one short key for equal frequencies (core/replay.py)
@@ -212,7 +213,8 @@ class Frequencies:
         known = self.__dict__.setdefault("_tensors", {})  # not a field: a graph may make these objects, without it
         found = known.get((name, device))
         if found is None:
-            found = _tensor_of(self.values, name, device)
+            with for_any_call():
+                found = _tensor_of(self.values, name, device)
             if type(found) is Tensor:  # a tracer's stand-in must not outlive its trace
                 known[name, device] = found
                 setattr(found, CONSTANT, True)
@@ -224,7 +226,8 @@ def _graph_constant(values: tuple[float, ...], name: str, device: torch.device |
     """A compiled graph holds the tensor itself: one made inside could live in memory that a replay reuses."""
     key = (values, name, device)
     if key not in _graph_constants:
-        found = _tensor_of(*key)
+        with for_any_call():
+            found = _tensor_of(*key)
         if type(found) is not Tensor:
             return found
         _graph_constants[key] = found

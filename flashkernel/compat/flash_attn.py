@@ -217,7 +217,8 @@ def flash_attn_varlen_func(
     given = _attention_options(name, options)
     if options.alibi_slopes is not None:
         mask, diagonal = packed_mask(*cu_seqlens, q.shape[0], left, right)
-        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1], cu_seqlens[0] is cu_seqlens[1])
+        packed_alike = cu_seqlens[0] is cu_seqlens[1] and q.shape[0] == k.shape[0]
+        given |= _packed_alibi(options.alibi_slopes, diagonal, cu_seqlens, q.shape[1], packed_alike)
         found = attention(q[None], k[None], v[None], mask=mask, **given)
         return (found[0][0], found[1][0], None) if options.return_attn_probs else found[0]
     found = attention_varlen(q, k, v, *cu_seqlens, window=(left, right), **given)
@@ -339,7 +340,7 @@ def _gather_pages(
     name: str, k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values in pages as packed sequences. Positions behind the last sequence, of which the host does not know
-    how many there are, repeat some key; nothing sees them."""
+    how many there are, hold zeros: what was never written to a page may be NaN, also where no query sees it."""
     batch = cu_seqlens_k.shape[0] - 1
     if k.ndim != 4 or v.ndim != 4 or k.shape[:2] != v.shape[:2]:
         raise ValueError(
@@ -357,12 +358,14 @@ def _gather_pages(
             "for a sequence"
         )
     token = torch.arange(batch * max_seqlen_k, dtype=torch.int64, device=k.device)
-    lengths = cu_seqlens_k.long()
+    lengths = cu_seqlens_k.long().contiguous()
     sequence = (torch.searchsorted(lengths, token, right=True) - 1).clamp(0, batch - 1)
     position = (token - lengths[sequence]).clamp(max=max(0, max_seqlen_k - 1))
     page = block_table[sequence, position // page_size].long()
     row = (page * page_size + position % page_size).clamp(0, k.shape[0] * page_size - 1)
-    return k.flatten(0, 1)[row], v.flatten(0, 1)[row]
+    behind = (token >= lengths[-1])[:, None, None]
+    gathered_k, gathered_v = (pages.flatten(0, 1)[row].masked_fill_(behind, 0) for pages in (k, v))
+    return gathered_k, gathered_v
 
 
 def _packed_alibi(
@@ -387,6 +390,6 @@ def _packed_alibi(
         of_head = Table(slopes.float())
         return {"score": ex.score_function(lambda s, b, h, q, k: s - of_head[h] * ex.absolute(aligned[q] - k))}
     token = torch.arange(diagonal.shape[0], dtype=torch.int32, device=diagonal.device)
-    sequence = (torch.searchsorted(cu_seqlens[0].int(), token, right=True) - 1).clamp(max=sequences - 1)
+    sequence = (torch.searchsorted(cu_seqlens[0].int().contiguous(), token, right=True) - 1).clamp(max=sequences - 1)
     of_token = Table(slopes.float()[sequence])  # [total_q, heads]
     return {"score": ex.score_function(lambda s, b, h, q, k: s - of_token[q, h] * ex.absolute(aligned[q] - k))}

@@ -94,6 +94,8 @@ def flash_attn_with_kvcache(
     _refuse(cache_leftpad, alibi_slopes, cache_batch_idx, block_table)
     batch, seqlen_q = q.shape[:2]
     sides = window_sides(NAME, window_size)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError(f"{NAME}: rotary_cos and rotary_sin come together; give both, or none")
     masked = bool(causal) or sides[0] >= 0 or sides[1] >= 0
     seqlens = _cache_seqlens(cache_seqlens, batch, k_cache, block_table, q.device)
     cache = _Cache(k_cache, v_cache, cache_batch_idx, block_table)
@@ -109,8 +111,7 @@ def flash_attn_with_kvcache(
         q = _append(q, k, v, cache, seqlens, angles, masked)
         seqlens = seqlens + k.shape[1]
     if cache_batch_idx is not None:
-        k_cache, block_table = _rows_as_pages(k_cache, cache_batch_idx)
-        v_cache, _ = _rows_as_pages(v_cache, cache_batch_idx)
+        k_cache, v_cache, block_table = _rows_as_pages(k_cache, v_cache, cache_batch_idx)
     window = _window(seqlen_q, bool(causal), sides)
     packed = seqlen_q > 1 and not masked  # every query sees every key: queries are so many more heads of a group
     rows = _pack_queries(q, k_cache.shape[2]) if packed else q
@@ -193,19 +194,20 @@ def _slots(position: Tensor, cache: _Cache) -> Tensor:
     return torch.where(position < max_blocks * size, page * size + position % size, -1)
 
 
-def _rows_as_pages(cache: Tensor, batch_idx: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_as_pages(k: Tensor, v: Tensor, batch_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of a cache as pages and their table, so that they are read where they are; copied where they cannot be."""
-    rows, capacity = cache.shape[:2]
+    capacity = k.shape[1]
     size = next((size for size in (256, 128, 64, 32, 16) if capacity % size == 0), 0)
-    if size == 0 or cache.stride(0) != capacity * cache.stride(1):
+    if size == 0 or any(cache.stride(0) != capacity * cache.stride(1) for cache in (k, v)):
         size = next(size for size in (256, 128, 64, 32, 16) if capacity >= size or size == 16)
-        short = -capacity % size
-        cache = torch.nn.functional.pad(cache[batch_idx.long()], (0, 0, 0, 0, 0, short))
-        batch_idx = torch.arange(batch_idx.shape[0], device=cache.device)
-        rows, capacity = cache.shape[:2]
+        row, short = batch_idx.long(), -capacity % size
+        k, v = (torch.nn.functional.pad(cache[row], (0, 0, 0, 0, 0, short)) for cache in (k, v))
+        batch_idx = torch.arange(batch_idx.shape[0], device=k.device)
+        capacity += short
     each = capacity // size
-    table = batch_idx.to(torch.int32)[:, None] * each + torch.arange(each, dtype=torch.int32, device=cache.device)
-    return cache.view(rows * each, size, *cache.shape[2:]), table.to(torch.int32)
+    table = batch_idx.to(torch.int32)[:, None] * each + torch.arange(each, dtype=torch.int32, device=k.device)
+    k_pages, v_pages = (cache.view(cache.shape[0] * each, size, *cache.shape[2:]) for cache in (k, v))
+    return k_pages, v_pages, table.to(torch.int32)
 
 
 def _pack_queries(q: Tensor, kv_heads: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from flashkernel.core import launch
 from flashkernel.core.library import traced
 from flashkernel.core.replay import notify_derived
-from flashkernel.core.tables import capturing
+from flashkernel.core.tables import capturing, for_any_call
 from flashkernel.core.tracing import in_compiled_graph
 
 MAX_ENTRIES = 64
@@ -80,7 +80,8 @@ def _found(key: Hashable, tensors: Sequence[Tensor], make: Make) -> tuple[Tensor
             return entry[0]
         for old in [old for old, (_, references) in _entries.items() if any(one() is None for one in references)]:
             del _entries[old]
-    results = make(*tensors)
+    with for_any_call():
+        results = make(*tensors)
     with _lock:
         _entries[place] = results, [weakref.ref(root) for root in roots]
         if len(_entries) > MAX_ENTRIES:

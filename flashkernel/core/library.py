@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flashkernel.core.argument_groups import ArgumentGroups
-from flashkernel.core.launch import is_observed
+from flashkernel.core.launch import is_observed, tuple_like
 from flashkernel.core.replay import LaunchCache, notify_applied
 from flashkernel.core.tracing import compiled_graph
 
@@ -154,16 +154,24 @@ def _flat_autograd(arguments: ArgumentGroups, gradient: Gradient):
     return setup, pull_back
 
 
+def _without_views(output):
+    """The outputs of a forward pass as tensors of their own: autograd lets nobody write in place to a view that was
+    made inside a function."""
+    if isinstance(output, tuple):
+        return tuple_like(output, [one.detach() if one._is_view() else one for one in output])
+    return output.detach() if output._is_view() else output
+
+
 def _autograd_function(name, forward, setup_context, backward):
     def run_forward(ctx, *given):
         # The last argument is None, or (a recording of this call, its tensors, indices of the outputs to return).
         args, recorded = given[:-1], given[-1]
         if recorded is None:
-            output = forward(args, {})
+            output = _without_views(forward(args, {}))
             setup_context(ctx, args, output)
             return output
         recording, tensors, returned = recorded
-        output = recording.run(tensors)
+        output = _without_views(recording.run(tensors))
         setup_context(ctx, args, output)
         ctx.returned = returned
         if returned is None:

@@ -60,6 +60,7 @@ class Input:
     draw: Draw = _NORMAL
     grad: bool = True
     optional: bool = False
+    must_vary: bool = False  # gradients vanish where the entries along its first dim are all the same
 
     def shape(self, axes: Axes) -> tuple[int, ...]:
         sizes: list[int] = []

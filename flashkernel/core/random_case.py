@@ -85,7 +85,9 @@ def draw(op: Op, seed: int, sizes: str, device: torch.device | str = "cpu") -> t
     case = Case(f"random-{seed}", axes, options, (dtype,), present, dtype_of=dtype_of)
     if op.random_case is not None:
         case = op.random_case(rng, case)
-    case = replace(case, layout_of=_layouts(rng, op, case))
+    layouts = _layouts(rng, op, case)
+    vanishing = any(layout == "expanded" and op.inputs[name].must_vary for name, layout in layouts.items())
+    case = replace(case, layout_of=layouts, gradients=case.gradients and not vanishing)
     return case, case.dtypes[0]
 
 

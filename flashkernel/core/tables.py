@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,6 +31,14 @@ def keep_alive(*objects: Any) -> None:
         _kept_alive[id(one)] = one
 
 
+@contextmanager
+def for_any_call() -> Iterator[None]:
+    """Makes tensors that are kept for later calls: those made inside `torch.inference_mode` could not be saved for a
+    backward pass."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class DeviceTables(Generic[Entry]):
     """An LRU cache of tensors on devices, or of objects that hold tensors.
 
@@ -38,6 +48,7 @@ class DeviceTables(Generic[Entry]):
     def __init__(self, max_entries: int = 256) -> None:
         self.max_entries = max_entries
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._lock = threading.Lock()  # of the entries, not of making them
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,18 +56,21 @@ class DeviceTables(Generic[Entry]):
     def get(self, key: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
         """The entry of `key`, which includes the device; `make` makes it where there is none."""
         captured = device.type == "cuda" and capturing()
-        entry = self._entries.get(key)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
         if entry is None:
             if captured:
                 raise RuntimeError(
                     "a call of this shape is made for the first time while a CUDA graph is captured, which cannot "
                     "record how its tables are made; run the call once before the capture"
                 )
-            entry = self._entries[key] = _made(make, device)
-            if len(self._entries) > self.max_entries:
-                self._entries.popitem(last=False)
-        else:
-            self._entries.move_to_end(key)
+            entry = _made(make, device)
+            with self._lock:
+                self._entries[key] = entry
+                if len(self._entries) > self.max_entries:
+                    self._entries.popitem(last=False)
         if captured:
             keep_alive(entry)
         return entry
@@ -69,7 +83,8 @@ def _made(make: Callable[[], Entry], device: torch.device) -> Entry:
     graph's memory pool, which is reused.
     """
     if device.type != "cuda":
-        return make()
+        with for_any_call():
+            return make()
 
     def complete() -> Entry:
         with torch.cuda.device(device):

@@ -75,7 +75,10 @@ class CachedKV(NamedTuple):
     @property
     def page_table_words(self) -> Tensor | None:
         """The page table as the Triton kernels read it, in 16-bit words."""
-        return None if self.page_table is None else self.page_table.view(torch.int16)
+        table = self.page_table
+        if table is not None and table.shape[1] == 1:  # whatever its stride there, which a view in words needs to be 1
+            table = table.as_strided(table.shape, (table.stride(0), 1))
+        return None if table is None else table.view(torch.int16)
 
     @property
     def pointers(self) -> CachePointers:

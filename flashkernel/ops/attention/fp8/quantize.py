@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashkernel.blocks.fp8 import SCALE_BLOCK, quantize_fp8_groups
 from flashkernel.core.arguments import static
+from flashkernel.core.tables import for_any_call
 from flashkernel.core.tracing import assume_constant_result
 
 _ALIGNMENT = 16  # rows of a transposed tensor start at multiples of 16 bytes, as TMA requires
@@ -52,7 +53,8 @@ def rotation(width: int, device: torch.device) -> Tensor:
     """Returns the orthonormal [width, width] matrix that `quantize_fp8` rotates heads by; cached per device."""
     found = _rotations.get((width, device))
     if found is None:
-        found = _rotation(width).to(device)
+        with for_any_call():
+            found = _rotation(width).to(device)
         if type(found) is Tensor:  # a fake tensor must not outlive its trace
             _rotations[width, device] = found
     return found

@@ -61,9 +61,17 @@ def _readable_ids(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
 
 def _cumulative(ids: Tensor, batch: int, seqlen: int) -> tuple[Tensor, ...]:
     """Where documents start, and the end of the last; nothing unless ids never decrease."""
-    host = ids.detach().cpu()[..., :seqlen].expand(batch, seqlen)
-    steps = host.diff(dim=1)
-    if bool((steps < 0).any()):
+    host = _read(ids.detach().cpu(), batch, seqlen)
+    if bool((host[:, 1:] < host[:, :-1]).any()):
         return ()
-    starts = torch.cat([torch.ones(batch, 1, dtype=torch.bool), steps != 0], 1).flatten().nonzero().flatten()
+    changes = host[:, 1:] != host[:, :-1]
+    starts = torch.cat([torch.ones(batch, 1, dtype=torch.bool), changes], 1).flatten().nonzero().flatten()
     return (torch.cat([starts, torch.tensor([batch * seqlen])]).to(device=ids.device, dtype=torch.int32),)
+
+
+def _read(ids: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The ids that a mask reads, (batch, seqlen): those of (positions,) hold for the whole batch, and reads outside of
+    the table give 0."""
+    rows = ids[..., :seqlen] if ids.ndim == 1 else ids[:batch, :seqlen]
+    missing = (0, seqlen - rows.shape[-1]) if ids.ndim == 1 else (0, seqlen - rows.shape[1], 0, batch - rows.shape[0])
+    return torch.nn.functional.pad(rows, missing).expand(batch, seqlen)

@@ -39,8 +39,8 @@ def _cumulative(axis: str) -> Draw:
 
 _INPUTS = {
     "q": Input(("tokens", "heads", "head_dim")),
-    "k": Input(("keys", "kv_heads", "head_dim")),
-    "v": Input(("keys", "kv_heads", "value_dim")),
+    "k": Input(("keys", "kv_heads", "head_dim"), must_vary=True),
+    "v": Input(("keys", "kv_heads", "value_dim"), must_vary=True),
     "cu_seqlens_q": Input(("bounds",), dtype=torch.int32, draw=_cumulative("lengths"), grad=False),
     "cu_seqlens_k": Input(
         ("bounds",), dtype=torch.int32, draw=_cumulative("key_lengths"), grad=False, optional=True
