@@ -1,7 +1,8 @@
 """Weights as checkpoints of other tools store them: GPTQ, AWQ and compressed-tensors, to and from `Weight`.
 
-A matrix W is (out, in) and a group is `columns` consecutive columns of a row. Words are int32. All functions are exact:
-what is read and written again has the same bytes.
+A matrix W is (out, in) and a group is `columns` consecutive columns of a row. Words are int32. What is read and written
+again has the same bytes. GPTQ and AWQ have scales in float16, to which others are rounded; those of compressed-tensors
+are exact.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def write_gptq(weight: Weight, version: int = 1) -> dict[str, Tensor]:
     return {
         "qweight": pack_words(codes, bits).T.contiguous(),
         "qzeros": pack_words((zeros.int() - (1 if version == 1 else 0)).T, bits).contiguous(),
-        "scales": scales.T.to(_SCALES).contiguous(),
+        "scales": _in_float16(scales).T.contiguous(),
         "g_idx": (torch.arange(inner) // (inner // groups)).to(torch.int32),
     }
 
@@ -151,7 +152,7 @@ def write_awq(weight: Weight) -> dict[str, Tensor]:
     return {
         "qweight": _to_awq_order(codes.T),
         "qzeros": _to_awq_order(zeros.T),
-        "scales": scales.T.to(_SCALES).contiguous(),
+        "scales": _in_float16(scales).T.contiguous(),
     }
 
 
@@ -197,7 +198,7 @@ def write_pack_quantized(weight: Weight) -> dict[str, Tensor]:
     _need_multiple("compressed-tensors", codes.shape[0] if zeros is not None else 32, codes.shape[1], 32 // bits)
     found = {
         "weight_packed": pack_words(codes, bits),
-        "weight_scale": _row_scales(weight).to(_SCALES).contiguous(),
+        "weight_scale": _narrowed(_row_scales(weight)).contiguous(),
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
     }
     if zeros is not None:
@@ -211,6 +212,25 @@ def _row_scales(weight: Weight) -> Tensor:
     if weight.group_shape[0] not in (1, -1):
         raise ValueError(f"{weight!r} has scales for several rows, which no checkpoint stores as integers")
     return weight.scales.expand(weight.shape[0], -1)
+
+
+def _in_float16(scales: Tensor) -> Tensor:
+    """Scales rounded to float16; ValueError if some are beyond its range."""
+    found = scales.to(_SCALES)
+    if bool((~found.isfinite() | ((found == 0) & (scales != 0))).any()):
+        raise ValueError(
+            f"scales from {float(scales.min()):.3g} to {float(scales.max()):.3g} are beyond the range of float16; "
+            "store the model in the layout 'compressed-tensors'"
+        )
+    return found
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """Scales in the narrowest dtype that has them exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    return scales
 
 
 def _from_awq_order(words: Tensor) -> Tensor:

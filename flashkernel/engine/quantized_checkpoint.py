@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,12 +178,14 @@ def write_weight(weight: Weight, layout: str) -> dict[str, Tensor]:
         return layouts.write_gptq(weight, 2 if layout == "gptq_v2" else 1)
     if weight.format == "int4" or (weight.format == "int8" and weight.activation_dtype is None):
         return layouts.write_pack_quantized(weight)
+    _strategy(weight)
     assert weight.scales is not None
+    # Copies: q, k and v may share one scale, and no two tensors of a safetensors file may share memory.
     if weight.format == "mxfp4":
-        return {"weight_packed": weight.data.contiguous(), "weight_scale": weight.scales.contiguous()}
-    found = {"weight": weight.data.contiguous(), "weight_scale": weight.scales.contiguous()}
+        return {"weight_packed": weight.data.contiguous(), "weight_scale": weight.scales.clone()}
+    found = {"weight": weight.data.contiguous(), "weight_scale": weight.scales.clone()}
     if weight.zeros is not None:
-        found["weight_zero_point"] = weight.zeros.contiguous()
+        found["weight_zero_point"] = weight.zeros.clone()
     return found
 
 
@@ -198,8 +200,11 @@ def write_experts(weight: Weight) -> dict[str, Tensor]:
     return {"_blocks": weight.data.reshape(*scales.shape, 16).contiguous(), "_scales": scales}
 
 
-def quantization_config(weight: Weight, layout: str) -> dict[str, Any]:
-    """What config.json says of a model whose projections are like `weight`."""
+def quantization_config(weight: Weight, layout: str, plain: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+    """What config.json says of a model whose projections are stored like `weight`, all but the linear layers `plain`.
+
+    `weight` is some rows of a projection, as they are stored.
+    """
     if layout == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_MXFP4)}
     columns, symmetric = weight.group_shape[1], weight.zeros is None
@@ -212,30 +217,45 @@ def quantization_config(weight: Weight, layout: str) -> dict[str, Any]:
     if layout == "awq":
         return {
             "quant_method": "awq", "bits": 4, "group_size": columns, "zero_point": not symmetric, "version": "gemm",
+            "modules_to_not_convert": list(plain),
         }  # fmt: skip
     format = _format_name(weight)
     kind = "float" if weight.format in ("fp8", "mxfp4") else "int"
-    strategy = "tensor" if weight.group_shape == (-1, -1) else "channel" if columns == -1 else "group"
-    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False}
-    if strategy == "group":
-        weights["group_size"] = columns
+    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "dynamic": False, **_strategy(weight)}
     activations = None
     if weight.activation_dtype is not None:
-        floating = weight.activation_dtype.is_floating_point
+        floating, group_size = weight.activation_dtype.is_floating_point, weight.activation_group[1]
         activations = {
-            "num_bits": 8, "type": "float" if floating else "int", "symmetric": True, "strategy": "token",
-            "dynamic": True,
+            "num_bits": 8, "type": "float" if floating else "int", "symmetric": True, "dynamic": True,
+            **({"strategy": "token"} if group_size == -1 else {"strategy": "group", "group_size": group_size}),
         }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "config_groups": {"group_0": group}, "ignore": list(plain), "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _strategy(weight: Weight) -> dict[str, Any]:
+    """What shares a scale, as compressed-tensors says it; ValueError if it has no such format or groups."""
+    rows, columns = weight.group_shape
+    if weight.format not in ("int4", "int8", "fp8", "mxfp4"):
+        raise ValueError(f"compressed-tensors has no format for {weight!r}; quantize to int4, int8, fp8 or mxfp4")
+    if rows not in (1, -1) or (rows == -1 and columns != -1):
+        raise ValueError(f"{weight!r} has scales for {rows}x{columns} elements, which are not stored; take rows")
+    if columns == -1:
+        return {"strategy": "tensor" if rows == -1 else "channel"}
+    if weight.shape[-1] % columns:
+        raise ValueError(
+            f"{weight!r} ends with a group of {weight.shape[-1] % columns} columns, and all groups are stored with "
+            f"{columns}; quantize with a scale for each row"
+        )
+    return {"strategy": "group", "group_size": columns}
 
 
 def _format_name(weight: Weight) -> str:
     if weight.format == "mxfp4":
         return "mxfp4-pack-quantized"
-    if weight.data.dtype == torch.float8_e4m3fn:
+    if weight.format == "fp8":
         return "float-quantized"
     return "int-quantized" if weight.activation_dtype is not None else "pack-quantized"
