@@ -302,6 +302,8 @@ def test_damaged_checkpoints(change: Any, message: str, tmp_path: Path) -> None:
     ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits are not known"),
     ({"quant_method": "awq", "version": "gemv"}, "AWQ's version 'gemv' is not known"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
+     r"with \['None'\] bits"),
 ])  # fmt: skip
 def test_unknown_quantization(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     tiny_models.save("llama", tmp_path)
@@ -309,6 +311,35 @@ def test_unknown_quantization(change: dict[str, Any], message: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def _reload_with(folder: Path, **arguments: Any) -> Any:
+    """The model of a folder whose config.json says something else of the groups."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    config = values["quantization_config"]
+    config.update(arguments) if "group_size" in config else config["config_groups"]["group_0"]["weights"].update(
+        arguments
+    )
+    file.write_text(json.dumps(values))
+    return load_model(open_checkpoint(folder), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors"])
+def test_another_group_size_in_config(layout: str, tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    save_model(_quantized(model, "int4", "1x16"), open_checkpoint(tmp_path / "plain"), tmp_path / "small", layout)
+    with pytest.raises(ModelError, match=r"q_proj.weight: its scales are for 1x16 .* config.json says 1x8;"):
+        _reload_with(tmp_path / "small", group_size=8)
+    if layout == "gptq":  # some layers have a size of their own
+        _reload_with(tmp_path / "small", dynamic={"+:.*down_proj": {"group_size": 16}})
+
+
+def test_another_block_size_in_config(tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    save_model(_quantized(model, "fp8", "1x16"), open_checkpoint(tmp_path / "plain"), tmp_path / "small")
+    with pytest.raises(ModelError, match=r"its scales are for 1x16 .* config.json says 2x16"):
+        _reload_with(tmp_path / "small", strategy="block", block_structure=[2, 16])
 
 
 def test_nothing_is_left_where_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

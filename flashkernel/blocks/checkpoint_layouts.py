@@ -70,36 +70,55 @@ def weight_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: i
     return Weight.pack((codes.int() - 128).to(torch.int8), scales.float(), signed, "int8")
 
 
-def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int) -> Weight:
+def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int, group_size: int | None = None) -> Weight:
     """Returns the Weight of a GPTQ layer.
 
     qweight (in * bits / 32, out): word (r, n) has the next 32 / bits inputs of output n. qzeros (groups,
-    out * bits / 32): word (g, c) has the zero points of the next 32 / bits outputs; version 1 stores them less one.
-    scales (groups, out). g_idx (in), optional: the group of each input. With an order of its own (act-order without
-    static groups) groups are no consecutive columns; the Weight is then "plain".
+    out * bits / 32): word (g, c) has the zero points of the next 32 / bits outputs; version 1 stores them less one,
+    modulo 2^bits. scales (groups, out). g_idx (in), optional: the group of each input. If groups are no consecutive
+    columns of one size (act-order without static groups, or a size that does not divide a row) the Weight is "plain".
 
     Args:
         parts: The tensors by name.
         bits: 4 or 8.
         version: 1 or 2 (`checkpoint_format` gptq or gptq_v2).
+        group_size: Inputs of a group where g_idx is missing; None: a row in equal parts.
     """
     _need(parts, ("qweight", "qzeros", "scales"))
     codes = unpack_words(parts["qweight"].T, bits)  # (out, in)
     scales = parts["scales"].T.float()  # (out, groups)
-    zeros = unpack_words(parts["qzeros"], bits).T.int() + (1 if version == 1 else 0)
+    zeros = (unpack_words(parts["qzeros"], bits).T.int() + (1 if version == 1 else 0)) % 2**bits
     out, inner = codes.shape
     groups = scales.shape[1]
-    if scales.shape[0] != out or zeros.shape != scales.shape or inner % groups:
+    if scales.shape[0] != out or zeros.shape != scales.shape:
         raise ValueError(_mismatch(parts))
     order = parts.get("g_idx")
-    if order is not None and order.numel() != inner:
+    if order is None and group_size is not None and groups == -(-inner // group_size):
+        order = torch.arange(inner) // group_size
+    if order is None and inner % groups:
         raise ValueError(_mismatch(parts))
-    if order is not None and not torch.equal(order.long(), torch.arange(inner) // (inner // groups)):
-        if int(order.min()) < 0 or int(order.max()) >= groups:
-            raise ValueError(f"g_idx names group {int(order.max())}, and there are {groups}")
-        index = order.long()
-        return Weight(((codes.float() - zeros[:, index]) * scales[:, index]).half())
+    if order is not None and not _in_equal_parts(order, inner, groups):
+        return _dequantized(parts, codes, zeros, scales, order)
     return weight_of_codes(codes, scales, zeros.to(torch.uint8), bits)
+
+
+def _in_equal_parts(order: Tensor, inner: int, groups: int) -> bool:
+    """Whether g_idx says that the groups are consecutive columns, all as many."""
+    return inner % groups == 0 and torch.equal(order.long(), torch.arange(inner) // (inner // groups))
+
+
+def _dequantized(
+    parts: Mapping[str, Tensor], codes: Tensor, zeros: Tensor | int, scales: Tensor, order: Tensor
+) -> Weight:
+    """The plain Weight of values (out, in) whose column j has the group order[j]."""
+    if order.numel() != codes.shape[1]:
+        raise ValueError(_mismatch(parts))
+    if int(order.min()) < 0 or int(order.max()) >= scales.shape[1]:
+        wrong = int(order.min()) if int(order.min()) < 0 else int(order.max())
+        raise ValueError(f"g_idx names group {wrong}, and there are {scales.shape[1]}")
+    index = order.long()
+    each = zeros[:, index] if isinstance(zeros, Tensor) else zeros
+    return Weight((codes.float() - each) * scales[:, index])
 
 
 def write_gptq(weight: Weight, version: int = 1) -> dict[str, Tensor]:
@@ -161,7 +180,8 @@ def read_pack_quantized(parts: Mapping[str, Tensor], bits: int) -> Weight:
 
     weight_packed (out, in * bits / 32): word (n, c) has the next 32 / bits inputs of output n, each plus 2^(bits - 1).
     weight_scale (out, groups). weight_zero_point, if asymmetric: (out * bits / 32, groups), packed along the outputs,
-    or int8 (out, groups) of older files. weight_shape: (out, in).
+    or int8 (out, groups) of older files. weight_shape: (out, in). weight_g_idx (in), of older files: the group of each
+    input, or -1 for groups in order; as in `read_gptq`, the Weight may be "plain".
 
     Args:
         parts: The tensors by name.
@@ -184,7 +204,14 @@ def read_pack_quantized(parts: Mapping[str, Tensor], bits: int) -> Weight:
         raise ValueError(_mismatch(parts))
     if zeros is not None and zeros.numel() != scales.numel():
         raise ValueError(_mismatch(parts))
-    return weight_of_codes(codes, scales, zeros, bits)
+    order = parts.get("weight_g_idx")
+    if order is None or bool((order == -1).all()):
+        return weight_of_codes(codes, scales, zeros, bits)
+    if scales.ndim != 2 or order.numel() != codes.shape[1]:
+        raise ValueError(_mismatch(parts))
+    if _in_equal_parts(order, codes.shape[1], scales.shape[1]):
+        return weight_of_codes(codes, scales, zeros, bits)
+    return _dequantized(parts, codes, 2 ** (bits - 1) if zeros is None else zeros.int(), scales, order)
 
 
 def write_pack_quantized(weight: Weight) -> dict[str, Tensor]:
