@@ -73,6 +73,35 @@ def test_gptq_with_an_order_of_its_own_is_dequantized() -> None:
     torch.testing.assert_close(found.data.float(), weight.dequantize(torch.float32)[:, order], rtol=1e-3, atol=1e-4)
 
 
+def test_gptq_with_a_smaller_last_group() -> None:
+    """A group size that does not divide a row: groups follow g_idx, or the group size where that is missing."""
+    codes, scales = torch.randint(0, 16, (8, 96)), torch.rand(8, 2) + 0.5
+    zeros = torch.randint(1, 16, (8, 2))
+    parts = {
+        "qweight": layouts.pack_words(codes, 4).T.contiguous(),
+        "qzeros": layouts.pack_words((zeros - 1).T, 4),
+        "scales": scales.T.contiguous(),
+    }
+    group = torch.arange(96) // 64
+    expected = (codes - zeros[:, group]) * scales[:, group]
+    for found in (
+        layouts.read_gptq(dict(parts, g_idx=group.int()), 4, 1), layouts.read_gptq(parts, 4, 1, group_size=64),
+    ):  # fmt: skip
+        torch.testing.assert_close(found.dequantize(torch.float32), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_gptq_wrap_around(bits: int) -> None:
+    """Version 1 stores zero points less one: all ones stand for 0, as AutoGPTQ's kernels read them."""
+    codes = torch.randint(0, 2**bits, (8, 32))
+    parts = {
+        "qweight": layouts.pack_words(codes, bits).T.contiguous(),
+        "qzeros": torch.full((1, 8 * bits // 32), -1, dtype=torch.int32),
+        "scales": torch.ones(1, 8),
+    }
+    assert torch.equal(layouts.read_gptq(parts, bits, 1).dequantize(torch.float32), codes.float())
+
+
 @settings(max_examples=10, deadline=None)
 @given(SIZES)
 def test_awq(sizes: Any) -> None:
@@ -110,6 +139,28 @@ def test_compressed_tensors(sizes: Any, format: str) -> None:
     if zeros is not None:  # older files have int8 zero points
         older = dict(found, weight_zero_point=(zeros.int() - 2 ** (bits - 1)).to(torch.int8))
         _same(layouts.read_pack_quantized(older, bits), weight)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_with_groups_by_index(symmetric: bool) -> None:
+    """weight_g_idx of older files: in order, all -1, or an order of its own, which is dequantized."""
+    weight = _weight((8, 64, symmetric, 0))
+    parts = layouts.write_pack_quantized(weight)
+    codes, zeros = layouts.codes_of(weight)
+    assert weight.scales is not None
+    groups = weight.scales.shape[1]
+    in_order = torch.arange(64) // (64 // groups)
+    for index in (in_order, torch.full((64,), -1)):
+        _same(layouts.read_pack_quantized(dict(parts, weight_g_idx=index.int()), 4), weight)
+    for order in (in_order[torch.randperm(64)], torch.zeros(64)):
+        found = layouts.read_pack_quantized(dict(parts, weight_g_idx=order.int()), 4)
+        assert found.format == "plain"
+        zero = 8 if zeros is None else zeros.int()[:, order.long()]
+        scales = parts["weight_scale"].float()[:, order.long()]
+        assert torch.equal(found.data, (codes.int() - zero) * scales)
+    for wrong, message in ((torch.full((64,), groups), "names group"), (torch.zeros(63), "do not fit together")):
+        with pytest.raises(ValueError, match=message):
+            layouts.read_pack_quantized(dict(parts, weight_g_idx=wrong.int()), 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -12,6 +12,7 @@ import torch
 
 import flashkernel as fk
 from flashkernel import Weight, hf
+from flashkernel.blocks import checkpoint_layouts
 from flashkernel.engine import LLM, ModelError, SamplingParams
 from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.model_loader import load_model
@@ -62,6 +63,33 @@ def test_checkpoints_are_loaded(
     assert tiny_models.hf_greedy(model, prompt, 8) == expected
 
 
+def test_columns_with_an_order_of_their_own(tmp_path: Path) -> None:
+    """GPTQ's act-order: such layers are dequantized, in the model's dtype."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    folder = _save(tmp_path, "llama3", "gptq", "int4", "1x16")
+    tensors = load_file(folder / "model.safetensors")
+    expected = {}
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        parts = {part: tensors[name.replace("g_idx", part)] for part in ("qweight", "qzeros", "scales", "g_idx")}
+        parts["g_idx"] = tensors[name] = parts["g_idx"].flip(0).contiguous()
+        expected[name.removesuffix(".g_idx")] = checkpoint_layouts.read_gptq(parts, 4, 1).dequantize(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    model = hf.load_quantized(folder, dtype=torch.bfloat16)
+    for name, matrix in expected.items():
+        assert torch.equal(model.get_submodule(name).weight, matrix)
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    save_file({name: x for name, x in tensors.items() if "g_idx" not in name}, folder / "model.safetensors")
+    for load in (hf.load_quantized, lambda path: LLM(path, device="cpu", dtype="float32")):
+        with pytest.raises(ModelError, match="g_idx, which has it, is missing"):
+            load(folder)
+
+
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     import safetensors.torch
 
@@ -73,6 +101,10 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"q_proj.weight: scales are missing"):
         hf.load_quantized(folder)
     wrong = {**tensors, name + "qweight": tensors[name + "qweight"][:16]}
+    safetensors.torch.save_file(wrong, file)
+    with pytest.raises(ModelError, match=r"scales are for 1x8 elements each, and config.json says 1x16"):
+        hf.load_quantized(folder)
+    wrong |= {name + part: tensors[name + part][:1] for part in ("scales", "qzeros")}
     safetensors.torch.save_file(wrong, file)
     with pytest.raises(ModelError, match=r"q_proj has shape \(32, 16\); the model has \(32, 32\)"):
         hf.load_quantized(folder)

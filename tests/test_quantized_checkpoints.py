@@ -90,6 +90,61 @@ def test_activations_in_int8_are_one_tensor(tmp_path: Path) -> None:
     assert repr(again.layers[0].o_proj).startswith("Weight(int8 row, 32x32")
 
 
+def _projections_alone(model: Transformer, **changed: str) -> Transformer:
+    """The model with int8 projections, and some in other formats."""
+    layers = []
+    for layer in model.layers:
+        found = {name: Weight.quantize(getattr(layer, name), changed.get(name, "int8")) for name in PROJECTIONS}
+        layers.append(replace(layer, **found))  # type: ignore[arg-type]
+    return Transformer(model.config, model.weights, layers)
+
+
+def test_one_scale_for_q_k_and_v(tmp_path: Path) -> None:
+    """q, k and v share a scale in memory, and each has a tensor of its own in the file."""
+    quantized = _quantized(_model(tmp_path / "plain"), "int8", "tensor", activation_dtype=torch.int8)
+    save_model(quantized, open_checkpoint(tmp_path / "plain"), tmp_path / "small")
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    mine: Any = again.layers[1].qkv_proj
+    assert torch.equal(mine.dequantize(torch.float32), quantized.layers[1].qkv_proj.dequantize(torch.float32))
+
+
+def test_scales_of_compressed_tensors_are_exact(tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    quantized = _projections_alone(model)
+    save_model(quantized, open_checkpoint(tmp_path / "plain"), tmp_path / "small")
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    mine, theirs = again.layers[0].down_proj, quantized.layers[0].down_proj
+    assert torch.equal(mine.scales, theirs.scales)  # type: ignore[union-attr]
+
+
+def test_what_config_says_holds_for_all_projections(tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    checkpoint = open_checkpoint(tmp_path / "plain")
+    with pytest.raises(ModelError, match=r"down_proj.weight is Weight\(int4.*quantize all projections alike"):
+        save_model(_projections_alone(model, down_proj="int4"), checkpoint, tmp_path / "small")
+    for format, granularity in (("fp8_e5m2", None), ("fp8", "block"), ("fp8", "group")):
+        with pytest.raises(ModelError, match=r"cannot be stored in the layout 'compressed-tensors': "):
+            save_model(_quantized(model, format, granularity), checkpoint, tmp_path / "small")
+    wide = _quantized(model, "int4", "row")
+    layers = [replace(one, o_proj=replace(one.o_proj, scales=one.o_proj.scales * 1e8)) for one in wide.layers]
+    wide = Transformer(model.config, model.weights, layers)
+    for layout in ("gptq", "awq"):
+        with pytest.raises(ModelError, match="are beyond the range of float16"):
+            save_model(wide, checkpoint, tmp_path / "small", layout)
+    save_model(wide, checkpoint, tmp_path / "small")
+    again = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    assert torch.equal(again.layers[0].o_proj.scales, layers[0].o_proj.scales)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout, listed", [("compressed-tensors", "ignore"), ("awq", "modules_to_not_convert")])
+def test_routers_are_named_as_plain(layout: str, listed: str, tmp_path: Path) -> None:
+    """Other tools take every linear layer for quantized that config.json does not name."""
+    model = _model(tmp_path / "plain", "mixtral")
+    save_model(_quantized(model, "int4", "1x16"), open_checkpoint(tmp_path / "plain"), tmp_path / "small", layout)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert config[listed] == ["lm_head", *[f"model.layers.{index}.block_sparse_moe.gate" for index in (0, 1)]]
+
+
 def test_mxfp4_of_a_dense_model(tmp_path: Path) -> None:
     from flashkernel.core.shapes import Model
     from flashkernel.engine.dummy_weights import dummy_transformer
@@ -247,6 +302,8 @@ def test_damaged_checkpoints(change: Any, message: str, tmp_path: Path) -> None:
     ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits are not known"),
     ({"quant_method": "awq", "version": "gemv"}, "AWQ's version 'gemv' is not known"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
+     r"with \['None'\] bits"),
 ])  # fmt: skip
 def test_unknown_quantization(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     tiny_models.save("llama", tmp_path)
@@ -254,6 +311,35 @@ def test_unknown_quantization(change: dict[str, Any], message: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def _reload_with(folder: Path, **arguments: Any) -> Any:
+    """The model of a folder whose config.json says something else of the groups."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    config = values["quantization_config"]
+    config.update(arguments) if "group_size" in config else config["config_groups"]["group_0"]["weights"].update(
+        arguments
+    )
+    file.write_text(json.dumps(values))
+    return load_model(open_checkpoint(folder), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors"])
+def test_another_group_size_in_config(layout: str, tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    save_model(_quantized(model, "int4", "1x16"), open_checkpoint(tmp_path / "plain"), tmp_path / "small", layout)
+    with pytest.raises(ModelError, match=r"q_proj.weight: its scales are for 1x16 .* config.json says 1x8;"):
+        _reload_with(tmp_path / "small", group_size=8)
+    if layout == "gptq":  # some layers have a size of their own
+        _reload_with(tmp_path / "small", dynamic={"+:.*down_proj": {"group_size": 16}})
+
+
+def test_another_block_size_in_config(tmp_path: Path) -> None:
+    model = _model(tmp_path / "plain")
+    save_model(_quantized(model, "fp8", "1x16"), open_checkpoint(tmp_path / "plain"), tmp_path / "small")
+    with pytest.raises(ModelError, match=r"its scales are for 1x16 .* config.json says 2x16"):
+        _reload_with(tmp_path / "small", strategy="block", block_structure=[2, 16])
 
 
 def test_nothing_is_left_where_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

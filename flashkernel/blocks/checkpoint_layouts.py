@@ -1,7 +1,8 @@
 """Weights as checkpoints of other tools store them: GPTQ, AWQ and compressed-tensors, to and from `Weight`.
 
-A matrix W is (out, in) and a group is `columns` consecutive columns of a row. Words are int32. All functions are exact:
-what is read and written again has the same bytes.
+A matrix W is (out, in) and a group is `columns` consecutive columns of a row. Words are int32. What is read and written
+again has the same bytes. GPTQ and AWQ have scales in float16, to which others are rounded; those of compressed-tensors
+are exact.
 """
 
 from __future__ import annotations
@@ -69,36 +70,55 @@ def weight_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: i
     return Weight.pack((codes.int() - 128).to(torch.int8), scales.float(), signed, "int8")
 
 
-def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int) -> Weight:
+def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int, group_size: int | None = None) -> Weight:
     """Returns the Weight of a GPTQ layer.
 
     qweight (in * bits / 32, out): word (r, n) has the next 32 / bits inputs of output n. qzeros (groups,
-    out * bits / 32): word (g, c) has the zero points of the next 32 / bits outputs; version 1 stores them less one.
-    scales (groups, out). g_idx (in), optional: the group of each input. With an order of its own (act-order without
-    static groups) groups are no consecutive columns; the Weight is then "plain".
+    out * bits / 32): word (g, c) has the zero points of the next 32 / bits outputs; version 1 stores them less one,
+    modulo 2^bits. scales (groups, out). g_idx (in), optional: the group of each input. If groups are no consecutive
+    columns of one size (act-order without static groups, or a size that does not divide a row) the Weight is "plain".
 
     Args:
         parts: The tensors by name.
         bits: 4 or 8.
         version: 1 or 2 (`checkpoint_format` gptq or gptq_v2).
+        group_size: Inputs of a group where g_idx is missing; None: a row in equal parts.
     """
     _need(parts, ("qweight", "qzeros", "scales"))
     codes = unpack_words(parts["qweight"].T, bits)  # (out, in)
     scales = parts["scales"].T.float()  # (out, groups)
-    zeros = unpack_words(parts["qzeros"], bits).T.int() + (1 if version == 1 else 0)
+    zeros = (unpack_words(parts["qzeros"], bits).T.int() + (1 if version == 1 else 0)) % 2**bits
     out, inner = codes.shape
     groups = scales.shape[1]
-    if scales.shape[0] != out or zeros.shape != scales.shape or inner % groups:
+    if scales.shape[0] != out or zeros.shape != scales.shape:
         raise ValueError(_mismatch(parts))
     order = parts.get("g_idx")
-    if order is not None and order.numel() != inner:
+    if order is None and group_size is not None and groups == -(-inner // group_size):
+        order = torch.arange(inner) // group_size
+    if order is None and inner % groups:
         raise ValueError(_mismatch(parts))
-    if order is not None and not torch.equal(order.long(), torch.arange(inner) // (inner // groups)):
-        if int(order.min()) < 0 or int(order.max()) >= groups:
-            raise ValueError(f"g_idx names group {int(order.max())}, and there are {groups}")
-        index = order.long()
-        return Weight(((codes.float() - zeros[:, index]) * scales[:, index]).half())
+    if order is not None and not _in_equal_parts(order, inner, groups):
+        return _dequantized(parts, codes, zeros, scales, order)
     return weight_of_codes(codes, scales, zeros.to(torch.uint8), bits)
+
+
+def _in_equal_parts(order: Tensor, inner: int, groups: int) -> bool:
+    """Whether g_idx says that the groups are consecutive columns, all as many."""
+    return inner % groups == 0 and torch.equal(order.long(), torch.arange(inner) // (inner // groups))
+
+
+def _dequantized(
+    parts: Mapping[str, Tensor], codes: Tensor, zeros: Tensor | int, scales: Tensor, order: Tensor
+) -> Weight:
+    """The plain Weight of values (out, in) whose column j has the group order[j]."""
+    if order.numel() != codes.shape[1]:
+        raise ValueError(_mismatch(parts))
+    if int(order.min()) < 0 or int(order.max()) >= scales.shape[1]:
+        wrong = int(order.min()) if int(order.min()) < 0 else int(order.max())
+        raise ValueError(f"g_idx names group {wrong}, and there are {scales.shape[1]}")
+    index = order.long()
+    each = zeros[:, index] if isinstance(zeros, Tensor) else zeros
+    return Weight((codes.float() - each) * scales[:, index])
 
 
 def write_gptq(weight: Weight, version: int = 1) -> dict[str, Tensor]:
@@ -117,7 +137,7 @@ def write_gptq(weight: Weight, version: int = 1) -> dict[str, Tensor]:
     return {
         "qweight": pack_words(codes, bits).T.contiguous(),
         "qzeros": pack_words((zeros.int() - (1 if version == 1 else 0)).T, bits).contiguous(),
-        "scales": scales.T.to(_SCALES).contiguous(),
+        "scales": _in_float16(scales).T.contiguous(),
         "g_idx": (torch.arange(inner) // (inner // groups)).to(torch.int32),
     }
 
@@ -151,7 +171,7 @@ def write_awq(weight: Weight) -> dict[str, Tensor]:
     return {
         "qweight": _to_awq_order(codes.T),
         "qzeros": _to_awq_order(zeros.T),
-        "scales": scales.T.to(_SCALES).contiguous(),
+        "scales": _in_float16(scales).T.contiguous(),
     }
 
 
@@ -160,7 +180,8 @@ def read_pack_quantized(parts: Mapping[str, Tensor], bits: int) -> Weight:
 
     weight_packed (out, in * bits / 32): word (n, c) has the next 32 / bits inputs of output n, each plus 2^(bits - 1).
     weight_scale (out, groups). weight_zero_point, if asymmetric: (out * bits / 32, groups), packed along the outputs,
-    or int8 (out, groups) of older files. weight_shape: (out, in).
+    or int8 (out, groups) of older files. weight_shape: (out, in). weight_g_idx (in), of older files: the group of each
+    input, or -1 for groups in order; as in `read_gptq`, the Weight may be "plain".
 
     Args:
         parts: The tensors by name.
@@ -183,7 +204,14 @@ def read_pack_quantized(parts: Mapping[str, Tensor], bits: int) -> Weight:
         raise ValueError(_mismatch(parts))
     if zeros is not None and zeros.numel() != scales.numel():
         raise ValueError(_mismatch(parts))
-    return weight_of_codes(codes, scales, zeros, bits)
+    order = parts.get("weight_g_idx")
+    if order is None or bool((order == -1).all()):
+        return weight_of_codes(codes, scales, zeros, bits)
+    if scales.ndim != 2 or order.numel() != codes.shape[1]:
+        raise ValueError(_mismatch(parts))
+    if _in_equal_parts(order, codes.shape[1], scales.shape[1]):
+        return weight_of_codes(codes, scales, zeros, bits)
+    return _dequantized(parts, codes, 2 ** (bits - 1) if zeros is None else zeros.int(), scales, order)
 
 
 def write_pack_quantized(weight: Weight) -> dict[str, Tensor]:
@@ -197,7 +225,7 @@ def write_pack_quantized(weight: Weight) -> dict[str, Tensor]:
     _need_multiple("compressed-tensors", codes.shape[0] if zeros is not None else 32, codes.shape[1], 32 // bits)
     found = {
         "weight_packed": pack_words(codes, bits),
-        "weight_scale": _row_scales(weight).to(_SCALES).contiguous(),
+        "weight_scale": _narrowed(_row_scales(weight)).contiguous(),
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
     }
     if zeros is not None:
@@ -211,6 +239,25 @@ def _row_scales(weight: Weight) -> Tensor:
     if weight.group_shape[0] not in (1, -1):
         raise ValueError(f"{weight!r} has scales for several rows, which no checkpoint stores as integers")
     return weight.scales.expand(weight.shape[0], -1)
+
+
+def _in_float16(scales: Tensor) -> Tensor:
+    """Scales rounded to float16; ValueError if some are beyond its range."""
+    found = scales.to(_SCALES)
+    if bool((~found.isfinite() | ((found == 0) & (scales != 0))).any()):
+        raise ValueError(
+            f"scales from {float(scales.min()):.3g} to {float(scales.max()):.3g} are beyond the range of float16; "
+            "store the model in the layout 'compressed-tensors'"
+        )
+    return found
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """Scales in the narrowest dtype that has them exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    return scales
 
 
 def _from_awq_order(words: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,16 @@ class StoredQuantization:
         bits: 4 or 8.
         version: Of GPTQ's zero points: 1 or 2.
         format: Of compressed-tensors.
+        group_size: Columns that share a scale, as config.json says it; -1: whole rows. None: it says nothing.
+        ordered: Whether columns have an order of their own, which g_idx gives (act-order).
     """
 
     method: str
     bits: int = 4
     version: int = 1
     format: str = ""
+    group_size: int | None = None
+    ordered: bool = False
 
     @staticmethod
     def of(config: HFConfig) -> StoredQuantization | None:
@@ -65,7 +69,9 @@ class StoredQuantization:
         if method == "awq" and kind != "gemm":
             raise ModelError(f"{config.source}: AWQ's version {kind!r} is not known; 'gemm' is")
         version = 2 if values.get("checkpoint_format") == "gptq_v2" else 1
-        return StoredQuantization(method, bits, version)
+        size = None if values.get("dynamic") or values.get("extra_config") else values.get("group_size")
+        ordered = method == "gptq" and bool(values.get("desc_act", False))
+        return StoredQuantization(method, bits, version, group_size=size, ordered=ordered)
 
     def part_names(self, name: str, names: Set[str]) -> dict[str, str]:
         """The tensors in place of a weight `...weight`: their full names, by the last part; {} if there are none."""
@@ -77,16 +83,21 @@ class StoredQuantization:
 
     def read(self, parts: Mapping[str, Tensor]) -> Weight:
         """The Weight of such tensors; ValueError if they do not fit together."""
+        if self.ordered and not any(name.endswith("g_idx") for name in parts):
+            raise ValueError("columns have an order of their own, and g_idx, which has it, is missing")
+        found = self._read(parts)
+        if found.format != "plain" and self.group_size is not None:
+            _check_groups(found, (1, self.group_size))
+        return found
+
+    def _read(self, parts: Mapping[str, Tensor]) -> Weight:
         if self.method == "gptq":
-            return layouts.read_gptq(parts, self.bits, self.version)
+            size = None if self.group_size in (None, -1) else self.group_size
+            return layouts.read_gptq(parts, self.bits, self.version, size)
         if self.method == "awq":
             return layouts.read_awq(parts)
         if self.format == "mxfp4-pack-quantized":
             return Weight.pack(parts["weight_packed"], parts["weight_scale"], format="mxfp4")
-        if "weight_g_idx" in parts and not _in_order(parts["weight_g_idx"]):
-            raise ValueError(
-                "columns have an order of their own (weight_g_idx), which is not read; quantize without it"
-            )
         return layouts.read_pack_quantized(parts, self.bits)
 
 
@@ -101,6 +112,7 @@ class WeightReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.source = checkpoint, checkpoint.config.source
         self.stored = StoredQuantization.of(checkpoint.config)
+        self._group_shape = _group_shape(checkpoint.config.get("quantization_config", None) or {})
         self.names = set(checkpoint.names)
         self.unused = set(self.names)
         self.whole: set[str] = set()
@@ -137,7 +149,14 @@ class WeightReader:
         self.unused.discard(name.removesuffix("weight") + "input_scale")
         scales: Any = self.checkpoint.read(found[0])
         zeros: Any = self.checkpoint.read(point) if point in self.names else None
-        return self._checked(name, lambda: Weight.pack(data, scales, zeros, _FORMATS[data.dtype]))
+
+        def packed() -> Weight:
+            weight = Weight.pack(data, scales, zeros, _FORMATS[data.dtype])
+            if self._group_shape is not None:
+                _check_groups(weight, self._group_shape)
+            return weight
+
+        return self._checked(name, packed)
 
     def _checked(self, name: str, make: Callable[[], Weight]) -> Weight:
         """ModelError if the tensors of a weight do not fit together."""
@@ -148,8 +167,39 @@ class WeightReader:
             raise ModelError(f"{self.source}: {name}: {said}") from error
 
 
-def _in_order(groups: Tensor) -> bool:
-    return bool((groups.diff() >= 0).all())
+def _check_groups(weight: Weight, expected: tuple[int, int]) -> None:
+    """ValueError if the groups of a weight, which follow from the shapes, are not those that config.json says."""
+
+    def sizes(group: tuple[int, int]) -> list[int]:
+        return [each if 0 < each < size else size for each, size in zip(group, weight.shape)]
+
+    if sizes(weight.group_shape) != sizes(expected):
+        found, said = ("x".join(map(str, sizes(group))) for group in (weight.group_shape, expected))
+        raise ValueError(
+            f"its scales are for {found} elements each, and config.json says {said}; the checkpoint is damaged, or has "
+            "another model's config.json"
+        )
+
+
+def _group_shape(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the groups or blocks that share a scale in weights of 8 bits, as config.json says it; None
+    if it says nothing, or several things."""
+    blocks = values.get("weight_block_size")
+    if values.get("quant_method") == "compressed-tensors":
+        arguments = [one or {} for one in _weight_arguments(values)]
+        kinds = {(one.get("strategy"), one.get("group_size"), str(one.get("block_structure"))) for one in arguments}
+        if len(kinds) != 1:
+            return None
+        if arguments[0].get("strategy") == "group":
+            return 1, int(arguments[0]["group_size"])
+        blocks = arguments[0].get("block_structure")
+    return (int(blocks[0]), int(blocks[1])) if isinstance(blocks, list) and len(blocks) == 2 else None
+
+
+def _weight_arguments(values: Mapping[str, Any]) -> list[Any]:
+    """How the weights of each group of layers are quantized, as compressed-tensors says it."""
+    groups = (values.get("config_groups") or {}).values()
+    return [group.get("weights") if isinstance(group, Mapping) else None for group in groups]
 
 
 def _compressed(values: Mapping[str, Any], source: str) -> StoredQuantization | None:
@@ -157,14 +207,17 @@ def _compressed(values: Mapping[str, Any], source: str) -> StoredQuantization | 
     format = values.get("format", "")
     if format in ("int-quantized", "float-quantized", "naive-quantized"):
         return None
-    groups = values.get("config_groups") or {}
-    bits: set[Any] = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    arguments = [one or {} for one in _weight_arguments(values)]
+    bits: set[Any] = {one.get("num_bits") for one in arguments}
     if format not in ("pack-quantized", "mxfp4-pack-quantized") or not bits <= {4, 8} or len(bits) != 1:
         raise ModelError(
             f"{source}: compressed-tensors in format {format!r} with {sorted(map(str, bits))} bits are not known; "
             "there are pack-quantized (4 or 8 bits), mxfp4-pack-quantized, int-quantized and float-quantized"
         )
-    return StoredQuantization("compressed-tensors", bits.pop(), format=format)
+    sizes = {one.get("group_size") if one.get("strategy") == "group" else -1 for one in arguments}
+    ordered = any(one.get("actorder") == "group" for one in arguments)
+    size = sizes.pop() if len(sizes) == 1 else None
+    return StoredQuantization("compressed-tensors", bits.pop(), format=format, group_size=size, ordered=ordered)
 
 
 def write_weight(weight: Weight, layout: str) -> dict[str, Tensor]:
@@ -178,12 +231,14 @@ def write_weight(weight: Weight, layout: str) -> dict[str, Tensor]:
         return layouts.write_gptq(weight, 2 if layout == "gptq_v2" else 1)
     if weight.format == "int4" or (weight.format == "int8" and weight.activation_dtype is None):
         return layouts.write_pack_quantized(weight)
+    _strategy(weight)
     assert weight.scales is not None
+    # Copies: q, k and v may share one scale, and no two tensors of a safetensors file may share memory.
     if weight.format == "mxfp4":
-        return {"weight_packed": weight.data.contiguous(), "weight_scale": weight.scales.contiguous()}
-    found = {"weight": weight.data.contiguous(), "weight_scale": weight.scales.contiguous()}
+        return {"weight_packed": weight.data.contiguous(), "weight_scale": weight.scales.clone()}
+    found = {"weight": weight.data.contiguous(), "weight_scale": weight.scales.clone()}
     if weight.zeros is not None:
-        found["weight_zero_point"] = weight.zeros.contiguous()
+        found["weight_zero_point"] = weight.zeros.clone()
     return found
 
 
@@ -198,8 +253,11 @@ def write_experts(weight: Weight) -> dict[str, Tensor]:
     return {"_blocks": weight.data.reshape(*scales.shape, 16).contiguous(), "_scales": scales}
 
 
-def quantization_config(weight: Weight, layout: str) -> dict[str, Any]:
-    """What config.json says of a model whose projections are like `weight`."""
+def quantization_config(weight: Weight, layout: str, plain: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
+    """What config.json says of a model whose projections are stored like `weight`, all but the linear layers `plain`.
+
+    `weight` is some rows of a projection, as they are stored.
+    """
     if layout == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_MXFP4)}
     columns, symmetric = weight.group_shape[1], weight.zeros is None
@@ -212,30 +270,45 @@ def quantization_config(weight: Weight, layout: str) -> dict[str, Any]:
     if layout == "awq":
         return {
             "quant_method": "awq", "bits": 4, "group_size": columns, "zero_point": not symmetric, "version": "gemm",
+            "modules_to_not_convert": list(plain),
         }  # fmt: skip
     format = _format_name(weight)
     kind = "float" if weight.format in ("fp8", "mxfp4") else "int"
-    strategy = "tensor" if weight.group_shape == (-1, -1) else "channel" if columns == -1 else "group"
-    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False}
-    if strategy == "group":
-        weights["group_size"] = columns
+    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "dynamic": False, **_strategy(weight)}
     activations = None
     if weight.activation_dtype is not None:
-        floating = weight.activation_dtype.is_floating_point
+        floating, group_size = weight.activation_dtype.is_floating_point, weight.activation_group[1]
         activations = {
-            "num_bits": 8, "type": "float" if floating else "int", "symmetric": True, "strategy": "token",
-            "dynamic": True,
+            "num_bits": 8, "type": "float" if floating else "int", "symmetric": True, "dynamic": True,
+            **({"strategy": "token"} if group_size == -1 else {"strategy": "group", "group_size": group_size}),
         }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "config_groups": {"group_0": group}, "ignore": list(plain), "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _strategy(weight: Weight) -> dict[str, Any]:
+    """What shares a scale, as compressed-tensors says it; ValueError if it has no such format or groups."""
+    rows, columns = weight.group_shape
+    if weight.format not in ("int4", "int8", "fp8", "mxfp4"):
+        raise ValueError(f"compressed-tensors has no format for {weight!r}; quantize to int4, int8, fp8 or mxfp4")
+    if rows not in (1, -1) or (rows == -1 and columns != -1):
+        raise ValueError(f"{weight!r} has scales for {rows}x{columns} elements, which are not stored; take rows")
+    if columns == -1:
+        return {"strategy": "tensor" if rows == -1 else "channel"}
+    if weight.shape[-1] % columns:
+        raise ValueError(
+            f"{weight!r} ends with a group of {weight.shape[-1] % columns} columns, and all groups are stored with "
+            f"{columns}; quantize with a scale for each row"
+        )
+    return {"strategy": "group", "group_size": columns}
 
 
 def _format_name(weight: Weight) -> str:
     if weight.format == "mxfp4":
         return "mxfp4-pack-quantized"
-    if weight.data.dtype == torch.float8_e4m3fn:
+    if weight.format == "fp8":
         return "float-quantized"
     return "int-quantized" if weight.activation_dtype is not None else "pack-quantized"

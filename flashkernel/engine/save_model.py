@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,10 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
         raise ModelError(f"{folder}: it exists and is not empty; choose another folder, or delete it")
     architecture = architecture_of(checkpoint.config)
     try:
-        tensors = dict(_all_tensors(model, architecture, layout, _stored_dtype(model, checkpoint)))
+        stored = _StoredModel(model, architecture, layout, _stored_dtype(model, checkpoint))
     except ValueError as error:
         raise ModelError(f"{folder}: the model cannot be stored in the layout {layout!r}: {error}") from error
-    config = _config(model, checkpoint, layout)
+    tensors, config = stored.tensors, _config(model, checkpoint, stored.quantization)
     folder.parent.mkdir(parents=True, exist_ok=True)
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder.parent).free
     if needed > free:
@@ -137,39 +137,87 @@ def _stored_dtype(model: Transformer, checkpoint: Checkpoint) -> torch.dtype:
     return found if narrower else model.dtype
 
 
-def _config(model: Transformer, checkpoint: Checkpoint, layout: str) -> dict[str, Any]:
+def _config(model: Transformer, checkpoint: Checkpoint, quantization: dict[str, Any] | None) -> dict[str, Any]:
     values = {name: value for name, value in checkpoint.config.values.items() if value is not None}
     values.pop("quantization_config", None)
     values["dtype"] = str(_stored_dtype(model, checkpoint)).removeprefix("torch.")
     values.pop("torch_dtype", None)
-    given = [row_order(getattr(model.layers[0], name)) for name in PROJECTIONS]
-    found = [one for one in given if isinstance(one, Weight)]
-    if found:
-        values["quantization_config"] = quantization_config(found[0], layout)
-    return values
+    return values if quantization is None else {**values, "quantization_config": quantization}
 
 
-def _all_tensors(
-    model: Transformer, architecture: Architecture, layout: str, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its stored name; matrices that are not quantized in `dtype`."""
-    config = model.config
+class _StoredModel:
+    """Every tensor of a model under its stored name, and what config.json says of the quantized ones.
 
-    def narrowed(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.ndim > 1 else value
+    Attributes:
+        tensors: The tensors; matrices that are not quantized are in `dtype`.
+        quantization: What config.json says; None if nothing is quantized.
+    """
 
-    for name, stored in architecture.model_weights.items():
-        value = row_order(getattr(model.weights, name))
-        if value is not None and not (name == "lm_head" and config.tie_word_embeddings):
-            yield from _stored(narrowed(value), stored, "", config, layout)
-    for index, layer in enumerate(model.layers):
-        prefix = architecture.layer_prefix.format(index)
-        for name, stored in architecture.layer_weights.items():
-            value = row_order(getattr(layer, name))
-            if isinstance(value, Weight) and value.ndim == 3:
-                value = _like_projections(value, layer)
-            if value is not None:
-                yield from _stored(narrowed(value), stored, prefix, config, layout)
+    def __init__(self, model: Transformer, architecture: Architecture, layout: str, dtype: torch.dtype) -> None:
+        self.config, self.layout, self.dtype = model.config, layout, dtype
+        self.tensors: dict[str, Tensor] = {}
+        self._plain = ["lm_head"]  # linear layers that are not quantized
+        self._first: tuple[str, Weight] | None = None
+        for name, stored in architecture.model_weights.items():
+            value = row_order(getattr(model.weights, name))
+            if value is not None and not (name == "lm_head" and model.config.tie_word_embeddings):
+                self._add(value, stored, "")
+        for index, layer in enumerate(model.layers):
+            prefix = architecture.layer_prefix.format(index)
+            for name, stored in architecture.layer_weights.items():
+                value = row_order(getattr(layer, name))
+                if isinstance(value, Weight) and value.ndim == 3:
+                    value = _like_projections(value, layer)
+                if value is not None:
+                    self._add(value, stored, prefix)
+        found = None if self._first is None else self._first[1]
+        self.quantization = None if found is None else quantization_config(found, layout, self._plain)
+
+    def _add(self, value: Any, stored: StoredWeight, prefix: str) -> None:
+        stack = isinstance(value, Weight) and value.ndim == 3 and "{expert}" not in stored.names[0]
+        if self.layout == "mxfp4" and stack:
+            self._first = self._first or (stored.names[0], value)
+            for ending, tensor in write_experts(value).items():
+                self.tensors[prefix + stored.names[0] + ending] = tensor.cpu()
+            return
+        if stored.transposed and isinstance(value, Weight):
+            raise ValueError(f"{prefix}{stored.names[0]} is stored (in, out), which quantized layers are not")
+        if "{expert}" in stored.names[0]:
+            for expert in range(len(value)):
+                names = tuple(name.format(expert=expert) for name in stored.names)
+                self._add(value[expert], StoredWeight(names), prefix)
+            return
+        sizes = _sizes(value.shape[0], len(stored.names), self.config)
+        start = 0
+        for name, size in zip(stored.names, sizes):
+            rows = slice(start, start + size)
+            start += size
+            if isinstance(value, Weight):
+                self._add_weight(prefix + name, value.rows(rows))
+            else:
+                self._add_plain(prefix + name, value[rows] if len(sizes) > 1 else value, stored.transposed)
+
+    def _add_weight(self, name: str, weight: Weight) -> None:
+        for part, tensor in write_weight(weight, self.layout).items():
+            self.tensors[name.removesuffix("weight") + part] = tensor.cpu()
+        if name == "lm_head.weight":
+            self._plain.remove("lm_head")
+        if self._first is None:
+            self._first = (name, weight)
+        other, first = self._first
+        if quantization_config(weight, self.layout) != quantization_config(first, self.layout):
+            raise ValueError(
+                f"{name} is {weight!r} and {other} is {first!r}: config.json has one format and group size for all; "
+                "quantize all projections alike"
+            )
+
+    def _add_plain(self, name: str, tensor: Tensor, transposed: bool) -> None:
+        tensor = tensor.to(self.dtype) if tensor.ndim > 1 else tensor
+        tensor = tensor.transpose(-1, -2) if transposed else tensor
+        self.tensors[name] = tensor.detach().cpu().clone().contiguous()
+        layer = name.removesuffix(".weight")
+        if tensor.ndim == 2 and "layers." in name and layer != name:  # a router, or a projection that stays plain
+            self._plain.append(layer)
 
 
 def _like_projections(stack: Weight, layer: LayerWeights) -> Weight:
@@ -178,35 +226,6 @@ def _like_projections(stack: Weight, layer: LayerWeights) -> Weight:
     if not isinstance(other, Weight) or other.format != stack.format or other.activation_dtype is None:
         return stack
     return replace(stack, activation_dtype=other.activation_dtype)
-
-
-def _stored(
-    value: Any, stored: StoredWeight, prefix: str, config: ModelConfig, layout: str
-) -> Iterator[tuple[str, Tensor]]:
-    if layout == "mxfp4" and isinstance(value, Weight) and value.ndim == 3 and "{expert}" not in stored.names[0]:
-        for ending, tensor in write_experts(value).items():
-            yield prefix + stored.names[0] + ending, tensor.cpu()
-        return
-    if stored.transposed and isinstance(value, Weight):
-        raise ValueError(f"{prefix}{stored.names[0]} is stored (in, out), which quantized layers are not")
-    if "{expert}" in stored.names[0]:
-        for expert in range(len(value)):
-            names = tuple(name.format(expert=expert) for name in stored.names)
-            yield from _stored(value[expert], StoredWeight(names), prefix, config, layout)
-        return
-    sizes = _sizes(value.shape[0], len(stored.names), config)
-    start = 0
-    for name, size in zip(stored.names, sizes):
-        rows = slice(start, start + size)
-        start += size
-        if isinstance(value, Weight):
-            base = f"{prefix}{name}".removesuffix("weight")
-            for part, tensor in write_weight(value.rows(rows), layout).items():
-                yield base + part, tensor.cpu()
-        else:
-            tensor = value[rows] if len(sizes) > 1 else value
-            tensor = tensor.transpose(-1, -2) if stored.transposed else tensor
-            yield prefix + name, tensor.detach().cpu().clone().contiguous()
 
 
 def _sizes(rows: int, parts: int, config: ModelConfig) -> list[int]:

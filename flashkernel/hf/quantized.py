@@ -215,6 +215,8 @@ def _load_linears(model: nn.Module, reader: Any, dtype: torch.dtype) -> None:
             if type(layer) is not nn.Linear or not reader.has(f"{full}.weight"):
                 continue
             weight = reader.read(f"{full}.weight")
+            if isinstance(weight, Weight) and weight.format == "plain":  # columns in an order of their own
+                weight = weight.data
             if not isinstance(weight, Weight):
                 set_parameter(layer, "weight", weight.to(dtype), reader.source)
                 continue

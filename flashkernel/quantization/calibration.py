@@ -139,6 +139,7 @@ def quantize_model(
     for index in range(len(layers), len(model.layers)):
         statistics: dict[str, InputStatistics] = {}
         runner.layer(hidden, model.layers[index], index, statistics)
+        _check_inputs(statistics, index)
         layer, found = quantize_layer(model.layers[index], model.config, statistics, method, scheme, index)
         hidden = runner.layer(hidden, layer, index)
         layers.append(layer)
@@ -240,11 +241,17 @@ def _row_ratio(before: Tensor, after: Tensor, factors: Tensor) -> Tensor:
 
 
 def _check(model: Transformer, method: Method, scheme: Scheme) -> None:
-    for layer in model.layers:
+    for index, layer in enumerate(model.layers):
         for name in PROJECTIONS:
             value = getattr(layer, name)
             if isinstance(value, Weight):
                 raise ValueError(f"quantize_model: {name} is quantized already, as {value!r}; load the plain model")
+            if not value.is_meta and not bool(value.isfinite().all()):
+                count = int((~value.isfinite()).sum())
+                raise ValueError(
+                    f"quantize_model: {count} of {value.numel()} elements of {name} in layer {index} are infinite or "
+                    "NaN; the model is damaged, get it again"
+                )
             scheme.check(name, value.shape[-1])
     if method.name == "smoothquant" and scheme.activation_dtype is None:
         raise ValueError(
@@ -254,16 +261,27 @@ def _check(model: Transformer, method: Method, scheme: Scheme) -> None:
         scheme.numbers  # noqa: B018  ValueError if the format has no integers
 
 
+def _check_inputs(statistics: dict[str, InputStatistics], index: int) -> None:
+    """ValueError if a layer's inputs are infinite or NaN: every method would take them for a reason to do nothing."""
+    for name, found in statistics.items():
+        if found.largest is not None and not bool(found.largest.isfinite().all()):
+            raise ValueError(
+                f"quantize_model: inputs of {name} in layer {index} are infinite or NaN; the norms or biases before it "
+                "are damaged, or the model overflows in float16: run it in bfloat16 or float32"
+            )
+
+
 def _fingerprint(model: Transformer, token_ids: Tensor, method: Method, scheme: Scheme) -> str:
-    """What a saved state belongs to: the model by its configuration and some of its weights, and all settings."""
-    first: Any = model.layers[0].qkv_proj
-    embedding: Any = model.weights.embedding
-    parts = [
-        repr(model.config), repr(method), repr(scheme), str(model.dtype), str(tuple(token_ids.shape)),
-        repr(token_ids.flatten().tolist()), f"{float(embedding.double().sum()):.6e}",
-        f"{float(first.double().abs().sum()):.6e}",
-    ]  # fmt: skip
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    """What a saved state belongs to: the weights that calibration reads, the text, and all settings."""
+    settings = [repr(model.config), repr(method), repr(scheme), str(tuple(token_ids.shape))]
+    digest = hashlib.sha256("\n".join(settings).encode())
+    weights = [model.weights.embedding, model.weights.position_embedding]
+    for value in (token_ids, *weights, *[one for layer in model.layers for one in vars(layer).values()]):
+        if isinstance(value, Tensor):
+            data = value.detach().cpu().contiguous()
+            digest.update(f"{data.dtype} {tuple(data.shape)}".encode())
+            digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _to(layer: LayerWeights, device: torch.device) -> LayerWeights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -48,7 +47,8 @@ def perplexity(
 
     Args:
         model: A model of the engine, quantized or not.
-        token_ids: int64 (windows, length); `windows` makes them. The first token of a window is not predicted.
+        token_ids: int64 (windows, length), length at least 2; `windows` makes them. The first token of a window is not
+            predicted.
         progress: Called after each layer with (layers done, layers).
         kv_cache: Format of keys and values: "float8_e4m3fn" or "int8", as the engine's cache stores them, or "int4",
             rounded to 4 bits in groups of 32 columns. None: the model's dtype.
@@ -64,6 +64,8 @@ def perplexity(
         >>> found.tokens, found.value > 1
         (62, True)
     """
+    if token_ids.ndim == 2 and token_ids.shape[1] == 1:
+        raise ValueError("perplexity: windows have one token each, and the first one of a window is not predicted")
     runner = SequenceRunner(model, token_ids, kv_cache=kv_cache)
     hidden = runner.embeddings()
     for index, layer in enumerate(model.layers):
@@ -71,7 +73,13 @@ def perplexity(
         if progress is not None:
             progress(index + 1, len(model.layers))
     losses = runner.losses(hidden).double()
-    return Perplexity(math.exp(float(losses.mean())), losses.numel(), token_ids.shape[1])
+    if not bool(losses.isfinite().all()):
+        count = int((~losses.isfinite()).sum())
+        raise ValueError(
+            f"perplexity: the model gives {count} of {losses.numel()} tokens no probability but NaN or 0; check its "
+            "weights for NaN, and run it in bfloat16 or float32 if it overflows in float16"
+        )
+    return Perplexity(float(losses.mean().exp()), losses.numel(), token_ids.shape[1])
 
 
 def windows(token_ids: list[int], length: int, most: int | None = None) -> Tensor:

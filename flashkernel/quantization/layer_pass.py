@@ -137,6 +137,12 @@ class SequenceRunner:
                 f"token_ids have the shape {tuple(token_ids.shape)}; they must be (sequences, length) with up to "
                 f"{longest} tokens, the model's context"
             )
+        least, most = (int(one) for one in token_ids.aminmax()) if token_ids.numel() else (-1, -1)
+        if token_ids.dtype != torch.int64 or least < 0 or most >= model.config.vocab_size:
+            raise ValueError(
+                f"token_ids are {token_ids.numel()} of {token_ids.dtype} from {least} to {most}; they must be int64, "
+                f"at least one sequence, and tokens of the model's vocabulary, from 0 to {model.config.vocab_size - 1}"
+            )
         self.model, self.token_ids, self.batch = model, token_ids.to(model.device), batch
         length, config = token_ids.shape[1], model.config
         pages = batch * -(-length // PAGE) + 1

@@ -1,0 +1,95 @@
+"""Quantization of models and texts that are damaged: an error says so, and no method takes NaN for a result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashkernel import Weight
+from flashkernel.core.shapes import Model
+from flashkernel.engine.config import ModelError
+from flashkernel.engine.dummy_weights import dummy_transformer
+from flashkernel.engine.transformer import Transformer
+from flashkernel.quantization import Method, Scheme, perplexity, quantize_model
+
+METHODS = ["rtn", "gptq", "awq", "smoothquant"]
+
+
+def _model(dtype: torch.dtype = torch.float32) -> Transformer:
+    torch.manual_seed(0)
+    shape = Model(hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocab=200)
+    return dummy_transformer(shape, "cpu", dtype, max_position_embeddings=128)
+
+
+def _tokens(sequences: int = 4, length: int = 32) -> torch.Tensor:
+    return torch.randint(0, 200, (sequences, length), generator=torch.Generator().manual_seed(1))
+
+
+def _scheme(method: str) -> Scheme:
+    return Scheme("int8", -1, True, torch.int8) if method == "smoothquant" else Scheme("int4", 32)
+
+
+def _changed(model: Transformer, field: str, value: float) -> Transformer:
+    """The model with one element of the second layer replaced."""
+    tensor: Any = getattr(model.layers[1], field).clone()
+    tensor.view(-1)[5] = value
+    return Transformer(model.config, model.weights, [model.layers[0], replace(model.layers[1], **{field: tensor})])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_damaged_weights(method: str, value: float) -> None:
+    damaged = _changed(_model(), "down_proj", value)
+    for tokens in (_tokens(), None) if method == "rtn" else (_tokens(),):
+        with pytest.raises(ValueError, match="1 of 6144 elements of down_proj in layer 1 are infinite or NaN"):
+            quantize_model(damaged, tokens, method, _scheme(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_damaged_inputs(method: str) -> None:
+    """A norm with NaN: GPTQ would ask for more text, and AWQ and SmoothQuant find that no factor helps."""
+    damaged = _changed(_model(), "attention_norm", math.nan)
+    with pytest.raises(ValueError, match="inputs of qkv_proj in layer 1 are infinite or NaN"):
+        quantize_model(damaged, _tokens(), method, _scheme(method))
+
+
+@pytest.mark.parametrize("tokens", [
+    torch.full((2, 8), 200), torch.full((2, 8), -1), torch.zeros(0, 8, dtype=torch.int64), torch.zeros(2, 8),
+])  # fmt: skip
+def test_tokens_that_the_model_does_not_have(tokens: torch.Tensor) -> None:
+    for call in (
+        lambda: quantize_model(_model(), tokens, "rtn", Scheme("int4", 32)),
+        lambda: perplexity(_model(), tokens),
+    ):
+        with pytest.raises(
+            ValueError, match="must be int64, at least one sequence, and tokens of the model's vocabulary"
+        ):
+            call()
+
+
+def test_perplexity_is_a_number() -> None:
+    model = _model()
+    with pytest.raises(ValueError, match="windows have one token each"):
+        perplexity(model, _tokens(4, 1))
+    with pytest.raises(ValueError, match="124 of 124 tokens no probability"):
+        perplexity(_changed(model, "attention_norm", math.nan), _tokens())
+    sharp = replace(model.weights, lm_head=model.weights.lm_head * 1e5)  # type: ignore[operator]
+    assert perplexity(Transformer(model.config, sharp, model.layers), _tokens()).value == math.inf
+
+
+@pytest.mark.parametrize("field", ["o_proj", "down_proj", "mlp_norm"])
+def test_a_state_of_another_model_is_refused(field: str, tmp_path: Path) -> None:
+    """Fine-tuned weights of the last layer alone make it another model."""
+    model, scheme = _model(), Scheme("int4", 32)
+    quantize_model(model, _tokens(), "rtn", scheme, state=tmp_path / "state")
+    with pytest.raises(ModelError, match="the state of another quantization"):
+        quantize_model(_changed(model, field, 0.125), _tokens(), "rtn", scheme, state=tmp_path / "state")
+    found, _ = quantize_model(_model(), _tokens(), "rtn", scheme, state=tmp_path / "state")
+    assert all(isinstance(layer.down_proj, Weight) for layer in found.layers)
+    with pytest.raises(ModelError, match="the state of another quantization"):
+        quantize_model(model, _tokens(), Method("rtn", strength=0.6), scheme, state=tmp_path / "state")
