@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+import tokenizers
 from tiny_engine import (  # noqa: F401
     LENGTHS,
     _drained,
@@ -147,6 +149,55 @@ def test_half_a_character_at_the_end_becomes_a_mark() -> None:
     assert stream.next_text() == "a"
     stream.finish()
     assert stream.next_text(finished=True).startswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model(base: LLM) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "sea": 1, "pad": 320}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    llm = LLM(base.model, Tokenizer(words), kv_cache_tokens=256)
+    with pytest.raises(RequestError, match="token 320 is not in the vocabulary, which has 0 to 319"):
+        llm.generate(["sea", "sea pad"])
+    assert llm.generate(["sea"], _greedy(2))[0].prompt_token_ids == (1,)
+    assert _drained(llm)
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    """Words and bytes, as SentencePiece's models have them: bytes are decoded in runs."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "▁sea": 257, "b": 258}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    kinds = tokenizers.decoders
+    backend.decoder = kinds.Sequence([kinds.Replace("▁", " "), kinds.ByteFallback(), kinds.Fuse()])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([258, *(1 + byte for byte in "\n☃".encode()), 257], "b\n☃ sea"),
+        ([1 + ord("\n"), 1 + 0xE2, 257, 258], "\n\ufffd seab"),  # the newline is shown before the run is invalid
+        ([258, 1 + ord("x"), 1 + 0xE2], "bx\ufffd"),
+    ],
+)
+def test_bytes_that_are_no_text(token_ids: list[int], expected: str) -> None:
+    """What was decoded before they came stays; what comes after them is decoded."""
+    stream, shown = IncrementalDetokenizer(_bytes_tokenizer(), (), True), ""
+    for token in token_ids:
+        stream.append(token)
+        shown += stream.next_text()
+    stream.finish()
+    assert shown + stream.next_text(finished=True) == stream.text == expected
+
+
+def test_random_bytes_break_no_stream() -> None:
+    draw, made = random.Random(0), _bytes_tokenizer()
+    for _ in range(300):
+        stream = IncrementalDetokenizer(made, (), True)
+        for _ in range(20):
+            stream.append(draw.randrange(259))
+        for token in (258, 257, 258):
+            stream.append(token)
+        stream.finish()
+        assert stream.text.endswith("b seab")
 
 
 def test_chat_uses_the_models_template(base: LLM) -> None:

@@ -23,6 +23,7 @@ from tiny_engine import (  # noqa: F401
 )
 
 from flashkernel.engine import LLM, EngineArgs, LLMEngine, StepOutput, Transformer, build_engine
+from flashkernel.engine.detokenizer import IncrementalDetokenizer
 
 
 def test_a_batch_of_mixed_lengths_is_each_alone(base: LLM, ahead: bool) -> None:
@@ -206,6 +207,33 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
         llm.generate([prompt], _greedy(10))[0].outputs[0].token_ids
         == base.generate([prompt], _greedy(10))[0].outputs[0].token_ids
     )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_that_cannot_be_made_ends_its_request_alone(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool, streaming: bool
+) -> None:
+    good, bad = tiny_models.prompts((20, 20))
+    expected = base.generate([good, bad], _greedy(12))
+    wrong = next(token for token in expected[1].outputs[0].token_ids if token not in expected[0].outputs[0].token_ids)
+    append = IncrementalDetokenizer.append
+
+    def fail(self: IncrementalDetokenizer, token_id: int, **how: Any) -> None:
+        if token_id == wrong:
+            raise OverflowError("no such token")
+        append(self, token_id, **how)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "append", fail)
+    llm = _set_ahead(_other(base, kv_cache_tokens=512), ahead)
+    names = [llm.engine.add_request(prompt, _greedy(12), streaming=streaming) for prompt in (good, bad, good)]
+    done = {}
+    while llm.engine.has_unfinished_requests():
+        done |= {step.request_id: step.request_output for step in llm.engine.step() if step.request_output is not None}
+    assert [done[name].outputs[0].finish_reason for name in names] == ["length", "error", "length"]
+    assert done[names[1]].error == "OverflowError: no such token"
+    assert done[names[2]].outputs[0] == expected[0].outputs[0]
+    assert llm.engine.failure is None
+    assert _drained(llm)
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.2, "logprobs": 2}])

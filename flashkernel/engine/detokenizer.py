@@ -19,6 +19,7 @@ class IncrementalDetokenizer:
         self._tokenizer, self._stop, self._skip = tokenizer, stop, skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
+        self._num_decoded = 0  # tokens whose text is in `text`
         self.text = ""  # everything before a stop string
         self.stopped = False
         self._num_returned = 0  # characters that `next_text` returned
@@ -31,16 +32,21 @@ class IncrementalDetokenizer:
         self._token_ids.append(token_id)
         if not decode:
             return
-        piece = self._stream.step(self._tokenizer.backend, token_id)
+        try:
+            piece = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:  # the library raises nothing more specific
+            # Bytes that are no UTF-8 change how those before them are decoded, and the stream cannot go on.
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            piece = self._undecoded()
         if piece:
+            self._num_decoded = len(self._token_ids)
             self._extend(piece)
 
     def finish(self) -> None:
         """Decodes what is left: half a character at the end becomes a replacement mark."""
         if not self.stopped:
             whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)
-            if len(whole) > len(self.text) and whole.startswith(self.text):
-                self._extend(whole[len(self.text) :])
+            self._extend(whole[len(self.text) :] if whole.startswith(self.text) else self._undecoded())
 
     def next_text(self, finished: bool = False) -> str:
         """Text since the last call; without `finished`, what may begin a stop string is held back."""
@@ -48,6 +54,10 @@ class IncrementalDetokenizer:
         piece = self.text[self._num_returned : end]
         self._num_returned = max(self._num_returned, end)
         return piece
+
+    def _undecoded(self) -> str:
+        """Text of the tokens that the stream holds back."""
+        return self._tokenizer.decode(self._token_ids[self._num_decoded :], skip_special_tokens=self._skip)
 
     def _extend(self, piece: str) -> None:
         longest = max((len(stop) for stop in self._stop), default=1)

@@ -69,7 +69,10 @@ class GrammarCompiler:
             schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema
             # One way to write JSON, as most do: a model that may add spaces may add them for ever.
             style: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            source = LLMatcher.grammar_from_json_schema(schema, defaults=style)
+            try:
+                source = LLMatcher.grammar_from_json_schema(schema, defaults=style)
+            except ValueError as error:  # such as a schema that is true or NaN
+                raise GrammarError(f"this JSON schema cannot be used: {error}") from error
         refusal = LLMatcher.validate_grammar(source, None)
         if refusal:
             raise GrammarError(f"this grammar cannot be used: {refusal.strip().splitlines()[0]}")

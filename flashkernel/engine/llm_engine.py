@@ -276,7 +276,7 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the model came without a tokenizer; give prompts as lists of token ids")
-            return self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt)  # it may know tokens that the model does not have
         if isinstance(prompt, (bytes, bytearray, memoryview)):
             raise TypeError(f"a prompt is text (str) or a list of token ids, not {type(prompt).__name__}")
         token_ids = np.asarray(prompt)
@@ -339,7 +339,7 @@ class LLMEngine:
             if sequence.lookup is not None and not self._follows(sequence, launched.assumed[index]):
                 continue
             if sequence.finish_reason is None:
-                self._append(sequence, token_id, logprobs.get(index), now, outputs)
+                self._append_alone(sequence, token_id, logprobs.get(index), now, outputs)
 
         for sequence in dict.fromkeys(one for one in launched.sequences if one.lookup is not None):
             if sequence.finish_reason is None:
@@ -353,6 +353,18 @@ class LLMEngine:
         elif sequence.token_ids[-1] != assumed:
             sequence.draft_rejected = True
         return not sequence.draft_rejected
+
+    def _append_alone(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float, outputs: list[StepOutput]
+    ) -> None:
+        """Appends a token; an error of the sequence's own text or grammar ends it and no other."""
+        try:
+            self._append(sequence, token_id, logprob, now, outputs)
+        except Exception as error:
+            if sequence.request_id not in self._unfinished:
+                raise
+            sequence.detokenizer = None  # its text cannot be made
+            self._finish(sequence, "error", outputs, error=f"{type(error).__name__}: {error}")
 
     def _append(
         self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float, outputs: list[StepOutput]
