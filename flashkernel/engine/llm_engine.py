@@ -76,6 +76,8 @@ class EngineStats:
         compiled_in_service: Kernels compiled, graphs captured and configs tuned since `warm_up` ended. It should stay
             at 0: each of them makes requests wait.
         warm_up_s: Seconds that `warm_up` took.
+        compiled_at_start: Kernels that were compiled for `warm_up`, by worker processes too; above 0 the caches on disk
+            did not have all of them.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -99,6 +101,7 @@ class EngineStats:
     num_blocks: int
     compiled_in_service: int = 0
     warm_up_s: float = 0.0
+    compiled_at_start: int = 0
 
 
 class LLMEngine:
@@ -143,20 +146,23 @@ class LLMEngine:
         self.failure: BaseException | None = None  # the error of the last step that failed
         self._grammars: GrammarCompiler | None = None
         self._warm_up_s, self._builds = 0.0, build_counter.counts()
+        self._compiled_at_start = 0
         if tokenizer is not None:
             config = runner.model.config
             self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
         self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps"), 0)
 
-    def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
+    def warm_up(self, progress: Progress = lambda what, done, total: None, compiled_before: int = 0) -> None:
         """Compiles all kernels and captures all graphs, before the first request.
 
         Args:
             progress: Called as `progress(what, done, total)`.
+            compiled_before: Kernels that other processes have compiled for it.
         """
-        began = time.monotonic()
+        began, before = time.monotonic(), build_counter.counts()
         self.runner.warm_up(progress)
         self._warm_up_s, self._builds = time.monotonic() - began, build_counter.counts()
+        self._compiled_at_start = compiled_before + self._builds.compiled - before.compiled
 
     def add_request(
         self,
@@ -270,6 +276,7 @@ class LLMEngine:
             num_blocks=pool.pages - 1,
             compiled_in_service=build_counter.counts().total - self._builds.total,
             warm_up_s=self._warm_up_s,
+            compiled_at_start=self._compiled_at_start,
         )
 
     def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
