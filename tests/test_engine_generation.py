@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,40 @@ def test_texts_end_at_stop_strings(base: LLM, ahead: bool) -> None:
     assert _drained(llm)
 
 
+def test_stop_strings_wait_for_the_least_tokens(base: LLM, ahead: bool) -> None:
+    """What the first `min_tokens` tokens wrote ends nothing."""
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
+    pieces = [step.text for step in base.stream("the sea", _greedy(60))]
+    whole, stop = "".join(pieces), pieces[2][:1]
+    assert len(llm.generate("the sea", _greedy(60, stop=stop))[0].outputs[0].token_ids) <= 3
+    for least in (3, 10, 30, 60):
+        params = _greedy(60, stop=stop, min_tokens=least)
+        done = llm.generate("the sea", params)[0].outputs[0]
+        place = whole.find(stop, len("".join(pieces[:least])))
+        assert (done.text, done.finish_reason) == ((whole, "length") if place < 0 else (whole[:place], "stop"))
+        assert "".join(step.text for step in llm.stream("the sea", params)) == done.text
+    assert _drained(llm)
+
+
+def test_a_stop_string_may_begin_before_it_may_end_the_text() -> None:
+    made = Tokenizer(tiny_models.tokenizer())
+    for stops, expected in ((("bc",), "ab"), (("b", "cccc"), "ab"), (("abb",), ""), (("zz", "bbc"), "a")):
+        stream = IncrementalDetokenizer(made, stops, True)
+        for number, token in enumerate(made.encode("abbcd")):
+            if not stream.stopped:
+                stream.append(token, may_stop=number >= 2)
+        assert (stream.text, stream.stopped) == (expected, True)
+
+
+@pytest.mark.parametrize("seed", [4, -4, 2**64 - 1])
+def test_the_first_completion_has_the_seed_itself(base: LLM, seed: int) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=seed)
+    alone = base.generate("the sea", params)[0].outputs[0].token_ids
+    found = base.generate("the sea", replace(params, n=3))[0].outputs
+    assert found[0].token_ids == alone
+    assert len({one.token_ids for one in found}) == 3
+
+
 def test_texts_end_at_stop_tokens(base: LLM) -> None:
     (prompt,) = tiny_models.prompts((10,))
     tokens = base.generate([prompt], _greedy(20))[0].outputs[0].token_ids
@@ -108,8 +143,6 @@ def test_texts_end_at_stop_tokens(base: LLM) -> None:
 
 
 def test_the_models_own_end(folder: Path, base: LLM) -> None:
-    from dataclasses import replace
-
     (prompt,) = tiny_models.prompts((10,))
     tokens = base.generate([prompt], _greedy(20))[0].outputs[0].token_ids
     model = Transformer(replace(base.config, eos_token_ids=(tokens[4],)), base.model.weights, base.model.layers)

@@ -24,8 +24,10 @@ class IncrementalDetokenizer:
         self.stopped = False
         self._num_returned = 0  # characters that `next_text` returned
 
-    def append(self, token_id: int, *, decode: bool = True) -> None:
+    def append(self, token_id: int, *, decode: bool = True, may_stop: bool = True) -> None:
         """Adds a token. `stopped` is True if it completed a stop string, which is removed from `text`.
+
+        Without `may_stop` stop strings are text.
 
         `decode=False` leaves the text of all tokens to `finish`; it must be the same for all tokens of a sequence.
         """
@@ -40,7 +42,7 @@ class IncrementalDetokenizer:
             piece = self._undecoded()
         if piece:
             self._num_decoded = len(self._token_ids)
-            self._extend(piece)
+            self._extend(piece, may_stop)
 
     def finish(self) -> None:
         """Decodes what is left: half a character at the end becomes a replacement mark."""
@@ -59,12 +61,12 @@ class IncrementalDetokenizer:
         """Text of the tokens that the stream holds back."""
         return self._tokenizer.decode(self._token_ids[self._num_decoded :], skip_special_tokens=self._skip)
 
-    def _extend(self, piece: str) -> None:
-        longest = max((len(stop) for stop in self._stop), default=1)
-        start = max(0, len(self.text) - longest + 1)
+    def _extend(self, piece: str, may_stop: bool = True) -> None:
+        before = len(self.text)
         self.text += piece
-        found = [place for place in (self.text.find(stop, start) for stop in self._stop) if place >= 0]
-        if found:
+        places = (self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)  # those that end in it
+        found = [place for place in places if place >= 0]
+        if found and may_stop:
             self.text = self.text[: min(found)]
             self.stopped = True
 

@@ -511,11 +511,10 @@ def _is_token_id(value: Any) -> bool:
 
 def _completions(params: SamplingParams) -> list[SamplingParams]:
     """The parameters of each of the `n` completions of a prompt: with a seed, their seeds differ."""
-    seeds = [None if params.seed is None else (params.seed + index) % 2**63 for index in range(params.n)]
-    if params.n == 1:
-        return [params]
-    alone = replace(params, prompt_logprobs=None)  # those of the prompt are the same for all
-    return [replace(alone if index else params, n=1, seed=seed) for index, seed in enumerate(seeds)]
+    first, alone = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)  # the prompt's are the same for all
+    if params.seed is None:
+        return [first, *[alone] * (params.n - 1)]
+    return [first, *(replace(alone, seed=(params.seed + index) % 2**63) for index in range(1, params.n))]
 
 
 def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:

@@ -394,7 +394,8 @@ class LLMEngine:
             sequence.grammar.advance(token_id)
             stops = stops or sequence.grammar.finished
         if detokenizer is not None and not is_end:
-            detokenizer.append(token_id, decode=sequence.streaming or bool(params.stop))
+            may_stop = len(sequence.token_ids) - sequence.num_prompt_tokens > params.min_tokens
+            detokenizer.append(token_id, decode=sequence.streaming or bool(params.stop), may_stop=may_stop)
         reason = None
         if stops or (detokenizer is not None and detokenizer.stopped):
             reason = "stop"

@@ -73,7 +73,7 @@ class SamplingParams:
         logit_bias: Numbers that are added to the logits of tokens: a mapping from token to number, or pairs.
         seed: The same seed gives the same samples, whatever else is in the batch; None takes a random one.
         n: Completions of the prompt; those after the first have seeds that follow from the first one's.
-        min_tokens: So many tokens are generated before a stop token may be.
+        min_tokens: So many tokens are generated before a stop token or a stop string may end the text.
         stop: A string or strings before which the text ends.
         stop_token_ids: Tokens after which generation ends, beside the model's own.
         ignore_eos: Goes on after the model's own end-of-sequence tokens.
