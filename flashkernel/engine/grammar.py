@@ -41,9 +41,14 @@ class Grammar:
         return words[0]
 
     def advance(self, token_id: int) -> None:
-        """Takes a token that was sampled; `finished` says whether the text is complete."""
+        """Takes a token that was sampled; `finished` says whether the text is complete.
+
+        GrammarError if the grammar cannot go on: it has reached a limit of the library's.
+        """
         if not self.finished:
             self._matcher.consume_token(token_id)
+            if self._matcher.is_error():
+                raise GrammarError(f"the grammar failed in the middle of the text: {self._matcher.get_error()}")
             self.finished = bool(self._matcher.is_stopped())
 
 
