@@ -221,6 +221,17 @@ def test_bytes_that_are_no_text(token_ids: list[int], expected: str) -> None:
     assert shown + stream.next_text(finished=True) == stream.text == expected
 
 
+def test_the_text_of_a_token_has_its_space() -> None:
+    """SentencePiece's decoders strip it from the first token; texts of tokens make the text of all."""
+    made = _bytes_tokenizer()
+    strip = tokenizers.decoders.Strip(" ", 1, 0)
+    made.backend.decoder = tokenizers.decoders.Sequence([made.backend.decoder, strip])
+    token_ids = [258, 257, 1 + ord("x"), 257, 320]
+    assert "".join(map(made.token_text, token_ids)) == made.decode(token_ids) == "b seax sea"
+    plain = Tokenizer(tiny_models.tokenizer())
+    assert "".join(map(plain.token_text, plain.encode("the sea"))) == "the sea"
+
+
 def test_random_bytes_break_no_stream() -> None:
     draw, made = random.Random(0), _bytes_tokenizer()
     for _ in range(300):

@@ -63,6 +63,24 @@ def test_preemption_keeps_what_penalties_count(base: LLM, ahead: bool) -> None:
     assert llm.engine.stats().num_preemptions > 0
 
 
+def test_a_prompt_that_waits_for_blocks_is_looked_up_once(base: LLM, ahead: bool) -> None:
+    """Not in every step: only when blocks came back. It is served as soon as there is room."""
+    llm = _set_ahead(_other(base, kv_cache_tokens=384), ahead)
+    cache, added = llm.engine.scheduler.cache, []
+    add = cache.add
+
+    def counting(tokens: Any = (), **how: Any) -> int:
+        added.append(len(tokens))
+        return add(tokens, **how)
+
+    cache.add = counting  # type: ignore[method-assign]
+    prompts = tiny_models.prompts((*range(17, 23), 150))
+    assert _tokens(llm, prompts, _greedy(40)) == _tokens(base, prompts, _greedy(40))
+    assert added.count(150) <= 3
+    assert llm.engine.stats().num_steps > 60, "it waited"
+    assert _drained(llm)
+
+
 def test_one_sequence_may_fill_the_pool(base: LLM, ahead: bool) -> None:
     llm = _set_ahead(_other(base, kv_cache_tokens=48), ahead)
     assert llm.engine.max_model_len == 48
@@ -182,6 +200,18 @@ def test_aborts_at_every_stage(base: LLM, ahead: bool) -> None:
         == base.generate([tiny_models.prompts((40, 40, 5))[1]], _greedy(50))[0].outputs[0].token_ids
     )
     assert ends[names[0]].outputs[0].token_ids == ()
+    assert _drained(llm)
+
+
+def test_an_abort_of_what_is_not_there_is_forgotten(base: LLM) -> None:
+    llm = _other(base, kv_cache_tokens=512)
+    for number in range(3):
+        llm.engine.abort_request(f"refused-{number}")
+    assert not llm.engine._aborted, "no step may come that would clear them"
+    name = llm.engine.add_request([1, 2, 3], _greedy(50))
+    llm.engine.abort_request(name)
+    llm.engine.abort_request(name)
+    assert [step.request_output is not None for step in llm.engine.step()] == [True]
     assert _drained(llm)
 
 

@@ -222,8 +222,9 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> None:
         """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored."""
         with self._changed:
-            self._aborted.append(request_id)
-            self._changed.notify_all()
+            if request_id in self._unfinished:
+                self._aborted.append(request_id)
+                self._changed.notify_all()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
