@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 from running_server import NAME, other, serve
 from served_model import base_fixture, folder_fixture  # noqa: F401
 from typer.testing import CliRunner
 
 import flashkernel
 from flashkernel.cli import app
+from flashkernel.core import build_counter
 from flashkernel.engine import LLM
 from flashkernel.engine.dummy_weights import tiny_transformer
+from flashkernel.engine.model_runner import ModelRunner
 from flashkernel.lab import results, serve_import, serve_records, serving
 from flashkernel.lab.serving import Load, Server, Timeline, summarize
 
@@ -63,6 +66,36 @@ def test_a_summary_counts_what_came() -> None:
     assert record.as_dict()["pass"] == "first"
 
 
+@pytest.mark.parametrize(("compiled", "shown"), [(None, ""), (0, "warm"), (212, "cold")])
+def test_records_say_whether_caches_were_cold(compiled: int | None, shown: str) -> None:
+    one = Timeline(0.0, 1)
+    one.token(0.1)
+    record = summarize([one], None, model="m", load="l", pass_name="first", implementation="engine", kind="backend",
+                       dtype="float32", rate=None, start_s=30.0, compiled_at_start=compiled)  # fmt: skip
+    assert serve_records.ServeRecord.from_dict(record.as_dict()) == record
+    head, _, row = ([cell.strip() for cell in line.split("|")] for line in serve_records.table([record]).splitlines())
+    assert row[head.index("caches")] == shown
+    assert row[head.index("start, s")] == "30"
+    assert ("caches cold at the start (212 kernels compiled)" in serve_records.line(record)) == (shown == "cold")
+
+
+def test_the_command_records_what_its_engine_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = ModelRunner.warm_up
+
+    def cold(self: ModelRunner, *given: Any) -> None:
+        build_counter.note("compiled")
+        warm_up(self, *given)
+
+    monkeypatch.setattr(ModelRunner, "warm_up", cold)
+    tiny_models.save("llama", tmp_path / "tiny")
+    options = ("--prompts", "3:9", "--answers", "2:3", "--requests", "3", "--passes", "1", "--device", "cpu")
+    done = _bench("--model", str(tmp_path / "tiny"), *options, "--kv-cache-tokens", "512", "--save", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    (record,) = results.load(tmp_path / "serve.json")["records"]
+    assert (record.compiled_at_start, record.compiled_in_service, record.caches) == (1, 0, "cold")
+    assert "| cold |" in done.stdout
+
+
 @pytest.mark.parametrize("rate", [None, 200.0])
 def test_an_engine_serves_a_load(rate: float | None) -> None:
     llm = LLM(tiny_transformer(), kv_cache_tokens=512)
@@ -87,6 +120,7 @@ def test_a_server_is_measured_and_saved(base: LLM, tmp_path: Path) -> None:
     assert "| tiny | tiny | 100/s | first | engine |" in done.stdout
     (record,) = results.load(tmp_path / "serve.json")["records"]
     assert (record.out_tokens, record.failed, record.goodput) == (9, 0, 1.0)
+    assert (record.compiled_at_start, record.compiled_in_service) == (0, 0), "as the server's /metrics say"
     assert (tmp_path / "charts" / "serve.png").read_bytes().startswith(b"\x89PNG")
     assert refused[0].error is not None
     assert "404" in refused[0].error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -137,11 +138,15 @@ def test_a_model_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     sizes = replace(SIZES, max_num_seqs=2, max_num_batched_tokens=32)
     told: list[tuple[str, int, int]] = []
     with pretend(H200):
-        assert precompile.precompile(_model(), sizes, lambda *now: told.append(now))
-        assert not precompile.precompile(_model(), sizes, lambda *now: told.append(now))
+        built = precompile.precompile(_model(), sizes, lambda *now: told.append(now))
+        assert precompile.precompile(_model(), sizes, lambda *now: told.append(now)) == 0
     assert told[0][0] == "starting compilers"
-    assert told[-1] == ("compiling in processes", told[-1][2], told[-1][2])
+    assert told[-1] == ("compiling in processes", built, built)
     assert len(list((tmp_path / "triton").rglob("*.cubin"))) == told[-1][2] == len(told) - 1 > 5
+    shutil.rmtree(tmp_path / "flashkernel" / "engine")
+    with pretend(H200):
+        assert precompile.precompile(_model(), sizes, lambda *now: told.append(now)) == 0, "all are in Triton's cache"
+    assert told[-1][1] == built, "and it was looked for all of them"
 
 
 def test_a_kernel_that_fails_is_reported() -> None:

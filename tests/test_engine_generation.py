@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+import tokenizers
 from tiny_engine import (  # noqa: F401
     LENGTHS,
     _drained,
@@ -95,6 +98,40 @@ def test_texts_end_at_stop_strings(base: LLM, ahead: bool) -> None:
     assert _drained(llm)
 
 
+def test_stop_strings_wait_for_the_least_tokens(base: LLM, ahead: bool) -> None:
+    """What the first `min_tokens` tokens wrote ends nothing."""
+    llm = _set_ahead(_other(base, kv_cache_tokens=2048), ahead)
+    pieces = [step.text for step in base.stream("the sea", _greedy(60))]
+    whole, stop = "".join(pieces), pieces[2][:1]
+    assert len(llm.generate("the sea", _greedy(60, stop=stop))[0].outputs[0].token_ids) <= 3
+    for least in (3, 10, 30, 60):
+        params = _greedy(60, stop=stop, min_tokens=least)
+        done = llm.generate("the sea", params)[0].outputs[0]
+        place = whole.find(stop, len("".join(pieces[:least])))
+        assert (done.text, done.finish_reason) == ((whole, "length") if place < 0 else (whole[:place], "stop"))
+        assert "".join(step.text for step in llm.stream("the sea", params)) == done.text
+    assert _drained(llm)
+
+
+def test_a_stop_string_may_begin_before_it_may_end_the_text() -> None:
+    made = Tokenizer(tiny_models.tokenizer())
+    for stops, expected in ((("bc",), "ab"), (("b", "cccc"), "ab"), (("abb",), ""), (("zz", "bbc"), "a")):
+        stream = IncrementalDetokenizer(made, stops, True)
+        for number, token in enumerate(made.encode("abbcd")):
+            if not stream.stopped:
+                stream.append(token, may_stop=number >= 2)
+        assert (stream.text, stream.stopped) == (expected, True)
+
+
+@pytest.mark.parametrize("seed", [4, -4, 2**64 - 1])
+def test_the_first_completion_has_the_seed_itself(base: LLM, seed: int) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=seed)
+    alone = base.generate("the sea", params)[0].outputs[0].token_ids
+    found = base.generate("the sea", replace(params, n=3))[0].outputs
+    assert found[0].token_ids == alone
+    assert len({one.token_ids for one in found}) == 3
+
+
 def test_texts_end_at_stop_tokens(base: LLM) -> None:
     (prompt,) = tiny_models.prompts((10,))
     tokens = base.generate([prompt], _greedy(20))[0].outputs[0].token_ids
@@ -106,8 +143,6 @@ def test_texts_end_at_stop_tokens(base: LLM) -> None:
 
 
 def test_the_models_own_end(folder: Path, base: LLM) -> None:
-    from dataclasses import replace
-
     (prompt,) = tiny_models.prompts((10,))
     tokens = base.generate([prompt], _greedy(20))[0].outputs[0].token_ids
     model = Transformer(replace(base.config, eos_token_ids=(tokens[4],)), base.model.weights, base.model.layers)
@@ -147,6 +182,66 @@ def test_half_a_character_at_the_end_becomes_a_mark() -> None:
     assert stream.next_text() == "a"
     stream.finish()
     assert stream.next_text(finished=True).startswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model(base: LLM) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "sea": 1, "pad": 320}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    llm = LLM(base.model, Tokenizer(words), kv_cache_tokens=256)
+    with pytest.raises(RequestError, match="token 320 is not in the vocabulary, which has 0 to 319"):
+        llm.generate(["sea", "sea pad"])
+    assert llm.generate(["sea"], _greedy(2))[0].prompt_token_ids == (1,)
+    assert _drained(llm)
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    """Words and bytes, as SentencePiece's models have them: bytes are decoded in runs."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "▁sea": 257, "b": 258}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    kinds = tokenizers.decoders
+    backend.decoder = kinds.Sequence([kinds.Replace("▁", " "), kinds.ByteFallback(), kinds.Fuse()])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([258, *(1 + byte for byte in "\n☃".encode()), 257], "b\n☃ sea"),
+        ([1 + ord("\n"), 1 + 0xE2, 257, 258], "\n\ufffd seab"),  # the newline is shown before the run is invalid
+        ([258, 1 + ord("x"), 1 + 0xE2], "bx\ufffd"),
+    ],
+)
+def test_bytes_that_are_no_text(token_ids: list[int], expected: str) -> None:
+    """What was decoded before they came stays; what comes after them is decoded."""
+    stream, shown = IncrementalDetokenizer(_bytes_tokenizer(), (), True), ""
+    for token in token_ids:
+        stream.append(token)
+        shown += stream.next_text()
+    stream.finish()
+    assert shown + stream.next_text(finished=True) == stream.text == expected
+
+
+def test_the_text_of_a_token_has_its_space() -> None:
+    """SentencePiece's decoders strip it from the first token; texts of tokens make the text of all."""
+    made = _bytes_tokenizer()
+    strip = tokenizers.decoders.Strip(" ", 1, 0)
+    made.backend.decoder = tokenizers.decoders.Sequence([made.backend.decoder, strip])
+    token_ids = [258, 257, 1 + ord("x"), 257, 320]
+    assert "".join(map(made.token_text, token_ids)) == made.decode(token_ids) == "b seax sea"
+    plain = Tokenizer(tiny_models.tokenizer())
+    assert "".join(map(plain.token_text, plain.encode("the sea"))) == "the sea"
+
+
+def test_random_bytes_break_no_stream() -> None:
+    draw, made = random.Random(0), _bytes_tokenizer()
+    for _ in range(300):
+        stream = IncrementalDetokenizer(made, (), True)
+        for _ in range(20):
+            stream.append(draw.randrange(259))
+        for token in (258, 257, 258):
+            stream.append(token)
+        stream.finish()
+        assert stream.text.endswith("b seab")
 
 
 def test_chat_uses_the_models_template(base: LLM) -> None:

@@ -23,6 +23,7 @@ from tiny_engine import (  # noqa: F401
 )
 
 from flashkernel.engine import LLM, EngineArgs, LLMEngine, StepOutput, Transformer, build_engine
+from flashkernel.engine.detokenizer import IncrementalDetokenizer
 
 
 def test_a_batch_of_mixed_lengths_is_each_alone(base: LLM, ahead: bool) -> None:
@@ -60,6 +61,24 @@ def test_preemption_keeps_what_penalties_count(base: LLM, ahead: bool) -> None:
     params = _greedy(60, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
     assert _tokens(llm, prompts, params) == _tokens(base, prompts, params)
     assert llm.engine.stats().num_preemptions > 0
+
+
+def test_a_prompt_that_waits_for_blocks_is_looked_up_once(base: LLM, ahead: bool) -> None:
+    """Not in every step: only when blocks came back. It is served as soon as there is room."""
+    llm = _set_ahead(_other(base, kv_cache_tokens=384), ahead)
+    cache, added = llm.engine.scheduler.cache, []
+    add = cache.add
+
+    def counting(tokens: Any = (), **how: Any) -> int:
+        added.append(len(tokens))
+        return add(tokens, **how)
+
+    cache.add = counting  # type: ignore[method-assign]
+    prompts = tiny_models.prompts((*range(17, 23), 150))
+    assert _tokens(llm, prompts, _greedy(40)) == _tokens(base, prompts, _greedy(40))
+    assert added.count(150) <= 3
+    assert llm.engine.stats().num_steps > 60, "it waited"
+    assert _drained(llm)
 
 
 def test_one_sequence_may_fill_the_pool(base: LLM, ahead: bool) -> None:
@@ -184,6 +203,18 @@ def test_aborts_at_every_stage(base: LLM, ahead: bool) -> None:
     assert _drained(llm)
 
 
+def test_an_abort_of_what_is_not_there_is_forgotten(base: LLM) -> None:
+    llm = _other(base, kv_cache_tokens=512)
+    for number in range(3):
+        llm.engine.abort_request(f"refused-{number}")
+    assert not llm.engine._aborted, "no step may come that would clear them"
+    name = llm.engine.add_request([1, 2, 3], _greedy(50))
+    llm.engine.abort_request(name)
+    llm.engine.abort_request(name)
+    assert [step.request_output is not None for step in llm.engine.step()] == [True]
+    assert _drained(llm)
+
+
 def test_a_failed_step_ends_its_requests_and_nothing_else(
     base: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
@@ -206,6 +237,33 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
         llm.generate([prompt], _greedy(10))[0].outputs[0].token_ids
         == base.generate([prompt], _greedy(10))[0].outputs[0].token_ids
     )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_that_cannot_be_made_ends_its_request_alone(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, ahead: bool, streaming: bool
+) -> None:
+    good, bad = tiny_models.prompts((20, 20))
+    expected = base.generate([good, bad], _greedy(12))
+    wrong = next(token for token in expected[1].outputs[0].token_ids if token not in expected[0].outputs[0].token_ids)
+    append = IncrementalDetokenizer.append
+
+    def fail(self: IncrementalDetokenizer, token_id: int, **how: Any) -> None:
+        if token_id == wrong:
+            raise OverflowError("no such token")
+        append(self, token_id, **how)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "append", fail)
+    llm = _set_ahead(_other(base, kv_cache_tokens=512), ahead)
+    names = [llm.engine.add_request(prompt, _greedy(12), streaming=streaming) for prompt in (good, bad, good)]
+    done = {}
+    while llm.engine.has_unfinished_requests():
+        done |= {step.request_id: step.request_output for step in llm.engine.step() if step.request_output is not None}
+    assert [done[name].outputs[0].finish_reason for name in names] == ["length", "error", "length"]
+    assert done[names[1]].error == "OverflowError: no such token"
+    assert done[names[2]].outputs[0] == expected[0].outputs[0]
+    assert llm.engine.failure is None
+    assert _drained(llm)
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.2, "logprobs": 2}])

@@ -90,6 +90,24 @@ def test_a_mixed_load_compiles_and_captures_nothing(base: LLM, padded: LLM) -> N
     assert _drained(padded)
 
 
+def test_kernels_compiled_at_the_start_are_counted(padded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this process and those of workers; loads and captures are no sign of cold caches."""
+    assert padded.engine.stats().compiled_at_start == 0
+    prepare = ModelRunner._prepare_shape
+
+    def compiling(self: ModelRunner, shape: StepShape) -> None:
+        build_counter.note("compiled" if shape.num_decodes == 1 and not shape.num_prefills else "loaded")
+        prepare(self, shape)
+
+    monkeypatch.setattr(ModelRunner, "_prepare_shape", compiling)
+    padded.engine.warm_up(compiled_before=41)
+    stats = padded.engine.stats()
+    assert (stats.compiled_at_start, stats.compiled_in_service) == (42, 0)
+    monkeypatch.setattr(ModelRunner, "_prepare_shape", prepare)
+    padded.engine.warm_up()
+    assert padded.engine.stats().compiled_at_start == 0
+
+
 def test_what_is_captured_in_service_is_counted(base: LLM, padded: LLM) -> None:
     """Without a warm-up the same load is served, and the counter says what it cost."""
     prompts, params = _mixed_load(padded.config.vocab_size, 6)

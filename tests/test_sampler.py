@@ -170,6 +170,22 @@ def test_biases_and_min_tokens(device: str) -> None:
     assert _sample(logits, params, number=3).tolist() == [4, 9, 31]
 
 
+def test_stop_tokens_and_numbers_that_no_device_holds() -> None:
+    """Stop tokens beyond the vocabulary never come; `min_tokens` may be any number."""
+    logits = torch.zeros(1, VOCAB)
+    logits[:, 9] = 5.0
+    params = SamplingParams(max_tokens=None, min_tokens=2**40, stop_token_ids=[9, VOCAB, 2**40])
+    assert _sample(logits, [params], number=100).tolist() == [0]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-39, 9e-6])
+def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=temperature, top_p=0.9, seed=3)
+    assert params.is_plain_greedy
+    assert _sample(logits, [params, params]).tolist() == logits.argmax(-1).tolist()
+
+
 def test_a_row_forgets_its_last_request() -> None:
     states = SamplingStates(1, VOCAB, torch.device("cpu"))
     logits = torch.zeros(1, VOCAB)

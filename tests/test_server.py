@@ -145,6 +145,13 @@ def test_logprobs(client: Any, base: LLM) -> None:
     assert logs.tokens == [base.tokenizer.token_text(token) for token in done.outputs[0].token_ids]
     assert all(logs.tokens[place] in top for place, top in enumerate(logs.top_logprobs)), "greedy takes the likeliest"
     assert logs.text_offset == [sum(map(len, logs.tokens[:place])) for place in range(5)]
+    unlikely = base.tokenizer.encode("z", add_special_tokens=False)[0]
+    biased = {"model": NAME, "prompt": "the sea", "max_tokens": 2, "logit_bias": {str(unlikely): 100}, **GREEDY}
+    for count in (0, 1, 2):
+        logs = client.completions.create(**biased, logprobs=count).choices[0].logprobs
+        for token, logprob, top in zip(logs.tokens, logs.token_logprobs, logs.top_logprobs):
+            assert top[token] == logprob, "the token is among them, however unlikely"
+            assert max(1, count) <= len(top) <= count + 1
 
     asked = {"model": NAME, "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 3, **GREEDY}
     content = client.chat.completions.create(**asked).choices[0].logprobs.content

@@ -299,6 +299,10 @@ def test_responses_of_all_clients(running: Running, calling: Running) -> None:
     assert (whole.instructions, whole.temperature, whole.max_output_tokens) == ("sea", 0.0, 6)
     events = list(client.responses.create(**asked, instructions="sea", stream=True))
     assert (events[-1].type, events[-1].response.output_text) == ("response.incomplete", whole.output_text)
+    wire = running.call("POST", "/v1/responses", {**asked, "stream": True})[1].strip().split("\n\n")
+    for text in wire:  # browsers choose listeners by the name
+        name, data = text.split("\n")
+        assert (name.removeprefix("event: ")) == json.loads(data.removeprefix("data: "))["type"]
     found = litellm.responses(api_base=running.url, api_key="none", **{**asked, "model": f"openai/{NAME}"})
     assert found.output[0].content[0].text == client.responses.create(**asked).output_text
     with pytest.raises(openai.BadRequestError, match="gives one answer"):

@@ -15,6 +15,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from running_server import NAME, Running, other, serve
+from scripted_model import scripted
 from served_model import (  # noqa: F401
     GREEDY,
     USER,
@@ -54,6 +55,32 @@ def test_several_choices_of_a_prompt(client: Any) -> None:
     assert streamed == texts
 
 
+def test_the_choices_of_a_prompt_count_its_tokens_once(base: LLM) -> None:
+    """Those found in the prefix cache as well, which the choices fill for each other."""
+    prompt = list(range(1, 60))
+    with serve(other(base)) as running:
+        client = running.client()
+        for stream in (False, True):
+            asked = {"model": NAME, "prompt": [prompt, prompt[::-1]], "max_tokens": 2, "n": 4}
+            if stream:
+                *_, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            else:
+                last = client.completions.create(**asked)
+            assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (118, 16)
+            cached = last.usage.prompt_tokens_details.cached_tokens
+            assert cached == (2 * 48 if stream else 0), "48 tokens fill three blocks"
+
+
+def test_the_prompt_alone_ends_by_its_length(base: LLM) -> None:
+    """With max_tokens of 0, also where the token that was sampled and left out is an end."""
+    with serve(scripted(base, "")) as running:
+        asked = {"model": NAME, "prompt": "the sea", "echo": True, "max_tokens": 0}
+        whole = running.client().completions.create(**asked).choices[0]
+        streamed = [chunk.choices[0] for chunk in running.client().completions.create(**asked, stream=True)]
+    assert (whole.text, whole.finish_reason) == ("the sea", "length")
+    assert ("".join(one.text for one in streamed), streamed[-1].finish_reason) == ("the sea", "length")
+
+
 def test_biases_and_least_tokens(client: Any, base: LLM) -> None:
     assert base.tokenizer is not None
     token = base.tokenizer.encode("sea", add_special_tokens=False)[-1]
@@ -91,7 +118,7 @@ def test_echo_repeats_the_prompt(client: Any, base: LLM) -> None:
         assert scores is not None
         assert logs.token_logprobs[1:count] == pytest.approx([one.logprob for one in scores[1:] if one], abs=1e-4)
         assert logs.token_logprobs[count:] == pytest.approx(rest.logprobs.token_logprobs, abs=1e-4)
-        assert all(len(one) <= 2 for one in logs.top_logprobs[1:])
+        assert all(token in top for token, top in zip(logs.tokens[1:], logs.top_logprobs[1:]))
         assert logs.text_offset == [
             len("".join(logs.tokens[:place])) for place in range(count + len(rest.logprobs.tokens))
         ]
@@ -147,6 +174,19 @@ def test_unknown_fields_are_ignored_with_a_warning(client: Any, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "flashkernel.server"):
         client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body={"temprature": 1})
     assert "'temprature' is no field of this request; it is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless", "value"),
+    [("guided_json", None, {"type": "integer"}), ("include_stop_str_in_output", False, True), ("bad_words", [], ["a"])],
+)
+def test_fields_of_vllm_that_would_change_the_text_are_refused(
+    name: str, harmless: Any, value: Any, client: Any
+) -> None:
+    asked = {"model": NAME, "prompt": "the sea", "max_tokens": 2}
+    assert client.completions.create(**asked, extra_body={name: harmless}).choices
+    with pytest.raises(openai.BadRequestError, match=f"{name} is .*; this server cannot do that"):
+        client.completions.create(**asked, extra_body={name: value})
 
 
 def test_version_and_cors(base: LLM, running: Running) -> None:
@@ -234,6 +274,15 @@ PARSED = [
      ("", "", [("f", "{}")])),
     (parsers.JsonCalls, '<|python_tag|>{"name": "f", "parameters": {"a": "b"}}', ("", "", [("f", '{"a": "b"}')])),
     (parsers.JsonCalls, '{"not": "a call"}', ('{"not": "a call"}', "", [])),
+    (parsers.JsonCalls, '{"name": "Ada", "age": 36}', ('{"name": "Ada", "age": 36}', "", [])),
+    (parsers.JsonCalls, '{"name": "f", "parameters": null}', ("", "", [("f", "{}")])),
+    (lambda: parsers.MarkedCalls("<tool_call>", "</tool_call>"), 'Yes. <tool_call>{"name": "f", "argu',
+     ('Yes. <tool_call>{"name": "f", "argu', "", [])),
+    (parsers.Channels, '{"n": 3}', ('{"n": 3}', "", [])),
+    (parsers.Channels, " to", (" to", "", [])),
+    (parsers.Channels, " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [("f", "{}")])),
+    (parsers.Channels, "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}", ("", "", [("f", "{}")])),
+    (parsers.Channels, "<|message|>Wind.<|return|>", ("Wind.", "", [])),
     (parsers.JsonCalls, "plain text", ("plain text", "", [])),
     (parsers.Channels, CHANNELS, ("Wind.", "Hmm.", [("weather", '{"city": "Kiel"}')])),
     (parsers.OutputParser, "<tool_call>", ("<tool_call>", "", [])),

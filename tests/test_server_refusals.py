@@ -58,6 +58,7 @@ from flashkernel.engine.server.responses import ResponsesRequest  # noqa: E402
         ({"seed": 2**70}, "seed"),
         ({"n": 0}, "n is 0; it must be a whole number, from 1 to 128"),
         ({"logit_bias": {"five": 1}}, "its keys are token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "its keys are token ids"),
         ({"logit_bias": {"9999": 1}}, "logit_bias names token 9999"),
         ({"extra_body": {"min_tokens": 99, "max_tokens": 5}}, "min_tokens is 99"),
         ({"best_of": 2}, "best_of is 2; this server cannot do that"),

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,8 +93,9 @@ def serve(
                 run, facts, where = _engine(model, device, dtype, temperature, options, bar)
             else:
                 server = serving.Server(base_url, served_model_name or model, api_key, vocab_size)
-                fixed = _server_facts(base_url, model, implementation, dtype, peer_version)
-                run, facts, where = lambda load, rate: server.run(load, rate, temperature), lambda: fixed, device or ""
+                asked = (base_url, model, implementation, dtype, peer_version, api_key)
+                run, where = lambda load, rate: server.run(load, rate, temperature), device or ""
+                facts = partial(_server_facts, *asked)
             file = _file(save, where or None, commit)
         bar.describe("serving")
         for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
@@ -135,14 +137,19 @@ def _rates(
 
 
 def _server_facts(
-    base_url: str, model: str, implementation: str | None, dtype: str | None, version: str | None
+    base_url: str,
+    model: str,
+    implementation: str | None,
+    dtype: str | None,
+    version: str | None,
+    api_key: str | None = None,
 ) -> dict[str, Any]:
     """What the records of a server say about it; a baseline says which version of it was measured, where and when."""
     from flashkernel.lab import serve_import
 
     facts: dict[str, Any] = {"model": model, "implementation": implementation or base_url, "dtype": dtype or ""}
     if implementation == "engine":
-        return {**facts, "kind": "backend"}
+        return {**facts, "kind": "backend", **serve_import.engine_counts(base_url, api_key)}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     version = version or serve_import.server_version(base_url)
     return {**facts, "kind": "baseline", "version": version, "date": now, "source": base_url}
@@ -219,14 +226,15 @@ def _engine(
     start_s = time.monotonic() - began
     built = build_counter.counts()
     progress.log(
-        f"{model}: ready after {start_s:.1f} s, {llm.engine.runner.num_graphs} graphs; this process compiled "
-        f"{built.compiled} kernels and loaded {built.loaded} that were compiled before"
+        f"{model}: ready after {start_s:.1f} s, {llm.engine.runner.num_graphs} graphs; "
+        f"{llm.engine.stats().compiled_at_start} kernels were compiled, and {built.loaded} loaded from caches"
     )
 
     def facts() -> dict[str, Any]:
         stats = llm.engine.stats()
         name = str(llm.model.dtype).removeprefix("torch.")
         return {"model": model, "implementation": "engine", "kind": "backend", "dtype": name, "start_s": start_s,
+                "compiled_at_start": stats.compiled_at_start,
                 "compiled_in_service": stats.compiled_in_service}  # fmt: skip
 
     return lambda load, rate: serving.run_engine(llm, load, rate, temperature), facts, str(target)

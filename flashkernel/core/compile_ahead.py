@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from flashkernel.core import cache_key, cuda, versions
+from flashkernel.core import build_counter, cache_key, cuda, versions
 from flashkernel.core.device import Device, pretend
 from flashkernel.core.launch import Launch, collect_launches, tuple_like
 from flashkernel.core.worker_pool import WorkerPool
@@ -37,12 +37,14 @@ class Compiled:
         seconds: Wall time in its worker.
         cpu_seconds: CPU time of the worker and of the programs that it ran (ptxas, the C compiler).
         failure: What went wrong; "" if nothing did.
+        was_cached: It was on disk already.
     """
 
     name: str
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     failure: str = ""
+    was_cached: bool = False
 
 
 AnyLaunch = Launch | cuda.RecordedLaunch
@@ -122,12 +124,15 @@ def compile_one(launch: AnyLaunch, arch: int, with_launcher: bool = False) -> An
 
 def _work(launches: list[AnyLaunch], arch: int, with_launchers: bool, index: int) -> Compiled:
     name, began, cpu = name_of(launches[index]), time.monotonic(), _cpu_seconds()
+    build_counter.watch_triton()
+    before = build_counter.counts()
     failure = ""
     try:
         compile_one(launches[index], arch, with_launchers)
     except Exception as error:  # compilers raise anything; the launch meets it again and reports it
         failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return Compiled(name, time.monotonic() - began, _cpu_seconds() - cpu, failure)
+    was_cached = build_counter.counts().compiled == before.compiled
+    return Compiled(name, time.monotonic() - began, _cpu_seconds() - cpu, failure, was_cached)
 
 
 def _cpu_seconds() -> float:

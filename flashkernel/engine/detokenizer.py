@@ -19,28 +19,36 @@ class IncrementalDetokenizer:
         self._tokenizer, self._stop, self._skip = tokenizer, stop, skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
+        self._num_decoded = 0  # tokens whose text is in `text`
         self.text = ""  # everything before a stop string
         self.stopped = False
         self._num_returned = 0  # characters that `next_text` returned
 
-    def append(self, token_id: int, *, decode: bool = True) -> None:
+    def append(self, token_id: int, *, decode: bool = True, may_stop: bool = True) -> None:
         """Adds a token. `stopped` is True if it completed a stop string, which is removed from `text`.
+
+        Without `may_stop` stop strings are text.
 
         `decode=False` leaves the text of all tokens to `finish`; it must be the same for all tokens of a sequence.
         """
         self._token_ids.append(token_id)
         if not decode:
             return
-        piece = self._stream.step(self._tokenizer.backend, token_id)
+        try:
+            piece = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:  # the library raises nothing more specific
+            # Bytes that are no UTF-8 change how those before them are decoded, and the stream cannot go on.
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            piece = self._undecoded()
         if piece:
-            self._extend(piece)
+            self._num_decoded = len(self._token_ids)
+            self._extend(piece, may_stop)
 
     def finish(self) -> None:
         """Decodes what is left: half a character at the end becomes a replacement mark."""
         if not self.stopped:
             whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)
-            if len(whole) > len(self.text) and whole.startswith(self.text):
-                self._extend(whole[len(self.text) :])
+            self._extend(whole[len(self.text) :] if whole.startswith(self.text) else self._undecoded())
 
     def next_text(self, finished: bool = False) -> str:
         """Text since the last call; without `finished`, what may begin a stop string is held back."""
@@ -49,12 +57,16 @@ class IncrementalDetokenizer:
         self._num_returned = max(self._num_returned, end)
         return piece
 
-    def _extend(self, piece: str) -> None:
-        longest = max((len(stop) for stop in self._stop), default=1)
-        start = max(0, len(self.text) - longest + 1)
+    def _undecoded(self) -> str:
+        """Text of the tokens that the stream holds back."""
+        return self._tokenizer.decode(self._token_ids[self._num_decoded :], skip_special_tokens=self._skip)
+
+    def _extend(self, piece: str, may_stop: bool = True) -> None:
+        before = len(self.text)
         self.text += piece
-        found = [place for place in (self.text.find(stop, start) for stop in self._stop) if place >= 0]
-        if found:
+        places = (self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)  # those that end in it
+        found = [place for place in places if place >= 0]
+        if found and may_stop:
             self.text = self.text[: min(found)]
             self.stopped = True
 

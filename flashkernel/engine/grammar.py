@@ -41,9 +41,14 @@ class Grammar:
         return words[0]
 
     def advance(self, token_id: int) -> None:
-        """Takes a token that was sampled; `finished` says whether the text is complete."""
+        """Takes a token that was sampled; `finished` says whether the text is complete.
+
+        GrammarError if the grammar cannot go on: it has reached a limit of the library's.
+        """
         if not self.finished:
             self._matcher.consume_token(token_id)
+            if self._matcher.is_error():
+                raise GrammarError(f"the grammar failed in the middle of the text: {self._matcher.get_error()}")
             self.finished = bool(self._matcher.is_stopped())
 
 
@@ -69,7 +74,10 @@ class GrammarCompiler:
             schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema
             # One way to write JSON, as most do: a model that may add spaces may add them for ever.
             style: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            source = LLMatcher.grammar_from_json_schema(schema, defaults=style)
+            try:
+                source = LLMatcher.grammar_from_json_schema(schema, defaults=style)
+            except ValueError as error:  # such as a schema that is true or NaN
+                raise GrammarError(f"this JSON schema cannot be used: {error}") from error
         refusal = LLMatcher.validate_grammar(source, None)
         if refusal:
             raise GrammarError(f"this grammar cannot be used: {refusal.strip().splitlines()[0]}")

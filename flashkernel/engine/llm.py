@@ -380,8 +380,9 @@ def build_engine(
     dtype = model.dtype if engine_args.kv_cache_dtype is None else KV_CACHE_DTYPES[engine_args.kv_cache_dtype]
     block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
     told = progress or (lambda what, done, total: None)
+    compiled = 0
     if engine_args.warm_up and device.type == "cuda":  # before the KV cache takes the memory
-        precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), told)
+        compiled = precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), told)
     block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, dtype)
     blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
     blocks += 1  # block 0 stays empty
@@ -397,7 +398,7 @@ def build_engine(
     scheduler = Scheduler(cache, max_num_seqs, tokens, engine_args.num_speculative_tokens)
     engine = LLMEngine(runner, scheduler, tokenizer, max_model_len, async_scheduling=device.type == "cuda")
     if engine_args.warm_up:
-        engine.warm_up(told)
+        engine.warm_up(told, compiled)
     return engine
 
 
@@ -510,11 +511,10 @@ def _is_token_id(value: Any) -> bool:
 
 def _completions(params: SamplingParams) -> list[SamplingParams]:
     """The parameters of each of the `n` completions of a prompt: with a seed, their seeds differ."""
-    seeds = [None if params.seed is None else (params.seed + index) % 2**63 for index in range(params.n)]
-    if params.n == 1:
-        return [params]
-    alone = replace(params, prompt_logprobs=None)  # those of the prompt are the same for all
-    return [replace(alone if index else params, n=1, seed=seed) for index, seed in enumerate(seeds)]
+    first, alone = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)  # the prompt's are the same for all
+    if params.seed is None:
+        return [first, *[alone] * (params.n - 1)]
+    return [first, *(replace(alone, seed=(params.seed + index) % 2**63) for index in range(1, params.n))]
 
 
 def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:

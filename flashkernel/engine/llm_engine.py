@@ -76,6 +76,8 @@ class EngineStats:
         compiled_in_service: Kernels compiled, graphs captured and configs tuned since `warm_up` ended. It should stay
             at 0: each of them makes requests wait.
         warm_up_s: Seconds that `warm_up` took.
+        compiled_at_start: Kernels that were compiled for `warm_up`, by worker processes too; above 0 the caches on disk
+            did not have all of them.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -99,6 +101,7 @@ class EngineStats:
     num_blocks: int
     compiled_in_service: int = 0
     warm_up_s: float = 0.0
+    compiled_at_start: int = 0
 
 
 class LLMEngine:
@@ -143,20 +146,23 @@ class LLMEngine:
         self.failure: BaseException | None = None  # the error of the last step that failed
         self._grammars: GrammarCompiler | None = None
         self._warm_up_s, self._builds = 0.0, build_counter.counts()
+        self._compiled_at_start = 0
         if tokenizer is not None:
             config = runner.model.config
             self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
         self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps"), 0)
 
-    def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
+    def warm_up(self, progress: Progress = lambda what, done, total: None, compiled_before: int = 0) -> None:
         """Compiles all kernels and captures all graphs, before the first request.
 
         Args:
             progress: Called as `progress(what, done, total)`.
+            compiled_before: Kernels that other processes have compiled for it.
         """
-        began = time.monotonic()
+        began, before = time.monotonic(), build_counter.counts()
         self.runner.warm_up(progress)
         self._warm_up_s, self._builds = time.monotonic() - began, build_counter.counts()
+        self._compiled_at_start = compiled_before + self._builds.compiled - before.compiled
 
     def add_request(
         self,
@@ -216,8 +222,9 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> None:
         """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored."""
         with self._changed:
-            self._aborted.append(request_id)
-            self._changed.notify_all()
+            if request_id in self._unfinished:
+                self._aborted.append(request_id)
+                self._changed.notify_all()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -270,13 +277,14 @@ class LLMEngine:
             num_blocks=pool.pages - 1,
             compiled_in_service=build_counter.counts().total - self._builds.total,
             warm_up_s=self._warm_up_s,
+            compiled_at_start=self._compiled_at_start,
         )
 
     def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the model came without a tokenizer; give prompts as lists of token ids")
-            return self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt)  # it may know tokens that the model does not have
         if isinstance(prompt, (bytes, bytearray, memoryview)):
             raise TypeError(f"a prompt is text (str) or a list of token ids, not {type(prompt).__name__}")
         token_ids = np.asarray(prompt)
@@ -339,7 +347,7 @@ class LLMEngine:
             if sequence.lookup is not None and not self._follows(sequence, launched.assumed[index]):
                 continue
             if sequence.finish_reason is None:
-                self._append(sequence, token_id, logprobs.get(index), now, outputs)
+                self._append_alone(sequence, token_id, logprobs.get(index), now, outputs)
 
         for sequence in dict.fromkeys(one for one in launched.sequences if one.lookup is not None):
             if sequence.finish_reason is None:
@@ -353,6 +361,18 @@ class LLMEngine:
         elif sequence.token_ids[-1] != assumed:
             sequence.draft_rejected = True
         return not sequence.draft_rejected
+
+    def _append_alone(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float, outputs: list[StepOutput]
+    ) -> None:
+        """Appends a token; an error of the sequence's own text or grammar ends it and no other."""
+        try:
+            self._append(sequence, token_id, logprob, now, outputs)
+        except Exception as error:
+            if sequence.request_id not in self._unfinished:
+                raise
+            sequence.detokenizer = None  # its text cannot be made
+            self._finish(sequence, "error", outputs, error=f"{type(error).__name__}: {error}")
 
     def _append(
         self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float, outputs: list[StepOutput]
@@ -375,7 +395,8 @@ class LLMEngine:
             sequence.grammar.advance(token_id)
             stops = stops or sequence.grammar.finished
         if detokenizer is not None and not is_end:
-            detokenizer.append(token_id, decode=sequence.streaming or bool(params.stop))
+            may_stop = len(sequence.token_ids) - sequence.num_prompt_tokens > params.min_tokens
+            detokenizer.append(token_id, decode=sequence.streaming or bool(params.stop), may_stop=may_stop)
         reason = None
         if stops or (detokenizer is not None and detokenizer.stopped):
             reason = "stop"

@@ -47,7 +47,7 @@ class EngineSizes:
     kv_cache_dtype: torch.dtype
 
 
-def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bool:
+def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> int:
     """Compiles the kernels of every step shape in worker processes, unless that was done before.
 
     Args:
@@ -56,15 +56,15 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bo
         progress: Called as `progress(what, done, total)`.
 
     Returns:
-        Whether workers were started.
+        How many kernels were compiled; those that were on disk already do not count.
     """
     if model.nbytes < MIN_BYTES:
-        return False
+        return 0
     markers, workers = _markers(model, sizes), compile_ahead.num_cores()
     if all(marker.exists() for marker in markers) or workers < 2:
-        return False
+        return 0
     progress("starting compilers", 0, 1)
-    total, failures = 0, []
+    total, built, failures = 0, 0, []
     # A process of its own forks the workers: this one has used the GPU.
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder, "work.pickle")
@@ -82,6 +82,7 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bo
                     continue
                 total = found["total"]
                 progress("compiling in processes", found["done"], total)
+                built += found["built"]
                 failures += found["failures"]
     if process.returncode:
         warnings.warn(f"compiling ahead ended with exit code {process.returncode}; its message is above", stacklevel=2)
@@ -90,7 +91,7 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> bo
     else:
         for marker in markers:
             files.write_whole(marker, json.dumps({"kernels": total}))
-    return True
+    return built
 
 
 def run_workers(path: str) -> None:
@@ -100,7 +101,8 @@ def run_workers(path: str) -> None:
     found = compile_ahead.compile_all(launches, device.arch, workers, with_launchers)
     for done, compiled in enumerate(found, 1):
         failures = [f"{compiled.name}: {compiled.failure}"] if compiled.failure else []
-        print(json.dumps({"done": done, "total": len(launches), "failures": failures}), flush=True)
+        facts = {"done": done, "total": len(launches), "built": int(not compiled.was_cached), "failures": failures}
+        print(json.dumps(facts), flush=True)
 
 
 def launches_of(payload: bytes, sizes: EngineSizes, device: Device) -> list[compile_ahead.AnyLaunch]:

@@ -121,7 +121,8 @@ class SamplingStates:
         """Sets the state of a row for a request that has these tokens; `stop_ids` are banned up to `min_tokens`."""
         entries = [(token, value, NEVER_ENDS) for token, value in params.logit_bias]
         if params.min_tokens:
-            entries += [(token, -torch.inf, params.min_tokens) for token in stop_ids]
+            until = min(params.min_tokens, NEVER_ENDS)
+            entries += [(token, -torch.inf, until) for token in stop_ids if token < self.vocab_size]
         plain = not entries and not params.has_penalties and params.structured_outputs is None
         if row in self._used:
             self._reset(row)

@@ -13,6 +13,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300  # tokens, as OpenAI's API
 MAX_BIAS_ENTRIES = 512  # logit biases of a request, and tokens that min_tokens bans
 MAX_N = 128
+MIN_TEMPERATURE = 1e-5  # below it vLLM is greedy, and logits divided by it may overflow
 MIN_REPETITION_PENALTY = 1e-3  # logits are divided by it, and must stay finite
 
 
@@ -61,7 +62,8 @@ class SamplingParams:
 
     Args:
         max_tokens: Most generated tokens; None goes on to `max_model_len`.
-        temperature: 0 takes the most likely token (greedy); above 0 logits are divided by it and a token is sampled.
+        temperature: 0 takes the most likely token (greedy), and so does less than 1e-5; above, logits are divided by it
+            and a token is sampled.
         top_k: Keeps the k most likely tokens; 0 keeps all, and so does vLLM's -1.
         top_p: Keeps the most likely tokens whose probabilities reach this sum; in (0, 1].
         min_p: Keeps tokens with at least this share of the most likely token's probability; in [0, 1].
@@ -71,7 +73,7 @@ class SamplingParams:
         logit_bias: Numbers that are added to the logits of tokens: a mapping from token to number, or pairs.
         seed: The same seed gives the same samples, whatever else is in the batch; None takes a random one.
         n: Completions of the prompt; those after the first have seeds that follow from the first one's.
-        min_tokens: So many tokens are generated before a stop token may be.
+        min_tokens: So many tokens are generated before a stop token or a stop string may end the text.
         stop: A string or strings before which the text ends.
         stop_token_ids: Tokens after which generation ends, beside the model's own.
         ignore_eos: Goes on after the model's own end-of-sequence tokens.
@@ -127,6 +129,8 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         _whole("top_k", self.top_k, 0, None)
         _number("temperature", self.temperature, 0.0, 100.0)
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         _number("top_p", self.top_p, 0.0, 1.0, "use temperature=0 for greedy sampling")
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0, "1 is no penalty")

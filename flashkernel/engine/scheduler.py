@@ -216,7 +216,7 @@ class Scheduler:
         while self.waiting and budget and self._spare_rows > 0:
             sequence = self.waiting[0]
             available = cache.pool.available
-            if sequence.num_in_flight or (self.running and self._refused == (sequence, available)):
+            if sequence.num_in_flight or (self.running and self._is_refused(sequence, available)):
                 return
             row = cache.add(() if sequence.scores_prompt else sequence.token_ids)
             num_cached = int(cache.lengths[row])
@@ -233,6 +233,11 @@ class Scheduler:
             self.running.append(sequence)
             output.admitted.append(sequence)
             budget -= self._schedule_prefill(sequence, budget, output)
+
+    def _is_refused(self, sequence: Sequence, available: int) -> bool:
+        """Whether there was no room for the sequence when at least as many blocks were free: looking up the prefix of a
+        long prompt takes too long for every step."""
+        return self._refused is not None and self._refused[0] is sequence and available <= self._refused[1]
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # a space in SentencePiece's tokens
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 
@@ -91,7 +92,10 @@ class Tokenizer:
             return frozenset()
 
     def token_text(self, token_id: int) -> str:
-        """The text of the token `token_id`, for display; half a character becomes a replacement mark."""
+        """The text that the token `token_id` adds to others; half a character becomes a replacement mark."""
+        piece = self.backend.id_to_token(token_id)
+        if piece is not None and piece.startswith(WORD_START):  # the decoder strips a space before the first token
+            return piece.replace(WORD_START, " ")
         return self.backend.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(

@@ -4,6 +4,7 @@ best throughput."""
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -88,13 +89,28 @@ def add_to_file(path: Path, records: list[ServeRecord], header: Mapping[str, Any
 
 def server_version(base_url: str) -> str | None:
     """What a server says at /version; None if it says nothing."""
-    root = base_url.rstrip("/").removesuffix("/v1")
     try:
-        with urllib.request.urlopen(f"{root}/version", timeout=ASK_S) as answer:
-            found = json.load(answer).get("version")
+        found = json.loads(_ask(base_url, "version")).get("version")
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, str) else None
+
+
+def engine_counts(base_url: str, api_key: str | None) -> dict[str, int]:
+    """What our own server says at /metrics of kernels compiled at its start and in service; {} if it says nothing."""
+    try:
+        text = _ask(base_url, "metrics", api_key)
+    except OSError:
+        return {}
+    found = re.findall(r"^flashkernel_(compiled_at_start|compiled_in_service) (\S+)$", text, re.MULTILINE)
+    return {name: int(float(value)) for name, value in found}
+
+
+def _ask(base_url: str, page: str, api_key: str | None = None) -> str:
+    root = base_url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with urllib.request.urlopen(urllib.request.Request(f"{root}/{page}", headers=headers), timeout=ASK_S) as answer:
+        return answer.read().decode()  # type: ignore[no-any-return]
 
 
 def share_of_best(records: Iterable[ServeRecord], implementation: str, model: str, load: str, share: float) -> float:

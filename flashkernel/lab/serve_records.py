@@ -35,6 +35,7 @@ class ServeRecord:
     goodput: float | None = None  # share of requests within the limits
     limits_ms: Mapping[str, float] | None = None  # of ttft and itl (a request's 99th percentile)
     start_s: float | None = None  # from the construction of the engine to its first request
+    compiled_at_start: int | None = None  # kernels; above 0 the caches on disk were cold
     compiled_in_service: int | None = None
     version: str | None = None  # of a baseline
     date: str | None = None  # when a baseline was measured
@@ -55,6 +56,11 @@ class ServeRecord:
     def comparable(self) -> bool:
         """True if every request got all of its tokens."""
         return self.error is None and self.failed == 0
+
+    @property
+    def caches(self) -> str:
+        """How the caches of compiled kernels were at the start: "cold" or "warm"; "" if nobody knows."""
+        return "" if self.compiled_at_start is None else "cold" if self.compiled_at_start else "warm"
 
     def as_dict(self) -> dict[str, Any]:
         values = {name: value for name, value in asdict(self).items() if value is not None or name == "rate"}
@@ -91,6 +97,8 @@ def line(record: ServeRecord) -> str:
             parts.append(f"{name} {values['p50']:.1f} / {values['p90']:.1f} / {values['p99']:.1f} ms")
     if record.goodput is not None:
         parts.append(f"goodput {100 * record.goodput:.0f}%")
+    if record.compiled_at_start:
+        parts.append(f"caches cold at the start ({record.compiled_at_start} kernels compiled)")
     if record.compiled_in_service:
         parts.append(f"{record.compiled_in_service} compiled in service")
     if record.failed:
@@ -128,8 +136,8 @@ def table(records: Sequence[ServeRecord]) -> str:
     """Records as a Markdown table: those of one load, its arrivals and pass stand together."""
     rows = [
         "| model | load | arrivals | pass | implementation | tokens/s | first token, ms | next token, ms | goodput "
-        "| start, s | vs best baseline |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| start, s | caches | vs best baseline |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     places = {key: place for place, key in enumerate(dict.fromkeys(_together(one) for one in records))}
     for one in sorted(records, key=lambda one: (places[_together(one)], one.kind == "baseline")):
@@ -144,7 +152,7 @@ def table(records: Sequence[ServeRecord]) -> str:
         who = one.implementation if one.version is None else f"{one.implementation} {one.version}"
         rows.append(
             f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {who} "
-            f"| {speed} | {first} | {after} | {good} | {start} | {ratio(one, records)} |"
+            f"| {speed} | {first} | {after} | {good} | {start} | {one.caches} | {ratio(one, records)} |"
         )
     return "\n".join(rows)
 

@@ -148,7 +148,7 @@ class CompletionFormatter(ResponseFormatter):
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
         if not self._request.generates:
-            text, logprobs = "", None
+            text, logprobs, reason = "", None, reason and "length"  # the token that was left out may be an end
         found = None if logprobs is None else self._logprobs(index, [one.token_id for one in logprobs], logprobs)
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
@@ -176,7 +176,10 @@ class CompletionFormatter(ResponseFormatter):
             "top_logprobs": [
                 None
                 if one is None
-                else {self._token_text(token): max(log, MIN_LOGPROB) for token, log in one.top_logprobs[:most]}
+                else {
+                    self._token_text(token): max(log, MIN_LOGPROB)  # the token itself, too, as OpenAI's
+                    for token, log in (*one.top_logprobs[:most], (one.token_id, one.logprob))
+                }
                 for one in logprobs
             ],
             "text_offset": offsets,
@@ -276,10 +279,11 @@ class ChatFormatter(ResponseFormatter):
 def usage(outputs: Sequence[RequestOutput], choices_per_prompt: int = 1) -> dict[str, Any]:
     """OpenAI's usage object of a call; a prompt with several choices counts once."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs[::choices_per_prompt])
+    cached = sum(output.num_cached_tokens for output in outputs[::choices_per_prompt])
     completion = sum(len(output.outputs[0].token_ids) for output in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }

@@ -173,5 +173,7 @@ def _prompt_logprobs(first: StepOutput) -> PromptLogprobs | None:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    """One server-sent event. In plain ASCII, for readers that take other characters for ends of lines."""
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    """One server-sent event, named if it has a type. In plain ASCII, for readers that take other characters for ends of
+    lines."""
+    name = b"event: " + value["type"].encode() + b"\n" if "type" in value else b""
+    return name + b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

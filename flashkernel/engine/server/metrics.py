@@ -33,6 +33,7 @@ class EngineCollector(Collector):
             ("kv_cache_used_blocks", "KV cache blocks that requests hold", stats.num_used_blocks),
             ("kv_cache_blocks", "KV cache blocks in all", stats.num_blocks),
             ("compiled_in_service", "Kernels compiled and graphs captured in service", stats.compiled_in_service),
+            ("compiled_at_start", "Kernels that the start compiled, as no cache had them", stats.compiled_at_start),
         ):
             yield GaugeMetricFamily(f"flashkernel_{name}", about, value)
         for name, about, value in (

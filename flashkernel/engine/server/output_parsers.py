@@ -90,24 +90,24 @@ class MarkedCalls(OutputParser):
                 return found
             inner, _, self._buffer = self._buffer.partition(self._end)
             self._inside = False
-            parsed = self._calls(inner)
+            parsed = self._calls(inner, self._end)
             self._after_call = bool(parsed.tool_calls)
             found.add(parsed)
 
     def finish(self) -> Parsed:
-        found = self._calls(self._buffer) if self._inside else Parsed(content=self._buffer)
+        found = self._calls(self._buffer, "") if self._inside else Parsed(content=self._buffer)
         self._buffer, self._inside = "", False
         return found
 
-    def _calls(self, text: str) -> Parsed:
+    def _calls(self, text: str, end: str) -> Parsed:
         calls = _json_calls(text)
         if calls is None:  # no call after all: the reader sees what the model wrote
-            return Parsed(content=self._start + text + (self._end or ""))
+            return Parsed(content=self._start + text + end)
         return Parsed(tool_calls=calls)
 
 
 class JsonCalls(OutputParser):
-    """Llama 3's calls: the whole text is {"name": ..., "parameters": ...}."""
+    """Llama 3's calls: the whole text is {"name": ..., "parameters": ...}; without parameters it is an answer."""
 
     _PREFIX = "<|python_tag|>"
 
@@ -126,19 +126,22 @@ class JsonCalls(OutputParser):
 
     def finish(self) -> Parsed:
         held, self._held = self._held or "", None
-        calls = _json_calls(held.strip().removeprefix(self._PREFIX))
+        calls = _json_calls(held.strip().removeprefix(self._PREFIX), needs_arguments=True)
         return Parsed(content=held) if calls is None else Parsed(tool_calls=calls)
 
 
 class Channels(OutputParser):
-    """gpt-oss: the channel "analysis" is reasoning, "final" the answer, "commentary to=functions.x" a call of x."""
+    """gpt-oss: the channel "analysis" is reasoning, "final" the answer, "commentary to=functions.x" a call of x.
+
+    Text that begins without a channel, as under a grammar of JSON, is the answer.
+    """
 
     needs_special_tokens = True
     _MARK = re.compile(r"<\|(start|channel|message|end|return|call|constrain)\|>")
 
     def __init__(self) -> None:
         self._buffer, self._header, self._body = "", "", ""
-        self._in_body = False
+        self._in_body = self._has_marks = False
 
     def feed(self, text: str) -> Parsed:
         self._buffer += text
@@ -156,29 +159,38 @@ class Channels(OutputParser):
     def finish(self) -> Parsed:
         found = self._text(self._buffer)
         self._buffer = ""
+        if not self._has_marks and not self._in_body:
+            found.content += self._header
         found.add(self._end())
         return found
 
     def _mark(self, name: str) -> Parsed:
+        self._has_marks = True
         if name == "message":
             self._in_body = True
         elif name in ("start", "channel"):
             found = self._end() if self._in_body else Parsed()
-            self._header = self._header if name == "channel" and not self._in_body else ""
+            self._header = f"{self._header} " if name == "channel" and not self._in_body else ""
             self._in_body = False
             return found
         elif name in ("end", "return", "call"):
             return self._end()
+        elif not self._in_body:  # constrain, which ends a recipient's name
+            self._header += " "
         return Parsed()
 
     def _text(self, text: str) -> Parsed:
         if not self._in_body:
             self._header += text
-            return Parsed()
+            begun = self._header.lstrip()
+            if self._has_marks or "to=".startswith(begun[:3]):  # the prompt ends with <|start|>assistant
+                return Parsed()
+            text, self._header, self._in_body = self._header, "final", True
         if self._tool is not None:
             self._body += text
             return Parsed()
-        return Parsed(content=text) if "final" in self._header else Parsed(reasoning=text)
+        reasons = "analysis" in self._header or "commentary" in self._header
+        return Parsed(reasoning=text) if reasons else Parsed(content=text)
 
     @property
     def _tool(self) -> str | None:
@@ -248,8 +260,9 @@ def required_schema(tools: Sequence[Mapping[str, Any]], several: bool = True) ->
     return json.dumps({"type": "array", "minItems": 1, **most, "items": {"anyOf": kinds}})
 
 
-def _json_calls(text: str) -> list[ToolCall] | None:
-    """Calls from a JSON object or a list of them; None if it is none."""
+def _json_calls(text: str, needs_arguments: bool = False) -> list[ToolCall] | None:
+    """Calls from a JSON object or a list of them; None if it is none. A call may have no arguments, unless it needs to:
+    any object with a name would be one."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -258,7 +271,10 @@ def _json_calls(text: str) -> list[ToolCall] | None:
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             return None
-        arguments = one.get("arguments", one.get("parameters", {}))
+        if needs_arguments and not {"arguments", "parameters"} & one.keys():
+            return None
+        arguments = one.get("arguments", one.get("parameters"))
+        arguments = {} if arguments is None else arguments
         calls.append(ToolCall(one["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
     return calls or None
 

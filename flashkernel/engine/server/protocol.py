@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -34,7 +35,12 @@ NO_EFFECT = {
 REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "web_search_options": (), "previous_response_id": (),
-    "background": (False,),
+    "background": (False,), "conversation": (),
+    # vLLM's
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+    "bad_words": ([],), "allowed_token_ids": (), "include_stop_str_in_output": (False,), "use_beam_search": (False,),
+    "truncate_prompt_tokens": (), "prompt_embeds": (), "return_tokens_as_token_ids": (False,), "chat_template": (),
+    "continue_final_message": (False,), "add_generation_prompt": (True,),
 }  # fmt: skip
 
 
@@ -163,7 +169,8 @@ class GenerationRequest(_Strict):
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
             return None
-        wrong = next((token for token in self.logit_bias if not token.isdecimal()), None)
+        known = re.compile("[0-9]{1,18}")
+        wrong = next((token for token in self.logit_bias if not known.fullmatch(token)), None)
         if wrong is not None:
             raise bad_request(f"logit_bias has {wrong[:SHOWN]!r}; its keys are token ids", "logit_bias")
         return {int(token): value for token, value in self.logit_bias.items()}
