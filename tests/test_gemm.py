@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -232,13 +233,44 @@ def test_one_launch_for_all_outputs() -> None:
 def test_what_the_kernels_decline() -> None:
     weight = torch.empty(64, 64, dtype=torch.float16, device="meta")
     with devices.pretend(devices.KNOWN["h200"]):
-        few = fk.explain(fk.linear, torch.empty(64, 64, dtype=torch.float16, device="meta"), weight)
+        few = fk.explain(fk.linear, torch.empty(32, 64, dtype=torch.float16, device="meta"), weight)
         many = fk.explain(fk.linear, torch.empty(65, 64, dtype=torch.float16, device="meta"), weight)
     with devices.pretend(devices.KNOWN["t4"]):
         old = fk.explain(fk.linear, torch.empty(5, 64, dtype=torch.float16, device="meta"), weight)
     assert (few.chosen, many.chosen, old.chosen) == ("triton", "torch", "cuda")
     assert "cuBLAS" in str(many)
     assert "sm_80" in str(old)
+
+
+def test_up_to_64_rows_by_one_weight_are_cublas_on_hopper() -> None:
+    """As recorded in results/h200/linear.json. A norm in front, several weights, a gate, or outputs that are not
+    16-byte vectors keep the kernel."""
+
+    def chosen(gpu: str = "h200", rows: int = 64, columns: int = 4096, weights: int = 1, **given: Any) -> str | None:
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        matrix = torch.empty(columns, 4096, dtype=torch.bfloat16, device="meta")
+        with devices.pretend(devices.KNOWN[gpu]):
+            answer = fk.explain(fk.linear, x, matrix if weights == 1 else [matrix] * weights, **given)
+        assert answer.chosen != "torch" or "cuBLAS" in str(answer)
+        return answer.chosen
+
+    assert chosen() == chosen(rows=33) == chosen(activation="gelu") == "torch"
+    norm = torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    kept = ({"rows": 32}, {"weights": 3}, {"norm_weight": norm}, {"columns": 50257}, {"activation": "swiglu"},
+            {"out_dtype": torch.float32}, {"gpu": "a100"})  # fmt: skip
+    for given in kept:
+        assert chosen(**given) == "triton", given
+
+
+def test_three_and_four_rows_are_the_tensor_cores_on_hopper() -> None:
+    shape = {"columns": 4096, "inner": 4096, "bytes": 2, "streams": 1, "outer": 0, "norm": 0}
+    found = {
+        (gpu, rows, columns): LINEAR.heuristic(
+            devices.KNOWN[gpu], {**shape, "rows": rows, "columns": columns}
+        ).kernel
+        for gpu in ("h200", "a100") for rows in (2, 3, 4) for columns in (768, 4096)
+    }  # fmt: skip
+    assert {key for key, kernel in found.items() if kernel == "tensor"} == {("h200", 3, 4096), ("h200", 4, 4096)}
 
 
 def _shapes() -> list[dict[str, int]]:

@@ -72,6 +72,17 @@ def test_sums_are_in_float32() -> None:
     assert torch.equal(scaled, torch.full((16, 16), 150.0, dtype=torch.float16))
 
 
+def test_residuals_and_factors_in_16_bits_are_the_kernels() -> None:
+    """Torch would store the product in float32 ahead of them."""
+    a, b = (torch.empty(512, 512, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    bias = torch.empty(512, dtype=torch.bfloat16, device="meta")
+    with devices.pretend(devices.KNOWN["h200"]):
+        assert fk.explain(fk.matmul, a, b, bias=bias).chosen == "torch"
+        assert fk.explain(fk.matmul, a, b, residual=a).chosen == "hopper"
+        assert fk.explain(fk.matmul, a, b, scale=0.5).chosen == "hopper"
+        assert fk.explain(fk.matmul, a.float(), b.float(), residual=a.float()).chosen == "torch"
+
+
 def test_int8_over_its_whole_range() -> None:
     a, b = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((20, 300), (300, 24)))
     a_scale, b_scale = torch.rand(20) / 100, torch.rand(24) / 100

@@ -42,8 +42,8 @@ def linear(
 ) -> Tensor | tuple[Tensor, ...]:
     """Returns scale * activation(norm(x) @ weight^T + bias) + residual, in one launch.
 
-    Up to 64 rows have kernels of their own. More rows are products of `matmul`, the norm a launch before; products
-    without an activation are cuBLAS's.
+    Up to 64 rows have kernels of their own; on Hopper 33 to 64 rows by one weight, without a norm, are cuBLAS's. More
+    rows are products of `matmul`, the norm a launch before; products without an activation are cuBLAS's.
 
     Sums are in float32 and every tensor is differentiable, except those of a quantized `Weight`. Under autocast x and
     the weights are cast as for torch.nn.functional.linear; the output then has the wider dtype of that and the
@@ -126,8 +126,10 @@ def linear(
         formats["main_grads"] = True
     gradients = needs_gradients(x, norm_weight, residual, *biases, *plain)
     rows = x.shape[:-1].numel()
+    alone = norm_weight is None and scale == 1.0 and (out_dtype is None or out_dtype == x.dtype)
     chosen = choose(
         spec.LINEAR, backend, x.device, x.dtype, gradients, rows=support.row_class(rows),
+        product=support.product_class([weight.shape[0] for weight in weights], alone),
         transposed=first.shape[1] > 1 and first.stride(1) != 1,
         fused="gate" if gated else "" if activation is None else "activation", **formats,
     )  # fmt: skip
@@ -140,7 +142,8 @@ def linear(
     if (chosen.composite and not in_tiles) or by_matmul:
         if main_grads is not None and chosen.name == "reference":
             raise ValueError("linear: the reference adds no gradients to main_grads; use backend='torch'")
-        run, more = (dense.linear, {"backend": backend}) if by_matmul else (chosen.run, {"main_grads": main_grads})
+        products = {"backend": "triton" if in_8_bits and chosen.name == "triton" else backend}
+        run, more = (dense.linear, products) if by_matmul else (chosen.run, {"main_grads": main_grads})
         y: Any = run(
             x, weights[0] if single else weights, bias, residual=residual, norm_weight=norm_weight,
             activation=activation, packed=packed, splits=splits, scale=scale, norm_eps=norm_eps,

@@ -354,7 +354,7 @@ LINEAR = Op(
     inputs=_INPUTS,
     backends=(
         replace(
-            backends.hopper(f"{_PACKAGE}.dense:linear", support.hopper, deprioritized=support.cublas_is_faster),
+            backends.hopper(f"{_PACKAGE}.dense:linear", support.hopper, deprioritized=support.hopper_is_slower),
             composite=True,
         ),
         replace(backends.triton(f"{_PACKAGE}.triton", support.triton), deprioritized=support.cublas_is_faster),

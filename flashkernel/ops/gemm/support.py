@@ -15,14 +15,30 @@ from flashkernel.core.op import Call
 from flashkernel.ops.gemm.configs import DEQUANTIZED, MAX_ROWS, TILE_ROWS, VECTOR_ROWS
 
 _AND = " and "  # between the layouts of several weights
-_FEW, _SOME, _MANY = f"1 to {VECTOR_ROWS}", f"{VECTOR_ROWS + 1} to {MAX_ROWS}", f"over {MAX_ROWS}"
+_WIDEST_TILE_ROWS = MAX_ROWS // 2  # more rows have the widest tiles of the kernels for few rows
+_FEW, _SOME = f"1 to {VECTOR_ROWS}", f"{VECTOR_ROWS + 1} to {_WIDEST_TILE_ROWS}"
+_MOST, _MANY = f"{_WIDEST_TILE_ROWS + 1} to {MAX_ROWS}", f"over {MAX_ROWS}"
+_WIDE = 16384  # columns of a weight; what was measured has up to 14336, or 28672 and more
 
 
 def row_class(rows: int) -> str:
     """All that the choice of a backend asks of the number of rows."""
-    return _FEW if rows <= VECTOR_ROWS else _SOME if rows <= MAX_ROWS else _MANY
+    limits = ((VECTOR_ROWS, _FEW), (_WIDEST_TILE_ROWS, _SOME), (MAX_ROWS, _MOST))
+    return next((name for most, name in limits if rows <= most), _MANY)
 
 
+def product_class(sizes: list[int], alone: bool) -> str:
+    """All that the choice of a backend asks of the weights' outputs: "wide" or "narrow" for one weight whose outputs
+    are 16-byte vectors, else "". `alone`: the product has no norm in front, no factor, and x's dtype."""
+    if len(sizes) > 1 or not alone or sizes[0] % 8:
+        return ""
+    return "wide" if sizes[0] > _WIDE else "narrow"
+
+
+_CUBLAS_SOME = (
+    f"on Hopper cuBLAS serves {_WIDEST_TILE_ROWS + 1} to {MAX_ROWS} rows by one weight better, without a norm or a gate"
+)
+_TRITON_FP8 = f"on Hopper up to {MAX_ROWS} rows by more than {_WIDE} columns in fp8 are served better by Triton"
 _CUBLAS = f"beyond {MAX_ROWS} rows the weight's bytes no longer bound the product, and cuBLAS serves it better"
 _DEQUANTIZED = f"beyond {MAX_ROWS} rows a weight that is not multiplied in 8 bits is dequantized, for cuBLAS"
 _DEQUANTIZED_TILES = f"beyond {TILE_ROWS} rows cuBLAS gains more time than a pass that dequantizes the weight takes"
@@ -181,6 +197,8 @@ def cublas_is_faster(call: Call) -> str | None:
     given = call.facts.get("weight")
     if in_tiles(given):
         return _DEQUANTIZED_TILES if call.facts["many_tokens"] else None
+    if call.facts["rows"] == _MOST and given is None and call.dtype.itemsize == 2 and call.device.arch == 90:
+        return _CUBLAS_SOME if call.facts["product"] == "narrow" and call.facts["fused"] != "gate" else None
     if call.facts["rows"] != _MANY:
         return None
     if given is not None:
@@ -189,6 +207,15 @@ def cublas_is_faster(call: Call) -> str | None:
     if not call.facts["fused"]:
         return _CUBLAS
     return "cuBLAS serves float32 products better" if call.dtype == torch.float32 else None
+
+
+def hopper_is_slower(call: Call) -> str | None:
+    """Why cuBLAS or Triton serves a call better than Hopper's kernels."""
+    reason = cublas_is_faster(call)
+    if reason is None and call.facts["rows"] != _MANY and call.facts["product"] == "wide":
+        fp8 = not call.facts["fused"] and multiplies_in_8_bits(call.facts.get("weight"))
+        return _TRITON_FP8 if fp8 and "fp8" in call.facts["weight"] else None
+    return reason
 
 
 def others_are_faster(call: Call) -> str | None:

@@ -121,10 +121,13 @@ def matmul(
     gradients = needs_gradients(a, *matrices, *biases, residual)
     if gradients and out_dtype == FP8:
         raise ValueError("matmul: an output in float8_e4m3fn has no gradient; call it under torch.no_grad()")
+    # In 16 bits torch would store the float32 product ahead of a factor or a residual.
+    stored_wide = a.dtype.itemsize == 2 and (residual is not None or scale != 1.0)
+    fused = activation is not None or return_preactivation or out is not None or dropout > 0 or out_dtype == FP8
     chosen = choose(
         spec.MATMUL, backend, a.device, a.dtype, gradients, scaling=scaling,
         gated=spec.gate_fact(activation, packed if len(matrices) == 1 else "pair", scaling, n),
-        fused=activation is not None or return_preactivation or out is not None or dropout > 0 or out_dtype == FP8,
+        fused=fused or stored_wide,
     )  # fmt: skip
     if seed is None:
         seed = draw_seed(a.device) if dropout > 0 else 0

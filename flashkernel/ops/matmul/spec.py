@@ -56,7 +56,7 @@ def _hopper(call: Call) -> str | None:
 
 def _cublas_is_faster(call: Call) -> str | None:
     if call.dtype.itemsize > 1 and not call.facts["fused"]:
-        return "cuBLAS serves products without an activation better"
+        return "cuBLAS serves products with no more than a bias better"
     return None
 
 
