@@ -76,6 +76,8 @@ class EngineStats:
         compiled_in_service: Kernels compiled, graphs captured and configs tuned since `warm_up` ended. It should stay
             at 0: each of them makes requests wait.
         warm_up_s: Seconds that `warm_up` took.
+        num_draft_tokens: Tokens that prompt look-up drafted and a step checked.
+        num_accepted_tokens: Of those, tokens that were kept.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -99,6 +101,8 @@ class EngineStats:
     num_blocks: int
     compiled_in_service: int = 0
     warm_up_s: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class LLMEngine:
@@ -146,7 +150,7 @@ class LLMEngine:
         if tokenizer is not None:
             config = runner.model.config
             self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
-        self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps"), 0)
+        self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps", "drafted", "accepted"), 0)
 
     def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
         """Compiles all kernels and captures all graphs, before the first request.
@@ -270,6 +274,8 @@ class LLMEngine:
             num_blocks=pool.pages - 1,
             compiled_in_service=build_counter.counts().total - self._builds.total,
             warm_up_s=self._warm_up_s,
+            num_draft_tokens=counts["drafted"],
+            num_accepted_tokens=counts["accepted"],
         )
 
     def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
@@ -345,13 +351,15 @@ class LLMEngine:
             if sequence.finish_reason is None:
                 self.scheduler.accept(sequence)
 
-    @staticmethod
-    def _follows(sequence: Sequence, assumed: int | None) -> bool:
-        """Whether a sample counts: the tokens of a draft before it were all right."""
+    def _follows(self, sequence: Sequence, assumed: int | None) -> bool:
+        """Whether a sample counts: the tokens of a draft before it were all right. Counts the draft's tokens."""
         if assumed is None:
             sequence.draft_rejected = False
-        elif sequence.token_ids[-1] != assumed:
+            return True
+        if sequence.token_ids[-1] != assumed:
             sequence.draft_rejected = True
+        self._counts["drafted"] += 1
+        self._counts["accepted"] += not sequence.draft_rejected
         return not sequence.draft_rejected
 
     def _append(
