@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import flashkernel
 from flashkernel.cli import app
 from flashkernel.core import build_counter
+from flashkernel.core.shapes import MODELS, Model
 from flashkernel.engine import LLM
 from flashkernel.engine.dummy_weights import tiny_transformer
 from flashkernel.engine.model_runner import ModelRunner
@@ -126,9 +127,48 @@ def test_a_server_is_measured_and_saved(base: LLM, tmp_path: Path) -> None:
     assert "404" in refused[0].error
 
 
+def test_engine_options_are_passed_on_and_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plain, quantized, and with drafts: a row each, and a second run replaces the one with the same options."""
+    monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(32, 64, 4, 2, 8, 2, 128))
+    lengths = tmp_path / "tiny.json"
+    lengths.write_text(json.dumps([[12, 40], [9, 30]]))
+    shared = ("--lengths", str(lengths), "--save", str(tmp_path), "--device", "cpu", "--passes", "1", "--temperature",
+              "0", "--kv-cache-tokens", "1024")  # fmt: skip
+    int8 = ("--quantization", "int8", "--kv-cache-dtype", "int8")
+    drafts = ("--num-speculative-tokens", "3")
+    for options in ((), int8, drafts, int8):
+        done = _bench(*shared, *options)
+        assert done.exit_code == 0, done.output
+    found = {record.runner: record for record in results.load(tmp_path / "serve.json")["records"]}
+    assert list(found) == ["engine", "engine (3 drafted)", "engine (int8, KV int8)"]
+    assert (found["engine (int8, KV int8)"].quantization, found["engine"].quantization) == ("int8", None)
+    assert 0 < found["engine (3 drafted)"].accepted <= 1
+    assert found["engine"].accepted is None
+    assert "| engine (int8, KV int8) |" in done.stdout
+
+
+def test_a_baseline_of_other_formats_is_no_baseline() -> None:
+    common: dict[str, Any] = {
+        "model": "m", "load": "l", "pass_name": "first", "dtype": "bfloat16", "requests": 1, "rate": None,
+        "seconds": 1.0, "out_tokens": 1, "requests_per_s": 1.0,
+    }  # fmt: skip
+    ours, plain, int4 = (
+        serve_records.ServeRecord(
+            implementation=name, kind=kind, quantization=format, out_tokens_per_s=speed, **common
+        )
+        for name, kind, format, speed in (
+            ("engine", "backend", "int4", 30.0), ("vllm", "baseline", None, 10.0), ("vllm", "baseline", "int4", 20.0),
+        )
+    )  # fmt: skip
+    assert serve_records.ratio(ours, [ours, plain]) == ""
+    assert serve_records.ratio(ours, [ours, plain, int4]) == "1.50x"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--quantization", "int3"], "quantization is 'int3'"),
+        (["--num-speculative-tokens", "4"], "give --temperature 0"),
         (["--prompts", "9:3"], "two lengths"),
         (["--rate", "0"], "a rate is 0; it must be above 0"),
         (["--rate-share", "0.7"], "--save names the folder that has it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from test_cli import run
 
 from flashkernel.core.shapes import MODELS, Model
-from flashkernel.lab import results
+from flashkernel.engine.dummy_weights import tiny_transformer
+from flashkernel.lab import generation_tables, results, runners
+from flashkernel.lab.engine_options import EngineOptions
 
 
 class TestEndToEnd:
@@ -57,8 +60,6 @@ class TestEndToEnd:
         assert len(earlier["cases"]) == len(found) - 1
 
     def test_rounds_take_contenders_in_turn(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        from flashkernel.lab import runners
-
         order: list[str] = []
 
         def heard(name: str, start: Any) -> Any:
@@ -72,6 +73,51 @@ class TestEndToEnd:
         assert order == ["engine", "hf_sdpa"] * 2
         found = results.load(tmp_path / "e2e.json")["records"]
         assert [record.implementation for record in found if record.comparable] == ["engine", "hf_sdpa"]
+
+    def test_engine_options_are_measured_in_turns_and_told_apart(self, tmp_path: Path) -> None:
+        """Quantized weights and keys beside plain ones in one run; a second run replaces what has the same options."""
+        save = ("--model", "llama-3.2-1b", "--runner", "engine", "--batch", "1", "--save", str(tmp_path))
+        chosen = ("--quantization", "plain", "--quantization", "int4", "--kv-cache-dtype", "float32",
+                  "--kv-cache-dtype", "int8")  # fmt: skip
+        result = self.measure(*chosen, "--rounds", "2", *save)
+        turns = re.findall(r"llama-3.2-1b (engine.*?) \(round (\d) of 2\): loading", result.stderr)
+        runners = ["engine", "engine (KV int8)", "engine (int4)", "engine (int4, KV int8)"]
+        assert turns == [(name, str(turn)) for turn in (1, 2) for name in runners]
+        found = results.load(tmp_path / "e2e.json")["records"]
+        assert [record.runner for record in found] == runners
+        assert all(record.comparable for record in found), found
+        assert (found[3].quantization, found[3].kv_cache_dtype) == ("int4", "int8")
+        assert "quantization" not in found[0].as_dict()
+        least = {record.runner: record.floor * record.ms_per_token for record in found}  # by the bytes to read
+        assert sorted(least, key=lambda name: -least[name]) == ["engine", *runners[1:]]
+        self.measure("--quantization", "int4", *save)
+        again = results.load(tmp_path / "e2e.json")["records"]
+        assert [record.runner for record in again] == ["engine", "engine (KV int8)", "engine (int4, KV int8)",
+                                                       "engine (int4)"]  # fmt: skip
+        table = generation_tables.markdown(again)
+        assert "| engine | engine (KV int8) | engine (int4) | engine (int4, KV int8) |" in table
+
+    def test_look_up_decoding_of_a_prompt_that_repeats_itself(self, tmp_path: Path) -> None:
+        chosen = ("--model", "llama-3.2-1b", "--batch", "1", "2", "--runner", "engine", "--runner", "hf_sdpa",
+                  "--prompt", "24", "--prompt-period", "6", "--new", "24", "--save", str(tmp_path))  # fmt: skip
+        drafts = ("--num-speculative-tokens", "0", "--num-speculative-tokens", "3")
+        result = run("e2e", *chosen, *drafts, "--device", "cpu")
+        found = results.load(tmp_path / "e2e.json")["records"]
+        assert all(record.comparable and record.period == 6 for record in found), found
+        shares = {(record.runner, record.batch): record.accepted for record in found}
+        assert 0.2 < shares.pop(("engine (3 drafted)", 1)) <= 1
+        assert 0.2 < shares.pop(("engine (3 drafted)", 2)) <= 1
+        assert set(shares.values()) == {None}
+        assert "drafts accepted" in result.stdout
+        assert "llama-3.2-1b, repeats every 6" in generation_tables.markdown(found)
+
+    def test_options_that_no_engine_takes(self, tmp_path: Path) -> None:
+        assert "quantization is 'int3'" in self.measure("--quantization", "int3", code=2).output
+        text = self.measure("--runner", "hf_sdpa", "--quantization", "int4", code=2).output
+        assert "--runner leaves it out" in " ".join(text.split())
+        shipped = runners.engine_with(EngineOptions("int4"))
+        with pytest.raises(runners.UnsupportedError, match="take --model smollm2-135m"):
+            shipped.load(tiny_transformer(), tmp_path / "shipped.gguf")
 
     def test_wrong_tokens_claim_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from flashkernel.engine import sampler
@@ -88,8 +134,6 @@ class TestEndToEnd:
         assert "standard deviations below the likeliest" in result.output
 
     def test_interrupt_keeps_what_was_measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        from flashkernel.lab import runners
-
         def stop(*args: Any) -> Any:
             raise KeyboardInterrupt
 

@@ -39,6 +39,19 @@ def test_text_that_repeats_itself_takes_fewer_steps(base: LLM) -> None:
     assert _tokens(quick, [again], _greedy(60)) == expected
     steps = plain.engine.stats().num_steps - before[0], quick.engine.stats().num_steps - before[1]
     assert steps[1] <= steps[0]
+    stats = quick.engine.stats()
+    assert stats.num_draft_tokens >= stats.num_accepted_tokens > 0
+    assert plain.engine.stats().num_draft_tokens == 0
+
+
+def test_drafts_are_counted(base: LLM) -> None:
+    """Steps and accepted tokens make up what was generated; a token behind a rejected one is not accepted."""
+    llm = _other(base, kv_cache_tokens=1024, num_speculative_tokens=3)
+    prompt = tiny_models.prompts((9,))[0] * 4
+    (tokens,) = _tokens(llm, [prompt], _greedy(40))
+    stats = llm.engine.stats()
+    assert stats.num_steps + stats.num_accepted_tokens == len(tokens) == 40
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens <= 3 * stats.num_steps
 
 
 def test_speculation_on_a_pool_that_runs_dry(base: LLM, ahead: bool) -> None:

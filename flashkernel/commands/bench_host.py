@@ -22,15 +22,15 @@ def bench_host(
     """Times the host side of public functions, and on a GPU of CUDA C++ launches; exits 1 if a result is wrong."""
     with progress.report_errors():
         from flashkernel.core import roofline
-        from flashkernel.lab import host, launch_cost, selection
+        from flashkernel.lab import host, host_cases, launch_cost, selection
         from flashkernel.lab.results import ResultsFile
 
         target = selection.device(device)
         wanted = {op.name for op in selection.operators(names)}
-        known = [*host.CASES, *(() if target.type == "cpu" else launch_cost.CASES)]
+        known = [*host_cases.CASES, *(() if target.type == "cpu" else launch_cost.CASES)]
         chosen = _matching(only, [case.name for case in known])
-        cases = [case for case in host.CASES if case.op in wanted and case.name in chosen]
-        launches = [case for case in known[len(host.CASES) :] if case.op in wanted and case.name in chosen]
+        cases = [case for case in host_cases.CASES if case.op in wanted and case.name in chosen]
+        launches = [case for case in known[len(host_cases.CASES) :] if case.op in wanted and case.name in chosen]
     records: list[Record] = []
     if target.type == "cpu":
         progress.log(

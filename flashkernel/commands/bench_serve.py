@@ -16,6 +16,7 @@ from flashkernel.commands.options import AnyDevice, Commit, ModelDtype, Save
 from flashkernel.lab import progress
 
 if TYPE_CHECKING:
+    from flashkernel.lab.engine_options import EngineOptions
     from flashkernel.lab.serve_records import ServeRecord
     from flashkernel.lab.serving import Load, Timeline
 
@@ -68,6 +69,18 @@ def serve(
     vocab_size: Annotated[int, typer.Option(min=2, help="A server's prompts are tokens below it.")] = 32000,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that the engine computes at the same time.")] = 256,
     kv_cache_tokens: Annotated[int | None, typer.Option(help="Size of the engine's KV cache, in tokens.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="The engine's weights: int4, int8, fp8, mxfp4 or plain. Of a server: what it has."),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(help="The engine's keys and values: int8, float8_e4m3fn, ... Of a server: what it has."),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens that prompt look-up drafts, at --temperature 0. Of a server: what it has."),
+    ] = None,
     dtype: ModelDtype = None,
     device: AnyDevice = None,
     save: Save = None,
@@ -77,11 +90,18 @@ def serve(
     """Serve loads of requests: tokens/s, time to first token, between tokens and in all, goodput against the rate."""
     with progress.report_errors():
         from flashkernel.lab import serve_records, serving
+        from flashkernel.lab.engine_options import EngineOptions
 
+        chosen = EngineOptions(quantization, kv_cache_dtype, num_speculative_tokens or None)
+        if base_url is None and peer_file is None:
+            chosen.checked()
+            if chosen.num_speculative_tokens and temperature:
+                raise ValueError("bench serve: prompt look-up drafts for greedy requests alone; give --temperature 0")
         loads = _loads(load, lengths, prompts, answers, requests)
         limits = {name: value for name, value in (("ttft", ttft_limit), ("itl", itl_limit)) if value is not None}
         if peer_file is not None:
-            _import(peer_file, model, implementation or "vllm", dtype or "bfloat16", peer_version, save, device, commit)
+            facts_of_peer = {"model": model, "implementation": implementation or "vllm", "dtype": dtype or "bfloat16"}
+            _import(peer_file, {**facts_of_peer, **chosen.fields()}, peer_version, save, device, commit)
             return
         rates = _rates(loads, rate or [], rate_share or [], rate_of, model, save)
     records: list[ServeRecord] = []
@@ -89,13 +109,13 @@ def serve(
         with progress.report_errors():
             bar.describe("starting")
             if base_url is None:
-                options = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
-                run, facts, where = _engine(model, device, dtype, temperature, options, bar)
+                sizes = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
+                run, facts, where = _engine(model, device, dtype, temperature, sizes, chosen, bar)
             else:
                 server = serving.Server(base_url, served_model_name or model, api_key, vocab_size)
                 asked = (base_url, model, implementation, dtype, peer_version, api_key)
                 run, where = lambda load, rate: server.run(load, rate, temperature), device or ""
-                facts = partial(_server_facts, *asked)
+                facts = partial(_server_facts, chosen, *asked)
             file = _file(save, where or None, commit)
         bar.describe("serving")
         for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
@@ -137,6 +157,7 @@ def _rates(
 
 
 def _server_facts(
+    chosen: EngineOptions,
     base_url: str,
     model: str,
     implementation: str | None,
@@ -148,6 +169,7 @@ def _server_facts(
     from flashkernel.lab import serve_import
 
     facts: dict[str, Any] = {"model": model, "implementation": implementation or base_url, "dtype": dtype or ""}
+    facts |= chosen.fields()
     if implementation == "engine":
         return {**facts, "kind": "backend", **serve_import.engine_counts(base_url, api_key)}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -157,9 +179,7 @@ def _server_facts(
 
 def _import(
     path: Path,
-    model: str,
-    implementation: str,
-    dtype: str,
+    facts: dict[str, Any],
     version: str | None,
     save: Path | None,
     device: str | None,
@@ -168,7 +188,7 @@ def _import(
     """Puts what another engine measured beside our own records of the same loads."""
     from flashkernel.lab import results, selection, serve_import, serve_records
 
-    records = serve_import.read_peer_file(path, model, implementation, dtype, version)
+    records = serve_import.read_peer_file(path, version=version, **facts)
     if save is None:
         typer.echo(serve_records.table(records))
         return
@@ -176,7 +196,7 @@ def _import(
     if not (save / "serve.json").exists():
         header = results.describe_run(selection.hardware(device).name, {}, commit)
     found = serve_import.add_to_file(save / "serve.json", records, header)
-    progress.log(f"{path}: {len(records)} records of {implementation} are now in {save / 'serve.json'}")
+    progress.log(f"{path}: {len(records)} records of {facts['implementation']} are now in {save / 'serve.json'}")
     typer.echo(serve_records.table(found))
 
 
@@ -202,7 +222,13 @@ def _bounds(name: str, text: str) -> tuple[int, int]:
 
 
 def _engine(
-    model: str, device: str | None, dtype: str | None, temperature: float, options: dict[str, Any], bar: progress.Bar
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    temperature: float,
+    sizes: dict[str, Any],
+    chosen: EngineOptions,
+    bar: progress.Bar,
 ) -> tuple[Serve, Callable[[], dict[str, Any]], str]:
     """An engine in this process: how it serves, the facts of its records, and its device."""
     from flashkernel.core import build_counter
@@ -222,7 +248,7 @@ def _engine(
         weights = dummy_transformer(generation.MODELS[key], target, kind, **shape)
     began = time.monotonic()
     more: dict[str, Any] = {} if model in generation.SHAPES else {"device": str(target), "dtype": dtype}
-    llm = LLM(weights, start_progress=on_start, enable_prefix_caching=False, **more, **options)
+    llm = LLM(weights, start_progress=on_start, enable_prefix_caching=False, **more, **sizes, **chosen.fields())
     start_s = time.monotonic() - began
     built = build_counter.counts()
     progress.log(
@@ -230,14 +256,22 @@ def _engine(
         f"{llm.engine.stats().compiled_at_start} kernels were compiled, and {built.loaded} loaded from caches"
     )
 
+    before = [llm.engine.stats()]  # of the load that is served
+
+    def run(load: Load, rate: float | None) -> list[Timeline]:
+        before[0] = llm.engine.stats()
+        return serving.run_engine(llm, load, rate, temperature)
+
     def facts() -> dict[str, Any]:
         stats = llm.engine.stats()
+        drafted = stats.num_draft_tokens - before[0].num_draft_tokens
+        accepted = stats.num_accepted_tokens - before[0].num_accepted_tokens
         name = str(llm.model.dtype).removeprefix("torch.")
         return {"model": model, "implementation": "engine", "kind": "backend", "dtype": name, "start_s": start_s,
-                "compiled_at_start": stats.compiled_at_start,
-                "compiled_in_service": stats.compiled_in_service}  # fmt: skip
+                "compiled_at_start": stats.compiled_at_start, "compiled_in_service": stats.compiled_in_service,
+                **chosen.fields(), "accepted": accepted / drafted if drafted else None}  # fmt: skip
 
-    return lambda load, rate: serving.run_engine(llm, load, rate, temperature), facts, str(target)
+    return run, facts, str(target)
 
 
 def _file(save: Path | None, device: str | None, commit: str | None) -> Any:

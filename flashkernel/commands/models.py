@@ -111,32 +111,53 @@ def e2e(
     rounds: Annotated[
         int, typer.Option(min=1, help="Measure all runners this often, alternately: a busy host slows them alike.")
     ] = 1,
+    prompt_period: Annotated[
+        int | None, typer.Option(min=1, help="Prompts repeat themselves after so many tokens; by default they do not.")
+    ] = None,
+    quantization: Annotated[
+        list[str] | None,
+        typer.Option(help="The engine's weights: plain, int4, int8, fp8 or mxfp4; repeatable, measured in turns."),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        list[str] | None, typer.Option(help="The engine's keys and values: int8, float8_e4m3fn, ...; repeatable.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens that prompt look-up drafts in the engine; 0: none; repeatable.")
+    ] = None,
     dtype: ModelDtype = None,
     device: OnDevice = None,
     save: Save = None,
     commit: Commit = None,
     format: Formatted = Format.table,
 ) -> None:
-    """Generate with whole models, in the engine, Transformers and llama.cpp: first token, tokens/s, memory, energy."""
+    """Generate with whole models, in the engine, Transformers and llama.cpp: first token, tokens/s, memory, energy.
+
+    Example: flashkernel e2e --model llama-3.1-8b --runner engine --quantization plain --quantization int4 --rounds 2
+    """
     with progress.report_errors():
         import torch
 
         from flashkernel.core import device as devices
         from flashkernel.core import roofline
-        from flashkernel.lab import generation, generation_tables, runners, selection
+        from flashkernel.lab import engine_options, generation, generation_tables, runners, selection
         from flashkernel.lab.results import ResultsFile
 
         target = selection.device(device)
         names = selection.known_names("runner", runner or runners.DEFAULTS, generation.RUNNERS)
         models = selection.known_names("model", model, generation.NAMES) if model else generation.DEFAULTS
         kind = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(devices.properties(target))])[0]
-        work = generation.Workload([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new, rounds)
+        work = generation.Workload([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new, rounds, prompt_period)
+        engines = engine_options.combinations(
+            quantization or [], kv_cache_dtype or [], num_speculative_tokens or [], str(kind).removeprefix("torch.")
+        )
+        if engines != [runners.DEFAULT_OPTIONS] and "engine" not in names:
+            raise ValueError("e2e: these options are of the engine, and --runner leaves it out")
     if target.type == "cpu":
         _warn_of_cpu(work)
     records: list[GenerationRecord] = []
     unavailable: list[str] = []
     ceilings: Ceilings | None = None
-    total = len(models) * len(names) * len(work.batches) * rounds
+    total = len(models) * len(generation.contenders_of(names, engines)) * len(work.batches) * rounds
     with progress.progress_bar(total) as bar, progress.keep_results() as stopped:
         bar.describe("measuring memory bandwidth")
         ceilings = roofline.ceilings(target, [])
@@ -157,7 +178,7 @@ def e2e(
                 unavailable.append(name)
                 bar.advance(total // len(models))
                 continue
-            for record in generation.measure(found, names, work, ceilings.copy_tbs, on_progress):
+            for record in generation.measure(found, names, work, ceilings.copy_tbs, on_progress, engines):
                 records = [one for one in records if one.key != record.key] + [record]
                 bar.advance()
                 if file is not None:

@@ -78,6 +78,8 @@ class EngineStats:
         warm_up_s: Seconds that `warm_up` took.
         compiled_at_start: Kernels that were compiled for `warm_up`, by worker processes too; above 0 the caches on disk
             did not have all of them.
+        num_draft_tokens: Tokens that prompt look-up drafted and a step checked.
+        num_accepted_tokens: Of those, tokens that were kept.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -102,6 +104,8 @@ class EngineStats:
     compiled_in_service: int = 0
     warm_up_s: float = 0.0
     compiled_at_start: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class LLMEngine:
@@ -150,7 +154,7 @@ class LLMEngine:
         if tokenizer is not None:
             config = runner.model.config
             self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
-        self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps"), 0)
+        self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps", "drafted", "accepted"), 0)
 
     def warm_up(self, progress: Progress = lambda what, done, total: None, compiled_before: int = 0) -> None:
         """Compiles all kernels and captures all graphs, before the first request.
@@ -278,6 +282,8 @@ class LLMEngine:
             compiled_in_service=build_counter.counts().total - self._builds.total,
             warm_up_s=self._warm_up_s,
             compiled_at_start=self._compiled_at_start,
+            num_draft_tokens=counts["drafted"],
+            num_accepted_tokens=counts["accepted"],
         )
 
     def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
@@ -353,13 +359,15 @@ class LLMEngine:
             if sequence.finish_reason is None:
                 self.scheduler.accept(sequence)
 
-    @staticmethod
-    def _follows(sequence: Sequence, assumed: int | None) -> bool:
-        """Whether a sample counts: the tokens of a draft before it were all right."""
+    def _follows(self, sequence: Sequence, assumed: int | None) -> bool:
+        """Whether a sample counts: the tokens of a draft before it were all right. Counts the draft's tokens."""
         if assumed is None:
             sequence.draft_rejected = False
-        elif sequence.token_ids[-1] != assumed:
+            return True
+        if sequence.token_ids[-1] != assumed:
             sequence.draft_rejected = True
+        self._counts["drafted"] += 1
+        self._counts["accepted"] += not sequence.draft_rejected
         return not sequence.draft_rejected
 
     def _append_alone(

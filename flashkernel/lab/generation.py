@@ -23,13 +23,24 @@ from torch import Tensor
 from flashkernel.core.shapes import MODELS
 from flashkernel.engine import LLM, hub
 from flashkernel.engine.dummy_weights import dummy_transformer
+from flashkernel.engine.llm import KV_CACHE_DTYPES
 from flashkernel.engine.transformer import Transformer
 from flashkernel.lab.bench import free_memory
 from flashkernel.lab.energy import EnergyMeter
+from flashkernel.lab.engine_options import EngineOptions
 from flashkernel.lab.hf_equivalent import build_hf_equivalent
 from flashkernel.lab.packages import MissingPackageError
 from flashkernel.lab.results import GenerationRecord
-from flashkernel.lab.runners import RUNNERS, Generate, Run, Runner, UnsupportedError, synchronize
+from flashkernel.lab.runners import (
+    DEFAULT_OPTIONS,
+    RUNNERS,
+    Generate,
+    Run,
+    Runner,
+    UnsupportedError,
+    engine_with,
+    synchronize,
+)
 
 SMOLLM2, SHIPPED = "smollm2-135m", "smollm2"
 # name -> (key of MODELS, options where the model differs from a Llama with tied embeddings)
@@ -45,6 +56,7 @@ MIN_RUNS, MAX_RUNS, MIN_SECONDS = 2, 8, 1.5  # runs are repeated until MIN_SECON
 CHECKED = 2  # sequences of a batch that are checked against Transformers
 # Largest gap of a right token's logit below the argmax, in standard deviations of the logits; wrong tokens: 2 to 5.
 MAX_LOGIT_GAP = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
+MAX_LOGIT_GAP_KV = 0.6  # with keys and values in 8 bits, which Transformers' own are not
 
 
 @dataclass(frozen=True)
@@ -56,12 +68,30 @@ class Workload:
         prompt: tokens of each prompt.
         new: tokens generated for each sequence.
         rounds: how often all runners are measured, one after another; a busy host then slows all of them alike.
+        period: tokens after which prompts repeat themselves; None: they do not.
     """
 
     batches: Sequence[int]
     prompt: int
     new: int
     rounds: int = 1
+    period: int | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A runner, with options if it is the engine."""
+
+    name: str
+    options: EngineOptions = DEFAULT_OPTIONS
+
+    @property
+    def runner(self) -> Runner:
+        return engine_with(self.options) if self.name == "engine" else RUNNERS[self.name]
+
+    @property
+    def label(self) -> str:
+        return self.options.named(self.name)
 
 
 class BenchModel:
@@ -79,40 +109,53 @@ class BenchModel:
         plain = self.model if self.gguf is None else _build(SMOLLM2, self.device, self.dtype)
         return build_hf_equivalent(plain)
 
-    def prompts(self, batch: int, length: int) -> Tensor:
-        """Random token ids, int64 [batch, length]."""
+    def prompts(self, batch: int, length: int, period: int | None = None) -> Tensor:
+        """Random token ids, int64 [batch, length], which repeat themselves after `period` tokens."""
         generator = torch.Generator().manual_seed(batch)
-        return torch.randint(1, self.model.config.vocab_size, (batch, length), generator=generator)
+        drawn = torch.randint(1, self.model.config.vocab_size, (batch, period or length), generator=generator)
+        return drawn if period is None else drawn.repeat(1, -(-length // period))[:, :length]
 
-    @property
-    def max_logit_gap(self) -> float:
+    def max_logit_gap(self, options: EngineOptions = DEFAULT_OPTIONS) -> float:
         """Largest `logit_gap` of right tokens. Products of quantized weights round x to 8 bits, as bfloat16 does."""
-        return MAX_LOGIT_GAP[torch.bfloat16 if self.gguf is not None else self.dtype]
+        if options.kv_cache_dtype is not None and KV_CACHE_DTYPES[options.kv_cache_dtype].itemsize == 1:
+            return MAX_LOGIT_GAP_KV
+        return MAX_LOGIT_GAP[torch.bfloat16 if self.gguf is not None or options.quantization else self.dtype]
 
-    def logit_gap(self, prompts: Tensor, tokens: Tensor) -> float:
+    def logit_gap(self, prompts: Tensor, tokens: Tensor, hf_model: Any = None) -> float:
         """Largest distance of a token's logit below the argmax, in standard deviations of the logits.
 
         Args:
             prompts: [batch, prompt] token ids.
             tokens: [batch, new] generated token ids, which follow the prompts.
+            hf_model: a Transformers model with the weights that generated them; None: the model's own.
         """
         ids = torch.cat((prompts, tokens), 1)[:CHECKED].to(self.device)
         with torch.inference_mode():
-            logits = self.hf_model(
+            logits = (self.hf_model if hf_model is None else hf_model)(
                 input_ids=ids[:, :-1], logits_to_keep=tokens.shape[1], use_cache=False
             ).logits.float()  # [sequences, new, vocab]
         chosen = logits.gather(2, ids[:, -tokens.shape[1] :, None])[..., 0]  # [sequences, new]
         return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
 
-    def step_bytes(self, batch: int, length: int) -> int:
-        """Bytes that a decoding step must read: all weights but the embedding tables, and the K and V of all tokens."""
+    def step_bytes(
+        self, batch: int, length: int, nbytes: int | None = None, options: EngineOptions = DEFAULT_OPTIONS
+    ) -> int:
+        """Bytes that a decoding step must read: all weights but the embedding tables, and the K and V of all tokens.
+
+        Args:
+            batch: sequences.
+            length: tokens of each.
+            nbytes: bytes of the weights; None: the model's own.
+            options: of the engine, which may store K and V in fewer bits.
+        """
         config, top = self.model.config, self.model.weights
         tables = [] if config.tie_word_embeddings else [top.embedding]
         tables += [] if top.position_embedding is None else [top.position_embedding]
-        weights = self.model.nbytes - sum(table.nbytes for table in tables)
-        return (
-            weights + 2 * batch * length * config.num_layers * config.kv_heads * config.head_dim * self.dtype.itemsize
-        )
+        weights = (self.model.nbytes if nbytes is None else nbytes) - sum(table.nbytes for table in tables)
+        kv_dtype = self.dtype if options.kv_cache_dtype is None else KV_CACHE_DTYPES[options.kv_cache_dtype]
+        scales = 8 if kv_dtype in (torch.int8, torch.float8_e4m3fn) else 0  # of K and of V, in float32
+        head = 2 * config.head_dim * kv_dtype.itemsize + scales
+        return weights + batch * length * config.num_layers * config.kv_heads * head
 
 
 def _build(name: str, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -141,6 +184,7 @@ class Measured:
     joules: float | None = 0.0  # None once a round had no energy meter
     logit_gap: float | None = 0.0  # None where tokens could not be checked
     unchecked: str = ""  # why not
+    weight_bytes: int | None = None  # None: the model's own
 
 
 def measure(
@@ -149,6 +193,7 @@ def measure(
     work: Workload,
     copy_tbs: float,
     on_progress: Callable[[str], None] = lambda text: None,
+    engines: Sequence[EngineOptions] = (DEFAULT_OPTIONS,),
 ) -> Iterator[GenerationRecord]:
     """Yields a record for each runner and batch, again in every round; a runner that cannot run has an `error`.
 
@@ -158,31 +203,40 @@ def measure(
         work: batches, prompt length, new tokens, rounds.
         copy_tbs: measured copy bandwidth in TB/s, for the `floor` of the records.
         on_progress: called with what is about to be measured.
+        engines: the options that the engine is measured with, in turn.
     """
-    measured: dict[tuple[str, int], Measured | str] = {}  # or the reason why nothing was measured
+    contenders = contenders_of(names, engines)
+    measured: dict[tuple[Contender, int], Measured | str] = {}  # or the reason why nothing was measured
     for round_index in range(work.rounds):
         which = f" (round {round_index + 1} of {work.rounds})" if work.rounds > 1 else ""
-        for name in names:
-            runner, loaded, reason = RUNNERS[name], None, None
-            on_progress(f"{model.name} {name}{which}: loading")
+        for contender in contenders:
+            loaded, reason = None, None
+            on_progress(f"{model.name} {contender.label}{which}: loading")
             try:
-                loaded = runner.load(model.model, model.gguf)
+                loaded = contender.runner.load(model.model, model.gguf)
             except Exception as error:  # a runner that cannot load must not end the others
                 reason = _first_line(error)
             for batch in work.batches:
-                describe = partial(_describe, on_progress, f"{model.name} {name} batch {batch}{which}")
-                so_far = measured.setdefault((name, batch), Measured())
+                describe = partial(_describe, on_progress, f"{model.name} {contender.label} batch {batch}{which}")
+                so_far = measured.setdefault((contender, batch), Measured())
                 if reason is not None:
-                    measured[name, batch] = reason
+                    measured[contender, batch] = reason
                 elif isinstance(so_far, Measured):
                     try:
-                        _measure_runs(so_far, model, runner, loaded, batch, work, describe)
+                        _measure_runs(so_far, model, contender, loaded, batch, work, describe)
                     except Exception as error:
-                        measured[name, batch] = _first_line(error)
-                yield _record(model, name, batch, work, measured[name, batch], copy_tbs)
+                        measured[contender, batch] = _first_line(error)
+                yield _record(model, contender, batch, work, measured[contender, batch], copy_tbs)
                 free_memory(model.device)
             del loaded
             free_memory(model.device)
+
+
+def contenders_of(names: Sequence[str], engines: Sequence[EngineOptions]) -> list[Contender]:
+    """The runners of these names, the engine once for each of its options."""
+    return [
+        Contender(name, options) for name in names for options in (engines if name == "engine" else [DEFAULT_OPTIONS])
+    ]
 
 
 def _describe(on_progress: Callable[[str], None], head: str, phase: str) -> None:
@@ -192,17 +246,19 @@ def _describe(on_progress: Callable[[str], None], head: str, phase: str) -> None
 def _measure_runs(
     measured: Measured,
     model: BenchModel,
-    runner: Runner,
+    contender: Contender,
     loaded: Any,
     batch: int,
     work: Workload,
     describe: Callable[[str], None],
 ) -> None:
     """Times one runner on one batch; adds to what was measured in earlier rounds."""
-    prompts, on_gpu = model.prompts(batch, work.prompt), model.device.type == "cuda"
+    prompts, on_gpu = model.prompts(batch, work.prompt, work.period), model.device.type == "cuda"
+    quantized = loaded if contender.options.quantization else None
+    measured.weight_bytes = None if quantized is None else quantized.nbytes
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
     describe("warm-up")
-    generate: Generate = runner.start(loaded, batch, work.prompt, work.new)
+    generate: Generate = contender.runner.start(loaded, batch, work.prompt, work.new)
     generate(prompts, min(WARM_UP_TOKENS, work.new))
     if on_gpu:  # the first full run is discarded
         generate(prompts, work.new)
@@ -216,14 +272,16 @@ def _measure_runs(
             describe(f"run {len(runs) + 1}, {work.prompt} + {work.new} tokens")
             runs.append(generate(prompts, work.new))
     if on_gpu:
-        peak = torch.cuda.max_memory_allocated(model.device) - before + model.model.nbytes
+        peak = torch.cuda.max_memory_allocated(model.device) - before
+        peak += model.model.nbytes if measured.weight_bytes is None else measured.weight_bytes
         measured.peak_bytes = max(measured.peak_bytes or 0, peak)
     del generate
     measured.runs += runs
     measured.joules = None if measured.joules is None or meter.joules is None else measured.joules + meter.joules
     describe("checking tokens against Transformers")
     try:
-        gaps = [measured.logit_gap or 0.0, *(model.logit_gap(prompts, run.tokens) for run in runs[:MIN_RUNS])]
+        same = None if quantized is None else build_hf_equivalent(quantized)
+        gaps = [measured.logit_gap or 0.0, *(model.logit_gap(prompts, run.tokens, same) for run in runs[:MIN_RUNS])]
     except MissingPackageError as error:
         measured.logit_gap, measured.unchecked = None, str(error)
     else:
@@ -231,19 +289,23 @@ def _measure_runs(
 
 
 def _record(
-    model: BenchModel, name: str, batch: int, work: Workload, measured: Measured | str, copy_tbs: float
+    model: BenchModel, contender: Contender, batch: int, work: Workload, measured: Measured | str, copy_tbs: float
 ) -> GenerationRecord:
+    options = contender.options
     common: dict[str, Any] = {
-        "model": model.name, "implementation": name, "kind": RUNNERS[name].kind,
+        "model": model.name, "implementation": contender.name, "kind": contender.runner.kind,
         "dtype": str(model.dtype).removeprefix("torch."), "batch": batch, "prompt": work.prompt, "new": work.new,
+        "period": work.period, **options.fields(),
     }  # fmt: skip
     if isinstance(measured, str):
         return GenerationRecord(**common, correct=False, error=measured)
     runs, gap = measured.runs, measured.logit_gap
-    correct = None if gap is None else gap <= model.max_logit_gap  # a NaN is wrong
+    correct = None if gap is None else gap <= model.max_logit_gap(options)  # a NaN is wrong
     note = measured.unchecked if gap is None else f"a token is {gap:.2f} standard deviations below the likeliest one"
-    step_s = statistics.median(statistics.mean(run.steps_s) for run in runs)
-    floor_s = model.step_bytes(batch, work.prompt + work.new // 2) / (copy_tbs * 1e12)
+    step_s = statistics.median(run.seconds_per_token for run in runs)
+    length = work.prompt + work.new // 2
+    floor_s = model.step_bytes(batch, length, measured.weight_bytes, options) / (copy_tbs * 1e12)
+    drafted = sum(run.drafted for run in runs)
     return GenerationRecord(
         **common,
         correct=correct,
@@ -254,6 +316,7 @@ def _record(
         peak_bytes=measured.peak_bytes,
         joules_per_token=None if measured.joules is None else measured.joules / (batch * work.new * len(runs)),
         note=None if correct else note,
+        accepted=sum(run.accepted for run in runs) / drafted if drafted else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashkernel.lab.engine_options import options_of
 from flashkernel.lab.results import GenerationRecord
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ def _speed(record: GenerationRecord) -> str:
 SPEEDS = (
     Quantity("decode, tokens/s", lambda record: record.tokens_per_s, _speed, more=True),
     Quantity("first token, ms", lambda record: record.ttft_ms, lambda record: number(record.ttft_ms)),
+    Quantity(
+        "drafts accepted",
+        lambda record: record.accepted,
+        lambda record: "" if record.accepted is None else f"{record.accepted:.0%}",
+        more=True,
+    ),
 )
 STEP = Quantity("ms/token", lambda record: record.ms_per_token, lambda record: number(record.ms_per_token))
 COSTS = (
@@ -49,9 +56,12 @@ COSTS = (
 
 
 def columns(records: Iterable[GenerationRecord]) -> list[str]:
-    """The runners' names: the engine, then our other runners, then the baselines."""
-    ordered = sorted(records, key=lambda record: (record.kind != "backend", record.implementation != "engine"))
-    return list(dict.fromkeys(record.implementation for record in ordered))
+    """The runners' names with their options: the engine, then our other runners, then the baselines."""
+    ordered = sorted(
+        records,
+        key=lambda record: (record.kind != "backend", record.implementation != "engine", options_of(record).label),
+    )
+    return list(dict.fromkeys(record.runner for record in ordered))
 
 
 def rich_table(records: Sequence[GenerationRecord], device: str = "", ceilings: Ceilings | None = None) -> Table:
@@ -61,7 +71,7 @@ def rich_table(records: Sequence[GenerationRecord], device: str = "", ceilings: 
     names = columns(records)
     first = records[0]
     where = f" on {device}" if device else ""
-    title = f"generation{where}: prompts of {first.prompt} tokens, {first.new} new tokens"
+    title = f"generation{where}: {lengths(first)} tokens"
     bandwidth = f" (copy bandwidth {ceilings.copy_tbs * 1e3:.3g} GB/s)" if ceilings else ""
     table = Table(
         "model", "batch", "dtype", "quantity", title=title, title_justify="left",
@@ -96,9 +106,15 @@ def markdown(records: Sequence[GenerationRecord], quantities: Sequence[Quantity]
     return "\n".join(lines)
 
 
+def lengths(record: GenerationRecord) -> str:
+    """What a record generated: "prompts of 512 tokens, 128 new"."""
+    repeats = "" if record.period is None else f" that repeat every {record.period}"
+    return f"prompts of {record.prompt} tokens{repeats}, {record.new} new"
+
+
 def line(record: GenerationRecord) -> str:
     """One record in a line of a log."""
-    head = f"e2e {record.case} {record.dtype} {record.implementation}: "
+    head = f"e2e {record.case} {record.dtype} {record.runner}: "
     if record.error:
         return head + record.error
     parts = [f"{quantity.name} {quantity.text(record)}" for quantity in (*SPEEDS, *COSTS) if quantity.text(record)]
@@ -108,7 +124,7 @@ def line(record: GenerationRecord) -> str:
 def failure_messages(records: Iterable[GenerationRecord]) -> list[str]:
     """Why runners could not run, were wrong or were not checked, a line each."""
     return [
-        f"e2e {record.case} {record.implementation}: " + (record.error or _why_not_comparable(record))
+        f"e2e {record.case} {record.runner}: " + (record.error or _why_not_comparable(record))
         for record in records
         if not record.comparable
     ]
@@ -122,16 +138,17 @@ def _rows(
     records: Sequence[GenerationRecord], names: Sequence[str], quantities: Sequence[Quantity]
 ) -> Iterable[tuple[list[str], Mapping[str, GenerationRecord], str | None]]:
     """(cells, records by runner, name of the best runner) of each row that is not empty."""
-    grouped: dict[tuple[str, int, str, int, int], dict[str, GenerationRecord]] = {}
+    grouped: dict[tuple[str, int, str, int, int, int | None], dict[str, GenerationRecord]] = {}
     models = list(dict.fromkeys(record.model for record in records))
     for record in sorted(records, key=lambda record: (models.index(record.model), record.batch)):
-        key = (record.model, record.batch, record.dtype, record.prompt, record.new)
-        grouped.setdefault(key, {})[record.implementation] = record
+        key = (record.model, record.batch, record.dtype, record.prompt, record.new, record.period)
+        grouped.setdefault(key, {})[record.runner] = record
     for key, mine in grouped.items():
         for quantity in quantities:
             texts = [_cell(mine.get(name), quantity) for name in names]
             if any(texts):
-                head = [key[0], str(key[1]), key[2], quantity.name]
+                repeats = "" if key[5] is None else f", repeats every {key[5]}"
+                head = [key[0] + repeats, str(key[1]), key[2], quantity.name]
                 yield [*head, *texts, _ratio(mine, names, quantity)], mine, _best(mine.values(), quantity)
 
 
@@ -147,7 +164,7 @@ def _cell(record: GenerationRecord | None, quantity: Quantity) -> str:
 
 
 def _values(records: Iterable[GenerationRecord], quantity: Quantity) -> dict[str, float]:
-    found = {record.implementation: quantity.value(record) for record in records if record.comparable}
+    found = {record.runner: quantity.value(record) for record in records if record.comparable}
     return {name: value for name, value in found.items() if value}
 
 

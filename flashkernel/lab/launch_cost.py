@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flashkernel.core import replay_switch
-from flashkernel.lab import host
+from flashkernel.lab import host, host_cases
 from flashkernel.lab.host_tables import CUDA, NO_REPLAY, OP, TRITON
 from flashkernel.lab.results import Record
 from flashkernel.lab.training import statistics
@@ -24,12 +24,12 @@ from flashkernel.ops import registry
 
 CASES = tuple(
     replace(case, name=f"launch-{case.name}")
-    for case in host.CASES
+    for case in host_cases.CASES
     if case.name in ("softmax", "sum", "rope", "linear-1", "linear-64", "attention-causal", "decode_attention")
 )
 
 
-def measure(cases: Sequence[host.Case], device: torch.device) -> Iterator[list[Record]]:
+def measure(cases: Sequence[host_cases.Case], device: torch.device) -> Iterator[list[Record]]:
     """Yields the records of each case: forward calls by CUDA C++ and by Triton."""
     dtype = host.dtype_of(device)
     for case in cases:
@@ -43,16 +43,16 @@ def measure(cases: Sequence[host.Case], device: torch.device) -> Iterator[list[R
         ]
 
 
-def _by(backend: str, call: host.Call) -> host.Call:
+def _by(backend: str, call: host_cases.Call) -> host_cases.Call:
     return replace(call, function=partial(call.function, backend=backend))
 
 
-def _step(call: host.Call) -> Callable[[], Any]:
+def _step(call: host_cases.Call) -> Callable[[], Any]:
     return host.make_step(lambda *given: call.function(*given, **call.options()), call.tensors, "fwd")
 
 
 def _records(
-    case: host.Case, direction: str, settings: Callable[[], Any], steps: dict[str, Callable[[], Any]],
+    case: host_cases.Case, direction: str, settings: Callable[[], Any], steps: dict[str, Callable[[], Any]],
     wrong: dict[str, str | None], dtype: str, device: torch.device,
 ) -> list[Record]:  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in steps}

@@ -121,7 +121,8 @@ def _generation(figure: Any, records: Sequence[GenerationRecord]) -> None:
     groups: dict[str, dict[str, GenerationRecord]] = {}
     for record in records:
         label = f"{record.model} {record.dtype}, batch {record.batch}\n{record.prompt} + {record.new} tokens"
-        groups.setdefault(label, {})[record.implementation] = record
+        label += "" if record.period is None else f", repeats every {record.period}"
+        groups.setdefault(label, {})[record.runner] = record
     left, right = _two_axes(figure, len(groups) * (len(names) + 1))
     quantities: list[tuple[Any, str, str, Callable[[GenerationRecord], float | None]]] = [
         (left, "tokens/s", "decoding, whole batch", lambda record: record.tokens_per_s),
@@ -143,10 +144,8 @@ def _serving(figure: Any, records: Sequence[ServeRecord]) -> None:
     figure.set_size_inches(15 if at_rates else 10, bars + (5.0 if at_rates else 0.0))
     if at_once:
         labels = list(dict.fromkeys(f"{record.model} {record.load} {record.pass_name}" for record in at_once))
-        names = list(dict.fromkeys(record.implementation for record in at_once))
-        found = {
-            (f"{record.model} {record.load} {record.pass_name}", record.implementation): record for record in at_once
-        }
+        names = list(dict.fromkeys(record.runner for record in at_once))
+        found = {(f"{record.model} {record.load} {record.pass_name}", record.runner): record for record in at_once}
         series = {
             name: [found[label, name].out_tokens_per_s if (label, name) in found else None for label in labels]
             for name in names
@@ -172,7 +171,7 @@ def _serving_at_rates(figure: Any, records: Sequence[ServeRecord]) -> None:
         for record in records:
             found = value(record)
             if found is not None:
-                label = f"{record.model} {record.load} {record.implementation} {record.pass_name}"
+                label = f"{record.model} {record.load} {record.runner} {record.pass_name}"
                 lines.setdefault(label, []).append((record.rate or 0.0, found))
         for label, points in lines.items():
             axes.plot(*zip(*sorted(points)), marker="o", label=label)

@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flashkernel.lab.engine_options import options_of
 from flashkernel.lab.profile_records import Measured, ProfileRecord
 from flashkernel.lab.serve_records import ServeRecord
 
@@ -96,15 +97,26 @@ class GenerationRecord:
     joules_per_token: float | None = None  # per generated token; includes the prompt's energy
     note: str | None = None
     error: str | None = None
+    quantization: str | None = None  # of the engine, as `LLM` takes it; None: the weights as they are
+    kv_cache_dtype: str | None = None  # None: `dtype`
+    num_speculative_tokens: int | None = None  # drafted by prompt look-up; None: off
+    accepted: float | None = None  # share of the drafted tokens that were kept
+    period: int | None = None  # tokens after which a prompt repeats itself
 
     @property
     def case(self) -> str:
         return f"{self.model}-batch{self.batch}"
 
     @property
+    def runner(self) -> str:
+        """The implementation with the engine's options: "engine (int4)"."""
+        return options_of(self).named(self.implementation)
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """A later record with the same key replaces this one: runners take minutes, so each is replaced alone."""
-        return self.op, f"{self.case} {self.prompt}+{self.new} {self.implementation}", self.dtype
+        repeats = "" if self.period is None else f" every {self.period}"
+        return self.op, f"{self.case} {self.prompt}+{self.new}{repeats} {self.runner}", self.dtype
 
     @property
     def comparable(self) -> bool:
@@ -122,7 +134,10 @@ class GenerationRecord:
 
 AnyRecord = Record | GenerationRecord
 SavedRecord = Record | GenerationRecord | ProfileRecord | ServeRecord
-_OPTIONAL = ("note", "error", "host_us", "limit_us")  # left out of files where there is none
+_OPTIONAL = (  # left out of files where there is none
+    "note", "error", "host_us", "limit_us", "quantization", "kv_cache_dtype", "num_speculative_tokens", "accepted",
+    "period",
+)  # fmt: skip
 
 
 def _as_dict(record: AnyRecord) -> dict[str, Any]:

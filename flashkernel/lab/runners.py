@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,11 @@ from torch import Tensor
 
 from flashkernel.engine import LLM, SamplingParams
 from flashkernel.engine.transformer import Transformer
+from flashkernel.lab.engine_options import EngineOptions
 from flashkernel.lab.hf_equivalent import build_hf_equivalent
 from flashkernel.lab.packages import require
+
+DEFAULT_OPTIONS = EngineOptions()
 
 
 class UnsupportedError(RuntimeError):
@@ -35,11 +38,21 @@ class Run:
     ttft_s: float  # time until every sequence has its first token
     steps_s: list[float]  # time of each further decoding step
     tokens: Tensor  # [batch, new]
+    decoded: int  # tokens that these steps gave all sequences together
+    drafted: int = 0  # tokens that were drafted
+    accepted: int = 0  # of these, tokens that were kept
 
     @classmethod
-    def of(cls, began: float, times: Sequence[float], tokens: Tensor) -> Run:
-        """From the clock readings at the start and after each token of the batch."""
-        return cls(times[0] - began, [after - before for before, after in pairwise(times)], tokens)
+    def of(cls, began: float, times: Sequence[float], tokens: Tensor, decoded: int | None = None) -> Run:
+        """From the clock readings at the start and after each decoding step, which gave every sequence a token unless
+        `decoded` says how many tokens they gave."""
+        steps = [after - before for before, after in pairwise(times)]
+        return cls(times[0] - began, steps, tokens, tokens.shape[0] * len(steps) if decoded is None else decoded)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Decoding time in which every sequence got a token, on average."""
+        return sum(self.steps_s) * self.tokens.shape[0] / self.decoded
 
 
 Generate = Callable[[Tensor, int], Run]
@@ -58,24 +71,48 @@ class Runner:
     start: Callable[[Any, int, int, int], Generate]
 
 
-def _start_engine(model: Transformer, batch: int, prompt: int, new: int) -> Generate:
+def engine_with(options: EngineOptions) -> Runner:
+    """The engine with these options; the weights are quantized when it is loaded."""
+    if not options.label:
+        return RUNNERS["engine"]
+    load, start = partial(_load_engine, options=options), partial(_start_engine, options=options)
+    return replace(RUNNERS["engine"], load=load, start=start)
+
+
+def _load_engine(model: Transformer, gguf: Path | None, options: EngineOptions) -> Transformer:
+    if options.quantization is None:
+        return model
+    if gguf is not None:
+        raise UnsupportedError("this model is in 4 bits as it is shipped; take --model smollm2-135m to quantize it")
+    return model.quantized(options.quantization)
+
+
+def _start_engine(
+    model: Transformer, batch: int, prompt: int, new: int, options: EngineOptions = DEFAULT_OPTIONS
+) -> Generate:
     """An engine whose KV cache has just the size needed; prompts are prefilled in chunks, as in serving."""
+    drafts = options.num_speculative_tokens or 0
     page = 16 if model.device.type == "cuda" else 64
-    step_tokens = max(8192 if model.device.type == "cuda" else 1024, 2 * batch)
+    step_tokens = max(8192 if model.device.type == "cuda" else 1024, 2 * batch * (1 + drafts))
     early = -(-batch * prompt // (step_tokens - batch)) + 2  # tokens that the first sequences get before the last
     context = prompt + new + early
     longest = model.config.max_position_embeddings
     if context > longest:
         raise UnsupportedError(f"{context} tokens do not fit the model's context of {longest}")
     llm = LLM(
-        model, max_num_seqs=batch, max_num_batched_tokens=step_tokens, max_model_len=context, block_size=page,
-        enable_prefix_caching=False, kv_cache_tokens=batch * (-(-context // page) + 1) * page, warm_up=False,
+        model, max_num_seqs=batch * (1 + drafts),  # a draft takes rows of logits that no sequence has
+        max_num_batched_tokens=step_tokens, max_model_len=context, block_size=page, enable_prefix_caching=False,
+        kv_cache_tokens=batch * (-(-context // page) + 1) * page, kv_cache_dtype=options.kv_cache_dtype,
+        num_speculative_tokens=drafts, warm_up=False,
     )  # fmt: skip
     return partial(_run_engine, llm, early)
 
 
 def _run_engine(llm: LLM, early: int, prompts: Tensor, new: int) -> Run:
-    """Runs engine steps until all sequences have a first token, then `new` - 1 steps in which each gets one more."""
+    """Runs engine steps until all sequences have a first token, then until all have `new`.
+
+    A step gives each sequence a token, or several that were drafted; sequences then end at different steps.
+    """
     engine, params = llm.engine, SamplingParams(max_tokens=new + early, ignore_eos=True)
     given = prompts.tolist()
     began = time.perf_counter()
@@ -86,23 +123,32 @@ def _run_engine(llm: LLM, early: int, prompts: Tensor, new: int) -> Run:
         for event in engine.step():
             if event.token_id is not None and event.request_id in tokens:
                 tokens[event.request_id].append(event.token_id)
-            if event.request_output is not None:
+            if event.request_output is not None and len(tokens[event.request_id]) < new:
                 reason = event.request_output.outputs[0].finish_reason
                 raise RuntimeError(f"a sequence ended early, by {reason}") from engine.failure
 
+    def count() -> int:
+        return sum(map(len, tokens.values()))
+
+    stats = engine.stats()
     try:
         while not all(tokens.values()):
             step()
-        times = [time.perf_counter()]
-        for _ in range(new - 1):
+        times, first = [time.perf_counter()], count()
+        while min(map(len, tokens.values())) < new:
             step()
             times.append(time.perf_counter())
+        decoded, after = count() - first, engine.stats()
     finally:
         for name in names:
             engine.abort_request(name)
         while engine.has_unfinished_requests():
             engine.step()
-    return Run.of(began, times, torch.tensor([tokens[name][:new] for name in names]))
+    run = Run.of(began, times, torch.tensor([tokens[name][:new] for name in names]), decoded)
+    return replace(
+        run, drafted=after.num_draft_tokens - stats.num_draft_tokens,
+        accepted=after.num_accepted_tokens - stats.num_accepted_tokens,
+    )  # fmt: skip
 
 
 class _Clock:

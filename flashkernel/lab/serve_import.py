@@ -20,12 +20,14 @@ ASK_S = 5.0
 SAME = 0.02  # how far tokens/s of a file may be from its seconds and the load's tokens, both rounded
 
 
-def read_peer_file(path: Path, model: str, implementation: str, dtype: str, version: str | None) -> list[ServeRecord]:
+def read_peer_file(
+    path: Path, model: str, implementation: str, dtype: str, version: str | None, **options: Any
+) -> list[ServeRecord]:
     """Records of a file with entries such as `"chat, first": {"s": 12.3, "out_tokens_per_s": 17012.0}`.
 
     The loads must be LOADS, all at once, with lengths drawn as `Load.named` draws them. `"start_s"`, `"version"` and
     `"date"` are read where there are; else the version is `version`, and the date that of the file. Other entries are
-    other measurements.
+    other measurements. `options` are further fields of the records, such as `quantization`.
 
     Raises:
         ValueError: It has no such entries, or none of these loads, or nobody says which version it was.
@@ -42,6 +44,7 @@ def read_peer_file(path: Path, model: str, implementation: str, dtype: str, vers
     facts = {
         "model": model, "implementation": implementation, "kind": "baseline", "dtype": dtype, "version": version,
         "date": entries.get("date", changed), "source": path.name, "start_s": entries.get("start_s"),
+        **options,
     }  # fmt: skip
     records = [
         _record(path, load, turn, entries[f"{load}, {turn}"], facts)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from flashkernel.lab.engine_options import options_of
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -41,6 +43,10 @@ class ServeRecord:
     date: str | None = None  # when a baseline was measured
     source: str | None = None  # where a baseline's figures are from: the address of a server, or a file
     error: str | None = None
+    quantization: str | None = None  # of the weights, as `LLM` takes it; None: as they are
+    kv_cache_dtype: str | None = None  # None: `dtype`
+    num_speculative_tokens: int | None = None  # drafted by prompt look-up; None: off
+    accepted: float | None = None  # share of the drafted tokens that were kept
 
     @property
     def case(self) -> str:
@@ -48,9 +54,14 @@ class ServeRecord:
         return f"{self.model} {self.load}{arrivals} {self.pass_name}"
 
     @property
+    def runner(self) -> str:
+        """The implementation with its options: "engine (int4)"."""
+        return options_of(self).named(self.implementation)
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """A later record with the same key replaces this one."""
-        return self.op, f"{self.case} {self.implementation}", self.dtype
+        return self.op, f"{self.case} {self.runner}", self.dtype
 
     @property
     def comparable(self) -> bool:
@@ -90,7 +101,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def line(record: ServeRecord) -> str:
     """A record in one line."""
     if record.error is not None:
-        return f"{record.case} {record.implementation}: {record.error}"
+        return f"{record.case} {record.runner}: {record.error}"
     parts = [f"{record.out_tokens_per_s:,.0f} tokens/s", f"{record.requests_per_s:.1f} requests/s"]
     for name, values in (("first token", record.ttft_ms), ("next token", record.itl_ms), ("whole", record.e2e_ms)):
         if values is not None:
@@ -99,20 +110,22 @@ def line(record: ServeRecord) -> str:
         parts.append(f"goodput {100 * record.goodput:.0f}%")
     if record.compiled_at_start:
         parts.append(f"caches cold at the start ({record.compiled_at_start} kernels compiled)")
+    if record.accepted is not None:
+        parts.append(f"{100 * record.accepted:.0f}% of drafts accepted")
     if record.compiled_in_service:
         parts.append(f"{record.compiled_in_service} compiled in service")
     if record.failed:
         parts.append(f"{record.failed} failed")
-    return f"{record.case} {record.implementation}: {'; '.join(parts)}"
+    return f"{record.case} {record.runner}: {'; '.join(parts)}"
 
 
 def ratio(record: ServeRecord, records: Sequence[ServeRecord]) -> str:
-    """How a record of ours is beside the best baseline of the same load, arrivals and pass; "" without one.
+    """How a record of ours is beside the best baseline of the same load, arrivals, pass and formats; "" without one.
 
     Tokens/s, ours over theirs, where all came at once. At a rate both keep up or neither does, so it is the p99 of the
     first and the next token, theirs over ours. Above 1 ours is better.
     """
-    same = ("model", "load", "rate", "pass_name")
+    same = ("model", "load", "rate", "pass_name", "quantization", "kv_cache_dtype")
     theirs = [
         one
         for one in records
@@ -149,7 +162,9 @@ def table(records: Sequence[ServeRecord]) -> str:
         start = "" if one.start_s is None else f"{one.start_s:.0f}"
         good = "" if one.goodput is None else f"{100 * one.goodput:.0f}%"
         speed = f"{one.out_tokens_per_s:,.0f}" if one.comparable else one.error or f"{one.failed} failed"
-        who = one.implementation if one.version is None else f"{one.implementation} {one.version}"
+        who = options_of(one).named(
+            one.implementation if one.version is None else f"{one.implementation} {one.version}"
+        )
         rows.append(
             f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {who} "
             f"| {speed} | {first} | {after} | {good} | {start} | {one.caches} | {ratio(one, records)} |"

@@ -305,7 +305,7 @@ def _described(op: str, records: Sequence[Any], statistic: str, ceilings: Mappin
         rates = {name: ceilings["matmul_tflops"][name] for name in bound if name in ceilings["matmul_tflops"]}
         roofs = ", ".join([bandwidth, *(f"{name} matmul {rate:.0f} TFLOP/s" for name, rate in rates.items())])
         return f"median ms, in brackets % of the roof ({roofs})", markdown(records)
-    lengths = "; ".join(dict.fromkeys(f"prompts of {record.prompt} tokens, {record.new} new" for record in records))
+    lengths = "; ".join(dict.fromkeys(map(generation_tables.lengths, records)))
     if statistic == MEMORY:
         return lengths, generation_tables.markdown(records, generation_tables.COSTS)
     return f"{lengths}; {generation_tables.IN_BRACKETS} ({bandwidth})", generation_tables.markdown(records)

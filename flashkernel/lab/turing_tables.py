@@ -176,7 +176,14 @@ def _generation(files: Files) -> tuple[str, str]:
     """tokens/s of our runners over Transformers with SDPA, by results file: least and most over models and batches."""
     parts, met = [], False
     for name, file in files.items():
-        records = [one for one in file["records"] if isinstance(one, GenerationRecord) and one.comparable]
+        records = [
+            one
+            for one in file["records"]
+            if isinstance(one, GenerationRecord)
+            and one.comparable
+            and one.runner == one.implementation
+            and one.period is None
+        ]
         base = {(one.model, one.batch, one.dtype): one.tokens_per_s for one in records if one.kind == "baseline"}
         for runner in dict.fromkeys(one.implementation for one in records if one.kind == "backend"):
             ratios = [

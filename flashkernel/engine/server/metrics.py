@@ -42,6 +42,8 @@ class EngineCollector(Collector):
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
             ("num_preemptions", "Times that a request lost its blocks", stats.num_preemptions),
             ("engine_steps", "Steps computed", stats.num_steps),
+            ("spec_decode_num_draft_tokens", "Tokens drafted by prompt look-up", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Of those, tokens that were kept", stats.num_accepted_tokens),
         ):
             yield CounterMetricFamily(f"flashkernel_{name}", about, value)
 
