@@ -66,6 +66,8 @@ __all__ = [
     "window",
 ]
 
+MOST_KEYS = 1 << 29  # more than there are; positions beside it stay in 32 bits
+
 
 @kept
 def causal() -> Mask:
@@ -103,11 +105,16 @@ def window(left: int | None, right: int | None = None) -> Mask:
     return _window(left, right)
 
 
+def _limited(keys: int) -> int:
+    """A side of a window, at most as many keys as there can be."""
+    return min(keys, MOST_KEYS)
+
+
 @kept
 def _window(left: int | None, right: int | None) -> Mask:
     position = Q + (SK - SQ)
     parts = []
-    left, right = None if left is None else static(left), None if right is None else static(right)
+    left, right = None if left is None else _limited(static(left)), None if right is None else _limited(static(right))
     if left is not None:
         if left < 1:
             raise ValueError(f"window: a query must see at least itself; left is {left}")
@@ -135,7 +142,7 @@ def sink_tokens(count: int) -> Mask:
         >>> streaming.visible(1, 1, 4, 4)[0, 0].int().tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
-    count = static(count)
+    count = _limited(static(count))
     return Mask(count > K, f"sink_tokens({count})")
 
 
@@ -300,12 +307,16 @@ def check_causal_window(caller: str, causal: bool, window: int | None) -> int | 
         raise TypeError(f"{caller}: causal is a {type(causal).__name__}; it must be True or False{advice}")
     if window is None:
         return None
-    if isinstance(window, (bool, float, str, tuple, list, Tensor, Traced)) or callable(window):
+    try:
+        whole = None if isinstance(window, (bool, Tensor, Traced)) else operator.index(window)
+    except TypeError:
+        whole = None
+    if whole is None:
         raise TypeError(
             f"{caller}: window is {window!r}; it must be a whole number, of the keys that a query sees up to its own, "
             "or None for no window; a window of two sides is mask=flashkernel.window(left, right)"
         )
-    size = static(operator.index(window))
+    size = _limited(static(whole))
     if size < 1:
         raise ValueError(f"{caller}: window is {size}; a query sees itself at least, so 1 or more; None is no window")
     return size

@@ -34,6 +34,7 @@ from torch.autograd import forward_ad
 
 from flashkernel.core import driver, env, replay_switch, tune
 from flashkernel.core import recording as rec
+from flashkernel.core.argument_types import type_checked
 
 RECORD_AFTER = 64  # calls with one key: shapes of a single decoding step come once per layer, and are not worth it
 RETRY_AFTER = 1024  # further calls, after a recording failed for one of TRANSIENT_REASONS
@@ -73,12 +74,12 @@ class LaunchCache:
         if replay_switch.suspensions or _dispatch_modes() or _functorch() is not None or forward_ad._current_level >= 0:
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
-        key = self.key(args, kwargs, tensors)
-        if key is None:
-            return self.function(*args, **kwargs)
         try:
-            found = self.entries.get(key, 0)
-        except TypeError:  # an argument without a hash
+            key = self.key(args, kwargs, tensors)
+            found: Any = 0 if key is None else self.entries.get(key, 0)
+        except (TypeError, RuntimeError):  # an argument without a hash, or without memory, such as a sparse tensor
+            key = None
+        if key is None:
             return self.function(*args, **kwargs)
         kind = type(found)
         if kind is rec.Recording:
@@ -188,8 +189,9 @@ def _warn(reason: str) -> None:
 
 
 def replayed(function: _Function) -> _Function:
-    """Give a public function a launch cache. torch.compile traces the function itself."""
-    launch_cache = LaunchCache(function, function.__name__, public=True)
+    """Give a public function a launch cache, and a check of its arguments' types where a call is not replayed.
+    torch.compile traces the function itself."""
+    launch_cache = LaunchCache(type_checked(function), function.__name__, public=True)
     run = launch_cache.__call__
 
     @wraps(function)

@@ -1,10 +1,9 @@
 """The public attention over a cache: argument checks and dispatch."""
 
-import operator
-
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.mask import check_causal_window
 from flashkernel.core.arguments import autocast_dtype, check_scores, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import traced
@@ -270,17 +269,11 @@ def _check_lengths(name: str, q: Tensor, lengths: Tensor, page_table: Tensor | N
         )
 
 
-def _integer(value: int) -> int:
-    return value if type(value) is int else operator.index(value)
-
-
 def _checked_window(
     name: str, window: int | None, sink_tokens: int, softcap: float, scale: float | None
 ) -> tuple[int | None, int]:
-    """(window, sink_tokens) as Python integers, which kernels take: NumPy's would not do."""
-    window, sink_tokens = None if window is None else _integer(window), _integer(sink_tokens)
-    if window is not None and window < 1:
-        raise ValueError(f"{name}: window is {window}; a query must see itself at least, and None is no window")
+    """(window, sink_tokens), the window as a Python integer, which kernels take."""
+    window = check_causal_window(name, False, window)
     if sink_tokens < 0 or (sink_tokens and window is None):
         raise ValueError(
             f"{name}: sink_tokens is {sink_tokens} and window {window}; it counts the first keys that stay visible "
@@ -300,7 +293,7 @@ def _checked_prefix(q: Tensor, prefix_length: int | Tensor) -> int | Tensor:
         return prefix_length
     if prefix_length < 0:
         raise ValueError(f"decode_attention: prefix_length is {prefix_length}; it counts keys")
-    return _integer(prefix_length)
+    return prefix_length
 
 
 def _tma_aligned(x: Tensor) -> bool:

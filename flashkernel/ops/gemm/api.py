@@ -12,6 +12,7 @@ from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import Layout, Weight, check_main_grads
 from flashkernel.blocks.weight_formats.tiles import TILE
+from flashkernel.core.argument_types import type_checked
 from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
 from flashkernel.core.dispatch import choose, requested_backend
 from flashkernel.core.replay import replayed
@@ -168,6 +169,7 @@ def linear(
     return y if gated or single else y.split(sizes, -1)
 
 
+@type_checked
 def quantized_linear(
     x: Tensor,
     data: Tensor,

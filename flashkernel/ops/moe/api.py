@@ -8,6 +8,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Activation, Gate, activation_width, check_activation
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import Weight
+from flashkernel.core.argument_types import type_checked
 from flashkernel.core.arguments import autocast, autocast_dtype, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import FLOATS
@@ -16,6 +17,7 @@ from flashkernel.ops.moe.params import Experts
 from flashkernel.ops.moe.routing.router import Routing
 
 
+@type_checked
 def moe_experts(
     x: Tensor,
     routing: Routing,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernel.core.argument_types import type_checked
 from flashkernel.ops.moe.routing.router import Routing
 
 BALANCE_LOSSES = ("switch", "cv", "z")
 
 
+@type_checked
 def moe_balance_loss(logits: Tensor, routing: Routing, kind: str = "switch") -> Tensor:
     """Returns a loss that is low where experts are used alike, to be added to a model's own with a small factor.
 
@@ -54,6 +56,7 @@ def moe_balance_loss(logits: Tensor, routing: Routing, kind: str = "switch") -> 
     return importance.var(correction=0) / (importance.mean().square() + 1e-20)
 
 
+@type_checked
 @torch.no_grad()
 def moe_balance_bias(bias: Tensor, routing: Routing, rate: float = 1e-3) -> Tensor:
     """Moves the bias of a "sigmoid" router so that experts with few tokens are chosen more often; no loss is needed.

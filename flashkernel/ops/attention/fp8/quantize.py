@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import SCALE_BLOCK, quantize_fp8_groups
+from flashkernel.core.argument_types import type_checked
 from flashkernel.core.arguments import static
 from flashkernel.core.tables import for_any_call
 from flashkernel.core.tracing import assume_constant_result
@@ -13,6 +14,7 @@ from flashkernel.core.tracing import assume_constant_result
 _ALIGNMENT = 16  # rows of a transposed tensor start at multiples of 16 bytes, as TMA requires
 
 
+@type_checked
 def quantize_fp8(
     x: Tensor, block: int | None = None, rotate: bool = False, transpose: bool = False
 ) -> tuple[Tensor, Tensor]:

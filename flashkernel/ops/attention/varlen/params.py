@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flashkernel.blocks.mask import Mask, causal, window
+from flashkernel.blocks.mask import MOST_KEYS, Mask, causal, window
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
-NO_LIMIT = 1 << 29  # of `left` and `right`; more keys than there are
+NO_LIMIT = MOST_KEYS  # of `left` and `right`
 
 
 Window = int | tuple[int | None, int | None] | None
@@ -18,7 +18,8 @@ Window = int | tuple[int | None, int | None] | None
 def sides(causal: bool, window: Window) -> tuple[int | None, int | None]:
     """How many keys a query sees before and behind the one it is aligned with; None for all."""
     if isinstance(window, tuple):
-        return window[0], 0 if causal else window[1]
+        left, right = (None if side is None else min(side, NO_LIMIT) for side in window)
+        return left, 0 if causal else right
     return None if window is None else window - 1, 0 if causal or window is not None else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernel.core.argument_types import type_checked
 from flashkernel.core.arguments import needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -14,6 +15,7 @@ from flashkernel.ops.moe.routing.router import Router, Routing
 MAX_EXPERTS = 1024
 
 
+@type_checked
 def moe_route(
     logits: Tensor,
     router: Router | None = None,
@@ -73,6 +75,7 @@ def _route(
     return experts, weights, *rest
 
 
+@type_checked
 def moe_sort(
     experts: Tensor,
     weights: Tensor,
