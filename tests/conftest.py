@@ -126,3 +126,27 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share what they compile
         base = base.parent
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(base / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a tiny Llama."""
+    import tiny_models
+
+    path = tmp_path_factory.mktemp("model")
+    tiny_models.save("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Any:
+    """A model with room for everything, whose answers others are held against."""
+    from flashkernel.engine import LLM
+
+    return LLM(folder, device="cpu", kv_cache_tokens=4096, block_size=16)
+
+
+@pytest.fixture(params=[False, True], ids=["in-step", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """Whether a step is launched before the tokens of the one before are read, as on a GPU."""
+    return request.param
