@@ -150,3 +150,17 @@ def base(folder: Path) -> Any:
 def ahead(request: pytest.FixtureRequest) -> bool:
     """Whether a step is launched before the tokens of the one before are read, as on a GPU."""
     return request.param
+
+
+@pytest.fixture(
+    params=[pytest.param(("-mavx2", "-mfma", "-mf16c"), id="avx2"), pytest.param((), id="portable")],
+)
+def older_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C++ kernels are compiled for an older CPU than this one, into a folder of the test's own."""
+    from flashkernel.core import cpp
+
+    if request.param and "avx2" not in cpp._cpu():
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp, "_FLAGS", ("-O1", *request.param, "-std=c++17", "-fPIC", "-w"))
+    monkeypatch.setattr(cpp, "library", cpp.library.__wrapped__)
