@@ -164,3 +164,23 @@ def older_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cpp, "_FLAGS", ("-O1", *request.param, "-std=c++17", "-fPIC", "-w"))
     monkeypatch.setattr(cpp, "library", cpp.library.__wrapped__)
+
+
+@pytest.fixture
+def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is recorded the second time its key is seen, and replayed from the third on."""
+    from flashkernel.core import replay
+
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    for calls in replay._caches:
+        calls.entries.clear()
+
+
+@pytest.fixture
+def repeated(recorded_soon: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The recordings that were replayed, in order."""
+    from flashkernel.core.recording import Recording
+
+    runs: list[Any] = []
+    monkeypatch.setattr(Recording, "hooked", lambda self: runs.append(self))  # called before each replay
+    return runs
