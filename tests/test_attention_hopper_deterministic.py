@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
 from emulated_hopper import check_case, emulated
+from gluon_emulator.language import KNOWN, LANGUAGE
+from gluon_emulator.memory import atomic_add
 from sass import StackTraffic, stack_traffic
 
 import flashkernel as fk
@@ -47,8 +48,8 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("something is added by atomics, in no fixed order")
 
-    monkeypatch.setattr(gluon_emulator._NAMES, "atomic_add", forbidden)  # float16: no overflow flags either
-    monkeypatch.setitem(gluon_emulator._KNOWN, "add_tile", forbidden)
+    monkeypatch.setattr(LANGUAGE, "atomic_add", forbidden)  # float16: no overflow flags either
+    monkeypatch.setitem(KNOWN, "add_tile", forbidden)
     with emulated(request, monkeypatch, hopper.forward_launch, hopper.backward_launch, varlen_schedule):
         yield
 
@@ -105,7 +106,7 @@ def test_packed_sequences_without_atomics(case: Case) -> None:
 
 def test_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass counts work tiles that overflow by atomics on integers, whose order makes no difference."""
-    monkeypatch.setattr(gluon_emulator._NAMES, "atomic_add", gluon_emulator._atomic_add)
+    monkeypatch.setattr(LANGUAGE, "atomic_add", atomic_add)
     case = _case("bf16", axes_of(1, 200, (4, 2), 128), causal(), sinks=True)
     reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cpu"))
     assert reports
