@@ -126,3 +126,61 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share what they compile
         base = base.parent
     monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(base / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a tiny Llama."""
+    import tiny_models
+
+    path = tmp_path_factory.mktemp("model")
+    tiny_models.save("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Any:
+    """A model with room for everything, whose answers others are held against."""
+    from flashkernel.engine import LLM
+
+    return LLM(folder, device="cpu", kv_cache_tokens=4096, block_size=16)
+
+
+@pytest.fixture(params=[False, True], ids=["in-step", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """Whether a step is launched before the tokens of the one before are read, as on a GPU."""
+    return request.param
+
+
+@pytest.fixture(
+    params=[pytest.param(("-mavx2", "-mfma", "-mf16c"), id="avx2"), pytest.param((), id="portable")],
+)
+def older_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """C++ kernels are compiled for an older CPU than this one, into a folder of the test's own."""
+    from flashkernel.core import cpp
+
+    if request.param and "avx2" not in cpp._cpu():
+        pytest.skip("this CPU has no AVX2")
+    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp, "_FLAGS", ("-O1", *request.param, "-std=c++17", "-fPIC", "-w"))
+    monkeypatch.setattr(cpp, "library", cpp.library.__wrapped__)
+
+
+@pytest.fixture
+def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is recorded the second time its key is seen, and replayed from the third on."""
+    from flashkernel.core import replay
+
+    monkeypatch.setattr(replay, "RECORD_AFTER", 1)
+    for calls in replay._caches:
+        calls.entries.clear()
+
+
+@pytest.fixture
+def repeated(recorded_soon: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The recordings that were replayed, in order."""
+    from flashkernel.core.recording import Recording
+
+    runs: list[Any] = []
+    monkeypatch.setattr(Recording, "hooked", lambda self: runs.append(self))  # called before each replay
+    return runs

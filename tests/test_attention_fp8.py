@@ -13,6 +13,9 @@ import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
+from gluon_emulator.instructions import inline_asm
+from gluon_emulator.language import LANGUAGE
+from gluon_emulator.values import as_value
 
 import flashkernel as fk
 from flashkernel.blocks.mask import causal, custom, documents, sink_tokens, window
@@ -58,7 +61,7 @@ _WHOLE = {
 def _ptx(text: str, constraints: str, args: Any, dtype: torch.dtype, is_pure: bool, pack: int) -> torch.Tensor:
     """The kernel's assembly, line by line, over groups of `pack` elements. What branches skip multiplies by one."""
     if dtype in (FP8, torch.int32):
-        return gluon_emulator._inline_asm(text, constraints, args, dtype, is_pure, pack)
+        return inline_asm(text, constraints, args, dtype, is_pure, pack)
     wide = torch.broadcast_tensors(*args)
     columns = [column for x in wide for column in x.reshape(-1, pack).unbind(1)]
     outputs = constraints.split(",").count("=f")
@@ -83,14 +86,14 @@ def _ptx(text: str, constraints: str, args: Any, dtype: torch.dtype, is_pure: bo
         else:
             assert name.split(".")[0] in ("", "setp", "vote", "@!any"), f"unknown here: {line}"
     result = torch.stack([held[f"${place}"].view(torch.float32) for place in range(outputs)], 1)
-    return gluon_emulator._value(result.reshape(wide[0].shape))
+    return as_value(result.reshape(wide[0].shape))
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200 with 3 SMs, in the emulator."""
     monkeypatch.setattr(hopper, "launch", gluon_emulator.launch)
-    monkeypatch.setattr(gluon_emulator._NAMES, "inline_asm_elementwise", _ptx)
+    monkeypatch.setattr(LANGUAGE, "inline_asm_elementwise", _ptx)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=3)):
         yield
 

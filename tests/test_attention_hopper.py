@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import gluon_emulator
 import pytest
 import torch
 from emulated_hopper import check_case, emulated, served_cases
@@ -17,16 +16,7 @@ from flashkernel.core import device as devices
 from flashkernel.core import tune
 from flashkernel.core.check import compare, verify
 from flashkernel.core.dispatch import explain
-from flashkernel.core.gluon import (
-    TensorDescriptor,
-    gl,
-    gluon,
-    load_tile,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from flashkernel.core.launch import Launch, collect_launches, launch
+from flashkernel.core.launch import collect_launches, launch
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
 from flashkernel.ops.attention.hopper.backward_configs import (
@@ -39,7 +29,8 @@ from flashkernel.ops.attention.hopper.block_ranges import block_ranges
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_costs, tile_schedule
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, OutputGradients
-from flashkernel.ops.attention.spec import ATTENTION, _axes
+from flashkernel.ops.attention.spec import ATTENTION
+from flashkernel.ops.attention.workload import axes_of
 
 
 @pytest.fixture(autouse=True)
@@ -59,24 +50,24 @@ def _documents() -> Mask:
 
 
 LONGER = {
-    "plain": Case("plain", _axes(1, (130, 200), 2, 64)),
-    "causal-64": Case("causal-64", _axes(2, 330, (2, 1), 64), {"mask": causal(), "return_lse": True}),
-    "causal-128": Case("causal-128", _axes(1, 300, (2, 1), 128), {"mask": causal()}),
-    "gpt-oss": Case("gpt-oss", _axes(1, 300, (8, 1), 64), {"mask": causal() & window(128)}, present=("sinks",)),
-    "streaming": Case("streaming", _axes(1, 450, 1, 64), {"mask": (window(100) | sink_tokens(4)) & causal()}),
-    "late-queries": Case("late-queries", _axes(1, (300, 150), 2, 64), {"mask": causal(), "return_lse": True}),
-    "documents": Case("documents", _axes(2, 256, 2, 64), {"mask": _documents()}),
+    "plain": Case("plain", axes_of(1, (130, 200), 2, 64)),
+    "causal-64": Case("causal-64", axes_of(2, 330, (2, 1), 64), {"mask": causal(), "return_lse": True}),
+    "causal-128": Case("causal-128", axes_of(1, 300, (2, 1), 128), {"mask": causal()}),
+    "gpt-oss": Case("gpt-oss", axes_of(1, 300, (8, 1), 64), {"mask": causal() & window(128)}, present=("sinks",)),
+    "streaming": Case("streaming", axes_of(1, 450, 1, 64), {"mask": (window(100) | sink_tokens(4)) & causal()}),
+    "late-queries": Case("late-queries", axes_of(1, (300, 150), 2, 64), {"mask": causal(), "return_lse": True}),
+    "documents": Case("documents", axes_of(2, 256, 2, 64), {"mask": _documents()}),
     "a-head-sees-nothing": Case(
-        "a-head-sees-nothing", _axes(1, 150, (4, 2), 64), {"mask": custom(lambda b, h, q, k: (h % 2 == 1) & (k <= q))}
+        "a-head-sees-nothing", axes_of(1, 150, (4, 2), 64), {"mask": custom(lambda b, h, q, k: (h % 2 == 1) & (k <= q))}
     ),
     "heads-differ": Case(
         "heads-differ",
-        _axes(2, 333, (4, 2), 64),
+        axes_of(2, 333, (4, 2), 64),
         {"mask": custom(lambda b, h, q, k: (k <= q + 2 * h) & ((q + k) % 3 > 0))},
     ),
-    "softcap": Case("softcap", _axes(1, 130, 2, 128), {"mask": causal(), "softcap": 2.0}),
-    "negative-scale": Case("negative-scale", _axes(1, 130, 2, 64), {"scale": -0.1}),
-    "narrow-values": Case("narrow-values", _axes(1, 140, (4, 2), (128, 64)), {"mask": causal()}),
+    "softcap": Case("softcap", axes_of(1, 130, 2, 128), {"mask": causal(), "softcap": 2.0}),
+    "negative-scale": Case("negative-scale", axes_of(1, 130, 2, 64), {"scale": -0.1}),
+    "narrow-values": Case("narrow-values", axes_of(1, 140, (4, 2), (128, 64)), {"mask": causal()}),
 }
 
 
@@ -114,28 +105,28 @@ def test_heads_that_differ_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
 def test_several_work_tiles_per_program_on_a_gpu(masked: bool, heads: Any, head_dim: int) -> None:
     """With 320 tiles of keys, every program takes two or three, one after another."""
-    case = Case("work-tiles", _axes(8, 600, heads, head_dim), {"mask": causal()} if masked else {})
+    case = Case("work-tiles", axes_of(8, 600, heads, head_dim), {"mask": causal()} if masked else {})
     reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
 
 WIDER = {
-    "causal": Case("causal", _axes(1, 150, 1, 256), {"mask": causal(), "return_lse": True}),
-    "full": Case("full", _axes(2, (130, 200), (2, 1), 256)),
-    "window": Case("window", _axes(1, 330, 2, 256), {"mask": causal() & window(70)}),
-    "sinks": Case("sinks", _axes(1, 140, (4, 1), 256), {"mask": causal() & window(64)}, present=("sinks",)),
-    "softcap": Case("softcap", _axes(1, 130, 2, 256), {"mask": causal(), "softcap": 2.0}),
-    "negative-scale": Case("negative-scale", _axes(1, 70, 2, 256), {"scale": -0.1}),
-    "late-queries": Case("late-queries", _axes(1, (300, 150), 2, 256), {"mask": causal()}),
-    "documents": Case("documents", _axes(2, 256, 1, 256), {"mask": _documents()}),
+    "causal": Case("causal", axes_of(1, 150, 1, 256), {"mask": causal(), "return_lse": True}),
+    "full": Case("full", axes_of(2, (130, 200), (2, 1), 256)),
+    "window": Case("window", axes_of(1, 330, 2, 256), {"mask": causal() & window(70)}),
+    "sinks": Case("sinks", axes_of(1, 140, (4, 1), 256), {"mask": causal() & window(64)}, present=("sinks",)),
+    "softcap": Case("softcap", axes_of(1, 130, 2, 256), {"mask": causal(), "softcap": 2.0}),
+    "negative-scale": Case("negative-scale", axes_of(1, 70, 2, 256), {"scale": -0.1}),
+    "late-queries": Case("late-queries", axes_of(1, (300, 150), 2, 256), {"mask": causal()}),
+    "documents": Case("documents", axes_of(2, 256, 1, 256), {"mask": _documents()}),
     "heads-differ": Case(
         "heads-differ",
-        _axes(2, 200, (4, 2), 256),
+        axes_of(2, 200, (4, 2), 256),
         {"mask": custom(lambda b, h, q, k: (k <= q + 2 * h) & ((q + k) % 3 > 0))},
     ),
-    "narrow-values": Case("narrow-values", _axes(1, 150, (4, 2), (192, 128)), {"mask": causal()}),
-    "narrow-keys": Case("narrow-keys", _axes(1, (100, 140), 2, (64, 256)), {"mask": causal()}),
-    "odd": Case("odd", _axes(1, (1, 77), 2, (136, 200)), {"softcap": 3.0}),
+    "narrow-values": Case("narrow-values", axes_of(1, 150, (4, 2), (192, 128)), {"mask": causal()}),
+    "narrow-keys": Case("narrow-keys", axes_of(1, (100, 140), 2, (64, 256)), {"mask": causal()}),
+    "odd": Case("odd", axes_of(1, (1, 77), 2, (136, 200)), {"softcap": 3.0}),
 }
 
 
@@ -155,7 +146,7 @@ def test_many_work_tiles_of_wide_heads_in_a_program(dims: Any, config: WideBackw
     masks = {"few": _few_see(), "window": causal() & window(64), "full": None}
     options = {} if masks[mask] is None else {"mask": masks[mask]}
     with tune.override(WIDE_BACKWARD, config):
-        check_case(ATTENTION, Case("work-tiles", _axes(1, (200, 530), (4, 2), dims), options))
+        check_case(ATTENTION, Case("work-tiles", axes_of(1, (200, 530), (4, 2), dims), options))
 
 
 @pytest.mark.gpu
@@ -170,7 +161,7 @@ def test_wide_heads_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
 def test_several_work_tiles_of_wide_heads_a_program_on_a_gpu(masked: bool, heads: Any) -> None:
     """With 320 tiles of keys, every program takes two or three, one after another."""
-    case = Case("work-tiles", _axes(8, 600, heads, 256), {"mask": causal()} if masked else {})
+    case = Case("work-tiles", axes_of(8, 600, heads, 256), {"mask": causal()} if masked else {})
     reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
 
@@ -189,7 +180,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("forward, backward", CONFIGS, ids=str)
 def test_every_kind_of_config(forward: Forward, backward: BackwardConfig) -> None:
-    case = Case("config", _axes(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
+    case = Case("config", axes_of(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
     with tune.override(FORWARD, forward), tune.override(BACKWARD, backward):
         check_case(ATTENTION, case)
 
@@ -202,7 +193,7 @@ def test_random_shapes(seed: int) -> None:
     lengths = (chance.randint(1, 300), chance.randint(8, 300))
     check_case(
         ATTENTION,
-        Case("random", _axes(1, lengths, (4, 2), chance.choice([64, 128])), {} if mask is None else {"mask": mask}),
+        Case("random", axes_of(1, lengths, (4, 2), chance.choice([64, 128])), {} if mask is None else {"mask": mask}),
     )
 
 
@@ -216,7 +207,7 @@ def _far_apart() -> Mask:
 @pytest.mark.parametrize("mask", [_far_apart(), causal() & window(64), ~window(300)], ids=["far", "window", "outside"])
 def test_many_short_work_tiles(mask: Mask, stages: int, overlap: bool) -> None:
     """Work tiles of few K blocks, one after another in a program, with and without skipped blocks between them."""
-    case = Case("tiles", _axes(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
+    case = Case("tiles", axes_of(2, (520, 660), 2, 64), {"mask": mask, "return_lse": True}, gradients=False)
     with tune.override(FORWARD, Forward(2, 64, stages, 1, 240, overlap)):
         check_case(ATTENTION, case)
 
@@ -244,7 +235,7 @@ MANY_TILES = [
 def test_many_tiles_of_keys_in_a_program(config: BackwardConfig, seen: str) -> None:
     """Work tiles one after another (10 in 3 programs), of many blocks of queries, of fewer than stages, of none."""
     mask = {"few": _few_see(), "window": causal() & window(64), "full": None}[seen]
-    case = Case("work-tiles", _axes(1, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
+    case = Case("work-tiles", axes_of(1, (260, 530), (4, 2), 64), {} if mask is None else {"mask": mask})
     with tune.override(BACKWARD, config):
         check_case(ATTENTION, case)
 
@@ -388,64 +379,3 @@ def test_declines_with_a_reason(options: dict[str, Any], why: str) -> None:
     answer = explain(attention, q, q, q, **options)
     assert answer.chosen == "triton"
     assert why in next(verdict.reason for verdict in answer.verdicts if verdict.backend == "hopper")
-
-
-def test_the_emulator_finds_what_is_wrong_with_barriers() -> None:
-    machine = gluon_emulator.Machine(0, 1, random.Random(0))
-    gluon_emulator._local.machine = machine
-    barrier = gluon_emulator.Barrier()
-    gluon_emulator._init(barrier, 2)
-    gluon_emulator._arrive(barrier)
-    with pytest.raises(gluon_emulator.Deadlock):
-        gluon_emulator._wait(barrier, 0)
-    machine.failure = None
-    gluon_emulator._arrive(barrier)
-    gluon_emulator._wait(barrier, 0)
-    with pytest.raises(AssertionError, match="more often"):
-        gluon_emulator._arrive(barrier, count=3)
-
-
-@gluon.jit
-def _load_two(x, tile, full, empty):
-    for step in range(2):
-        mbarrier.wait(empty.index(0), (step & 1) ^ 1)
-        mbarrier.expect(full.index(0), x.block_type.nbytes)
-        load_tile(x, [step * 64, 0], full.index(0), tile)
-
-
-@gluon.jit
-def _square_two(out, tile, full, empty, EARLY: gl.constexpr):
-    for step in range(2):
-        mbarrier.wait(full.index(0), step & 1)
-        nothing = gl.zeros([64, 64], gl.float32, None)
-        later = warpgroup_mma(tile, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if EARLY:
-            mbarrier.arrive(empty.index(0), count=1)
-        product = warpgroup_mma_wait(0, deps=[later])
-        if not EARLY:
-            mbarrier.arrive(empty.index(0), count=1)
-        gl.store(out + step, gl.sum(gl.sum(product, 1), 0))
-
-
-@gluon.jit
-def _square_kernel(out, x, EARLY: gl.constexpr):
-    tile = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(full.index(0), count=1)
-    mbarrier.init(empty.index(0), count=1)
-    gl.warp_specialize([(_square_two, (out, tile, full, empty, EARLY)), (_load_two, (x, tile, full, empty))], [1], [24])
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_the_emulator_finds_a_buffer_handed_back_too_early(early: bool) -> None:
-    """A product reads its operands until it is awaited: a buffer given up before that may be overwritten."""
-    x = torch.randn(128, 64).to(torch.float16)
-    described = TensorDescriptor(x, [128, 64], [64, 1], [64, 64], gl.NVMMASharedLayout(128, 16))
-    expected = torch.stack([(part @ part.T).sum() for part in x.float().split(64)])
-    right = []
-    for seed in range(10):
-        out = torch.zeros(2)
-        gluon_emulator.run(Launch(_square_kernel, (1,), (out, described), {"EARLY": early}), seed=seed)
-        right.append(torch.allclose(out, expected, rtol=1e-3))
-    assert all(right) != early

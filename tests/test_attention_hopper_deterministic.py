@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import gluon_emulator
 import pytest
 import torch
 from compiled import compiled
 from emulated_hopper import check_case, emulated
+from gluon_emulator.language import KNOWN, LANGUAGE
+from gluon_emulator.memory import atomic_add
 from sass import StackTraffic, stack_traffic
 
 import flashkernel as fk
@@ -32,9 +33,10 @@ from flashkernel.ops.attention.hopper.backward_configs import (
 )
 from flashkernel.ops.attention.hopper.backward_dq_configs import BACKWARD_DQ
 from flashkernel.ops.attention.hopper.forward_configs import Forward
-from flashkernel.ops.attention.spec import ATTENTION, _axes
+from flashkernel.ops.attention.spec import ATTENTION
 from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN
 from flashkernel.ops.attention.varlen.spec import _axes as _packed
+from flashkernel.ops.attention.workload import axes_of
 
 _DETERMINISTIC = {"deterministic": True}
 
@@ -46,8 +48,8 @@ def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("something is added by atomics, in no fixed order")
 
-    monkeypatch.setattr(gluon_emulator._NAMES, "atomic_add", forbidden)  # float16: no overflow flags either
-    monkeypatch.setitem(gluon_emulator._KNOWN, "add_tile", forbidden)
+    monkeypatch.setattr(LANGUAGE, "atomic_add", forbidden)  # float16: no overflow flags either
+    monkeypatch.setitem(KNOWN, "add_tile", forbidden)
     with emulated(request, monkeypatch, hopper.forward_launch, hopper.backward_launch, varlen_schedule):
         yield
 
@@ -67,20 +69,20 @@ def _case(name: str, axes: Any, mask: Mask | None = None, sinks: bool = False, *
 
 
 CASES = [
-    _case("full", _axes(1, (130, 200), 2, 64)),
-    _case("causal", _axes(2, 330, (2, 1), 64), causal(), return_lse=True),
-    _case("d128", _axes(1, 300, (4, 1), 128), causal()),
-    _case("gpt-oss", _axes(1, 300, (8, 1), 64), causal() & window(128), sinks=True),
-    _case("streaming", _axes(1, 450, 1, 64), (window(100) | sink_tokens(4)) & causal()),
-    _case("late-queries", _axes(1, (300, 150), 2, 64), causal(), return_lse=True),
-    _case("few", _axes(1, (260, 530), (4, 2), 64), _few_see()),
-    _case("documents", _axes(2, 200, 2, 64), _unsorted()),
-    _case("softcap", _axes(1, 130, 2, 128), causal(), softcap=2.0),
-    _case("negative-scale", _axes(1, 130, 2, 64), scale=-0.1),
-    _case("d256", _axes(2, (130, 200), (2, 1), 256)),
-    _case("d256-few", _axes(1, (200, 530), (4, 2), 256), _few_see()),
-    _case("192/128", _axes(1, 150, (4, 2), (192, 128)), causal()),
-    _case("wide-values", _axes(1, (70, 90), 2, (64, 256)), causal(), softcap=3.0),
+    _case("full", axes_of(1, (130, 200), 2, 64)),
+    _case("causal", axes_of(2, 330, (2, 1), 64), causal(), return_lse=True),
+    _case("d128", axes_of(1, 300, (4, 1), 128), causal()),
+    _case("gpt-oss", axes_of(1, 300, (8, 1), 64), causal() & window(128), sinks=True),
+    _case("streaming", axes_of(1, 450, 1, 64), (window(100) | sink_tokens(4)) & causal()),
+    _case("late-queries", axes_of(1, (300, 150), 2, 64), causal(), return_lse=True),
+    _case("few", axes_of(1, (260, 530), (4, 2), 64), _few_see()),
+    _case("documents", axes_of(2, 200, 2, 64), _unsorted()),
+    _case("softcap", axes_of(1, 130, 2, 128), causal(), softcap=2.0),
+    _case("negative-scale", axes_of(1, 130, 2, 64), scale=-0.1),
+    _case("d256", axes_of(2, (130, 200), (2, 1), 256)),
+    _case("d256-few", axes_of(1, (200, 530), (4, 2), 256), _few_see()),
+    _case("192/128", axes_of(1, 150, (4, 2), (192, 128)), causal()),
+    _case("wide-values", axes_of(1, (70, 90), 2, (64, 256)), causal(), softcap=3.0),
 ]
 PACKED = [
     Case("packed-d64", _packed((130, 7, 0, 200, 65), (4, 2), 64, behind=9), {"causal": True, "return_lse": True}),
@@ -104,8 +106,8 @@ def test_packed_sequences_without_atomics(case: Case) -> None:
 
 def test_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass counts work tiles that overflow by atomics on integers, whose order makes no difference."""
-    monkeypatch.setattr(gluon_emulator._NAMES, "atomic_add", gluon_emulator._atomic_add)
-    case = _case("bf16", _axes(1, 200, (4, 2), 128), causal(), sinks=True)
+    monkeypatch.setattr(LANGUAGE, "atomic_add", atomic_add)
+    case = _case("bf16", axes_of(1, 200, (4, 2), 128), causal(), sinks=True)
     reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cpu"))
     assert reports
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)
@@ -122,7 +124,7 @@ def test_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_kind_of_config(dq: Forward, backward: BackwardConfig) -> None:
     """The configs are in the tuning space of calls that need not be deterministic, too."""
-    case = Case("config", _axes(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
+    case = Case("config", axes_of(1, (310, 290), (4, 2), 64), {"mask": causal() & window(150)})
     packed = Case("packed", _packed((130, 7, 0, 90), (4, 2), 64), {"causal": True})
     with tune.override(BACKWARD_DQ, dq), tune.override(BACKWARD, backward):
         check_case(ATTENTION, case)
@@ -133,7 +135,7 @@ def test_every_kind_of_config(dq: Forward, backward: BackwardConfig) -> None:
 def test_wide_heads_by_config() -> None:
     config = WideBackwardConfig(2, "dq_kernel")
     with tune.override(WIDE_BACKWARD, config):
-        check_case(ATTENTION, Case("wide", _axes(1, (200, 330), (4, 2), (192, 128)), {"mask": causal()}))
+        check_case(ATTENTION, Case("wide", axes_of(1, (200, 330), (4, 2), (192, 128)), {"mask": causal()}))
     assert config in set(WIDE_BACKWARD.space(devices.KNOWN["h200"], {"head_dim": 192, "value_dim": 128}))
 
 
@@ -177,13 +179,13 @@ def _backward_launches(op: Op, case: Case) -> list[Launch]:
 
 
 SHAPES = [
-    (ATTENTION, _case("d64-causal", _axes(2, 4096, (16, 4), 64), causal(), sinks=True)),
-    (ATTENTION, _case("d64", _axes(2, 4096, 16, 64))),
-    (ATTENTION, _case("d128-causal", _axes(2, 4096, (16, 4), 128), causal())),
-    (ATTENTION, _case("d128-softcap", _axes(2, 1024, 16, 128), causal(), softcap=20.0)),
-    (ATTENTION, _case("d128-window", _axes(2, 4096, 16, 128), causal() & window(128))),
-    (ATTENTION, _case("d256", _axes(2, 4096, 8, 256), causal())),
-    (ATTENTION, _case("192/128", _axes(2, 4096, 8, (192, 128)), causal())),
+    (ATTENTION, _case("d64-causal", axes_of(2, 4096, (16, 4), 64), causal(), sinks=True)),
+    (ATTENTION, _case("d64", axes_of(2, 4096, 16, 64))),
+    (ATTENTION, _case("d128-causal", axes_of(2, 4096, (16, 4), 128), causal())),
+    (ATTENTION, _case("d128-softcap", axes_of(2, 1024, 16, 128), causal(), softcap=20.0)),
+    (ATTENTION, _case("d128-window", axes_of(2, 4096, 16, 128), causal() & window(128))),
+    (ATTENTION, _case("d256", axes_of(2, 4096, 8, 256), causal())),
+    (ATTENTION, _case("192/128", axes_of(2, 4096, 8, (192, 128)), causal())),
     (ATTENTION_VARLEN, replace(PACKED[0], axes=_packed((4000, 37, 2900), (32, 8), 128))),
     (ATTENTION_VARLEN, replace(PACKED[0], axes=_packed((4000, 37, 2900), 32, 64))),
     (ATTENTION_VARLEN, replace(PACKED[3], axes=_packed((4000, 37, 2900), 8, 256))),
@@ -209,13 +211,13 @@ def test_machine_code_has_no_float_atomics(op: Op, case: Case) -> None:
 
 
 ON_GPU = [
-    (ATTENTION, _case("d64", _axes(4, 1100, (16, 4), 64), causal(), sinks=True)),
-    (ATTENTION, _case("d64-full", _axes(2, (900, 1300), 8, 64))),
-    (ATTENTION, _case("d128", _axes(4, 1100, (16, 4), 128), causal() & window(300))),
-    (ATTENTION, _case("d128-softcap", _axes(2, (500, 700), 8, 128), causal(), softcap=2.0)),
-    (ATTENTION, _case("d256", _axes(4, 600, 8, 256), causal())),
-    (ATTENTION, _case("192/128", _axes(4, 600, (8, 4), (192, 128)), causal())),
-    (ATTENTION, _case("heads-differ", _axes(2, 333, (4, 2), 64), _few_see())),
+    (ATTENTION, _case("d64", axes_of(4, 1100, (16, 4), 64), causal(), sinks=True)),
+    (ATTENTION, _case("d64-full", axes_of(2, (900, 1300), 8, 64))),
+    (ATTENTION, _case("d128", axes_of(4, 1100, (16, 4), 128), causal() & window(300))),
+    (ATTENTION, _case("d128-softcap", axes_of(2, (500, 700), 8, 128), causal(), softcap=2.0)),
+    (ATTENTION, _case("d256", axes_of(4, 600, 8, 256), causal())),
+    (ATTENTION, _case("192/128", axes_of(4, 600, (8, 4), (192, 128)), causal())),
+    (ATTENTION, _case("heads-differ", axes_of(2, 333, (4, 2), 64), _few_see())),
     (ATTENTION_VARLEN, replace(PACKED[0], axes=_packed((700, 33, 0, 1, 512, 390) * 2, (16, 4), 128, behind=40))),
     (ATTENTION_VARLEN, replace(PACKED[2], axes=_packed((700, 33, 0, 1, 512, 390) * 2, (16, 2), 64))),
     (ATTENTION_VARLEN, replace(PACKED[3], axes=_packed((700, 33, 0, 1, 512, 390), 8, 256))),

@@ -33,9 +33,10 @@ from flashkernel.ops.attention.hopper.backward_configs import (
 from flashkernel.ops.attention.hopper.backward_dq_configs import BACKWARD_DQ
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
 from flashkernel.ops.attention.hopper.shape_buckets import head_tail
-from flashkernel.ops.attention.spec import ATTENTION, _axes
+from flashkernel.ops.attention.spec import ATTENTION
 from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN
 from flashkernel.ops.attention.varlen.spec import _axes as _packed
+from flashkernel.ops.attention.workload import axes_of
 
 H200 = devices.KNOWN["h200"]
 NARROW = BackwardConfig(64, 2, True, True, kv_stages=1, split_heads=True)
@@ -81,18 +82,18 @@ def _check(op: Op, case: Case, forward: Forward, backward: Any, dq: Forward | No
 
 _CAUSAL = {"mask": causal(), "return_lse": True}
 CASES = {
-    "80": (Case("80", _axes(1, (130, 200), 2, 80)), TWO, NARROW),
-    "96": (Case("96", _axes(1, 300, (4, 2), 96), _CAUSAL), THREE, NARROW),
+    "80": (Case("80", axes_of(1, (130, 200), 2, 80)), TWO, NARROW),
+    "96": (Case("96", axes_of(1, 300, (4, 2), 96), _CAUSAL), THREE, NARROW),
     "96-overlap": (
-        Case("96-overlap", _axes(1, (310, 290), (4, 2), 96), {"mask": causal() & window(150)}),
+        Case("96-overlap", axes_of(1, (310, 290), (4, 2), 96), {"mask": causal() & window(150)}),
         Forward(2, 64, 4, 2, 240, overlap=True, split_heads=True),
         BackwardConfig(64, 2, False, False, split_heads=True),
     ),
-    "80-sinks": (Case("80-sinks", _axes(1, 150, (4, 1), 80), _CAUSAL, present=("sinks",)), THREE, NARROW),
-    "192/128": (Case("192/128", _axes(1, 150, (4, 2), (192, 128)), _CAUSAL), TWO, WIDE),
-    "192/128-softcap": (Case("cap", _axes(1, (70, 150), 2, (192, 128)), {"softcap": 2.0}), TWO, WIDE),
-    "192": (Case("192", _axes(1, (130, 100), 2, 192)), TWO, WIDEST),
-    "128/80": (Case("128/80", _axes(1, 140, 2, (128, 80)), _CAUSAL), TWO, NARROW),
+    "80-sinks": (Case("80-sinks", axes_of(1, 150, (4, 1), 80), _CAUSAL, present=("sinks",)), THREE, NARROW),
+    "192/128": (Case("192/128", axes_of(1, 150, (4, 2), (192, 128)), _CAUSAL), TWO, WIDE),
+    "192/128-softcap": (Case("cap", axes_of(1, (70, 150), 2, (192, 128)), {"softcap": 2.0}), TWO, WIDE),
+    "192": (Case("192", axes_of(1, (130, 100), 2, 192)), TWO, WIDEST),
+    "128/80": (Case("128/80", axes_of(1, 140, 2, (128, 80)), _CAUSAL), TWO, NARROW),
 }
 
 
@@ -104,7 +105,7 @@ def test_split_heads(name: str) -> None:
 @pytest.mark.parametrize("forward", [TWO, THREE], ids=str)
 def test_split_heads_with_a_fixed_row_max(forward: Forward) -> None:
     """In bfloat16 the row max is that of a work tile's first K block, and nothing is rescaled."""
-    case = Case("bf16", _axes(1, 300, (4, 2), 96), _CAUSAL)
+    case = Case("bf16", axes_of(1, 300, (4, 2), 96), _CAUSAL)
     with tune.override(FORWARD, forward), tune.override(BACKWARD, NARROW):
         reports = list(verify(ATTENTION, case, torch.bfloat16, "hopper", "cpu"))
     assert reports
@@ -115,14 +116,14 @@ def test_split_heads_with_a_fixed_row_max(forward: Forward) -> None:
 def test_split_heads_of_packed_sequences_and_in_a_fixed_order(dims: Any, backward: Any) -> None:
     packed = Case("packed", _packed((130, 7, 0, 90), (4, 2), dims), {"causal": True, "return_lse": True})
     _check(ATTENTION_VARLEN, packed, TWO, backward)
-    ordered = Case("ordered", _axes(1, 150, (4, 2), dims), {**_CAUSAL, "deterministic": True})
+    ordered = Case("ordered", axes_of(1, 150, (4, 2), dims), {**_CAUSAL, "deterministic": True})
     _check(ATTENTION, ordered, TWO, backward, DQ)
 
 
 Q_CASES = {
-    "256": Case("256", _axes(1, (130, 200), (2, 1), 256), {"return_lse": True}),
-    "256-sinks": Case("256-sinks", _axes(2, (70, 300), 2, 256), {"softcap": 2.0}, present=("sinks",)),
-    "192/128": Case("192/128", _axes(1, 150, (4, 2), (192, 128))),
+    "256": Case("256", axes_of(1, (130, 200), (2, 1), 256), {"return_lse": True}),
+    "256-sinks": Case("256-sinks", axes_of(2, (70, 300), 2, 256), {"softcap": 2.0}, present=("sinks",)),
+    "192/128": Case("192/128", axes_of(1, 150, (4, 2), (192, 128))),
 }
 
 
@@ -176,7 +177,7 @@ def test_in_the_tuning_space() -> None:
 
 
 def _launches(dims: Any, heads: Any, masked: bool, configs: dict[Any, Any], **options: Any) -> list[Launch]:
-    axes = _axes(2, 4096, heads, dims)
+    axes = axes_of(2, 4096, heads, dims)
     q, k, v = (
         torch.empty((2, 4096, axes[count], axes[width]), dtype=torch.bfloat16, device="meta").requires_grad_()
         for count, width in (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_heads", "value_dim"))
@@ -252,7 +253,7 @@ def test_the_kernel_of_dq_multiplies_less(dims: Any, backward: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_of_q_in_registers_on_a_gpu(dtype: torch.dtype) -> None:
     for lengths in (1024, (700, 1333)):
-        case = Case("256", _axes(2, lengths, (8, 4), 256), {"return_lse": True})
+        case = Case("256", axes_of(2, lengths, (8, 4), 256), {"return_lse": True})
         with tune.override(FORWARD, Q_IN_REGISTERS):
             reports = list(verify(ATTENTION, case, dtype, "hopper", "cuda"))
         assert reports
@@ -268,7 +269,7 @@ def test_half_of_q_in_registers_on_a_gpu(dtype: torch.dtype) -> None:
 )
 def test_split_heads_on_a_gpu(dims: Any, backward: Any, heads: Any) -> None:
     for options in ({}, {"mask": causal()}, {"mask": causal() & window(200), "deterministic": True}):
-        case = Case("split", _axes(4, 700, heads, dims), options)
+        case = Case("split", axes_of(4, 700, heads, dims), options)
         with ExitStack() as configs:
             configs.enter_context(tune.override(FORWARD, TWO))
             configs.enter_context(tune.override(BACKWARD_DQ, DQ))

@@ -17,7 +17,8 @@ from flashkernel.core.check import verify
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import attention, hopper
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, Forward
-from flashkernel.ops.attention.spec import ATTENTION, _axes
+from flashkernel.ops.attention.spec import ATTENTION
+from flashkernel.ops.attention.workload import axes_of
 
 ALIKE, FAR_APART = 0.1, 30.0  # scales: scores that differ by a few units, and by hundreds
 
@@ -43,13 +44,13 @@ def _case(mask: Mask | None, scale: float, axes: Any, **more: Any) -> Case:
 
 
 SHAPES = {
-    "full-64": (None, _axes(1, (130, 700), 2, 64), {}),
-    "full-128": (None, _axes(2, (200, 400), 2, 128), {}),
-    "full-256": (None, _axes(1, (100, 300), 1, 256), {}),
-    "causal-64": (causal(), _axes(2, 400, (4, 2), 64), {}),
-    "causal-128": (causal(), _axes(1, 600, (2, 1), 128), {}),
-    "late-keys": (causal(), _axes(1, (70, 500), 2, 64), {}),
-    "gpt-oss": (causal() & window(128), _axes(1, 500, (8, 1), 64), {"present": ("sinks",)}),
+    "full-64": (None, axes_of(1, (130, 700), 2, 64), {}),
+    "full-128": (None, axes_of(2, (200, 400), 2, 128), {}),
+    "full-256": (None, axes_of(1, (100, 300), 1, 256), {}),
+    "causal-64": (causal(), axes_of(2, 400, (4, 2), 64), {}),
+    "causal-128": (causal(), axes_of(1, 600, (2, 1), 128), {}),
+    "late-keys": (causal(), axes_of(1, (70, 500), 2, 64), {}),
+    "gpt-oss": (causal() & window(128), axes_of(1, 500, (8, 1), 64), {"present": ("sinks",)}),
 }
 
 
@@ -80,7 +81,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_kind_of_config(config: Forward, scale: float, flagged: list[Any]) -> None:
     with tune.override(FORWARD, config):
-        _check(_case(causal() & window(200), scale, _axes(1, (310, 450), (4, 2), 64)))
+        _check(_case(causal() & window(200), scale, axes_of(1, (310, 450), (4, 2), 64)))
     assert (flagged[0] > 0) == (scale == FAR_APART)
 
 
@@ -89,7 +90,7 @@ def test_work_tiles_overlap_only_if_the_pipeline_has_enough_stages(stages: int, 
     """The first of four consumers skips three K blocks between work tiles: with five stages, they must not overlap."""
     config = Forward(4, 64, stages, 1, 112, overlap=True)
     with devices.pretend(replace(devices.KNOWN["h200"], sms=1)), tune.override(FORWARD, config):
-        _check(_case(causal(), ALIKE, _axes(1, 700, 2, 64)))
+        _check(_case(causal(), ALIKE, axes_of(1, 700, 2, 64)))
     assert flagged == [0]
 
 
@@ -145,4 +146,4 @@ def test_retries_on_a_gpu(shape: str, scale: float) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_flagged_work_tiles_on_a_gpu(head_dim: int) -> None:
     """Several work tiles per program, all of them computed twice."""
-    _check(_case(causal(), FAR_APART, _axes(8, 1100, (16, 8), head_dim)), "cuda")
+    _check(_case(causal(), FAR_APART, axes_of(8, 1100, (16, 8), head_dim)), "cuda")

@@ -18,7 +18,8 @@ from flashkernel.core.check import verify
 from flashkernel.core.launch import Launch, collect_launches
 from flashkernel.core.op import Case
 from flashkernel.ops.attention import hopper
-from flashkernel.ops.attention.spec import ATTENTION, _axes
+from flashkernel.ops.attention.spec import ATTENTION
+from flashkernel.ops.attention.workload import axes_of
 
 LENGTH = 260
 
@@ -85,14 +86,14 @@ MASKS: dict[str, Callable[[str, int], Mask]] = {
 def test_masks_with_tables(name: str, head_dim: int) -> None:
     """Forward and backward against the reference, GQA."""
     mask = MASKS[name]("cpu", LENGTH)
-    check_case(ATTENTION, Case(name, _axes(2, LENGTH, (4, 2), head_dim), {"mask": mask, "return_lse": True}))
+    check_case(ATTENTION, Case(name, axes_of(2, LENGTH, (4, 2), head_dim), {"mask": mask, "return_lse": True}))
 
 
 @pytest.mark.parametrize("name", ["blocks", "tensor", "unsorted"])
 def test_with_wide_heads_and_in_a_fixed_order(name: str) -> None:
     mask = MASKS[name]("cpu", LENGTH)
-    check_case(ATTENTION, Case(name, _axes(2, LENGTH, (4, 2), (192, 128)), {"mask": mask}))
-    check_case(ATTENTION, Case(name, _axes(2, LENGTH, (4, 2), 64), {"mask": mask, "deterministic": True}))
+    check_case(ATTENTION, Case(name, axes_of(2, LENGTH, (4, 2), (192, 128)), {"mask": mask}))
+    check_case(ATTENTION, Case(name, axes_of(2, LENGTH, (4, 2), 64), {"mask": mask, "deterministic": True}))
 
 
 def test_selected_on_request() -> None:
@@ -152,6 +153,6 @@ def test_machine_code_does_not_spill(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dims", [64, 128, (192, 128)], ids=str)
 def test_masks_with_tables_on_a_gpu(name: str, dims: Any) -> None:
-    case = Case(name, _axes(2, 900, (4, 2), dims), {"mask": MASKS[name]("cuda", 900), "return_lse": True})
+    case = Case(name, axes_of(2, 900, (4, 2), dims), {"mask": MASKS[name]("cuda", 900), "return_lse": True})
     reports = verify(ATTENTION, case, torch.bfloat16, "hopper", "cuda")
     assert all(report.ok for report in reports), "\n".join(report.message for report in reports)

@@ -7,28 +7,21 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import register, run, use_one_small_operator
 
 import flashkernel
 import flashkernel.ops
-from flashkernel.cli import app
-from flashkernel.core import cpp, roofline
-from flashkernel.core.op import Baseline, Case, Op
+from flashkernel.core import cpp
+from flashkernel.core.op import Op
 from flashkernel.core.shapes import MODELS, Model
 from flashkernel.lab import results
 from flashkernel.ops.norm.spec import RMS_NORM
 
-BENCHES = tuple(
-    Case(name, {"rows": rows, "width": 16}, present=("weight",), dtypes=(torch.float32,))
-    for name, rows in (("first", 8), ("second", 4), ("third", 2))
-)
 COMMANDS = (
     "doctor", "ops", "explain", "check", "bench", "step", "e2e", "demo", "generate", "chat", "serve",
     "quantize", "perplexity",
@@ -37,63 +30,9 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def eager(op: Op, case: Case) -> Callable[..., Any]:
-    return op.plain
-
-
-def interrupted(op: Op, case: Case) -> Callable[..., Any]:
-    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
-        if case.name == "second":
-            raise KeyboardInterrupt
-        return op.plain(x, weight)
-
-    return run
-
-
-def wrong(op: Op, case: Case) -> Callable[..., Any]:
-    return lambda x, weight: op.plain(x, weight) * 1.5
-
-
 @pytest.fixture(autouse=True)
 def _one_small_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operator with three small cases, and ceilings that need no measuring."""
-    _register(monkeypatch, "eager")
-    ceilings = roofline.Ceilings("test machine", 0.01, {"float32": 0.1, "float16": 0.1})
-    monkeypatch.setattr(roofline, "ceilings", lambda device, dtypes=None: ceilings)
-
-
-def _register(monkeypatch: pytest.MonkeyPatch, *baselines: str) -> None:
-    made = tuple(Baseline(name, f"{__name__}:{name}") for name in baselines)
-    op = replace(RMS_NORM, baselines=made, benches=BENCHES, cases=RMS_NORM.cases[:2])
-    monkeypatch.setattr(flashkernel.ops, "registry", lambda: {"rms_norm": op})
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result
-
-
-def bench(*arguments: str, code: int = 0) -> Any:
-    return run("bench", "rms_norm", "--budget", "0.01", "--device", "cpu", *arguments, code=code)
-
-
-def _save_host_times(folder: Path) -> None:
-    """A results file of host times: relu in both implementations, swiglu without torch's own."""
-    ceilings = roofline.Ceilings("test machine", 0.01, {"float32": 0.1})
-    file = results.ResultsFile.in_folder(folder, "host", ceilings, "abc")
-    assert file is not None
-    ms = dict.fromkeys(results.STATISTICS, 0.01)
-    for case, names in (("relu", ("flashkernel", "torch")), ("swiglu", ("flashkernel",))):
-        file.add(
-            [
-                results.Record(
-                    "host", case, {}, "bfloat16", "fwd", name, "baseline" if name == "torch" else "backend", True, ms,
-                    mode="host", host_us=10.0, limit_us=None if name == "torch" else 13.0,
-                )
-                for name in names
-            ]
-        )  # fmt: skip
+    use_one_small_operator(monkeypatch)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -239,99 +178,6 @@ class TestCheck:
         assert len(json.loads(run(*arguments, code=130).stdout)) == 2
 
 
-class TestBench:
-    def test_table(self) -> None:
-        text = bench("--case", "first").stdout
-        assert "vs best baseline" in text
-        assert "first" in text
-        assert "second" not in text
-
-    def test_header_names_device_dtype_units_and_roof(self) -> None:
-        from flashkernel.core.device import properties
-
-        text = bench("--case", "first").stdout
-        assert f"rms_norm on {properties(torch.device('cpu')).name}, float32: median time in ms (% of the roof)" in text
-        assert text.count("ms (% of roof)") == 2, "a unit for each implementation"
-        assert "memory 10 GB/s" in text
-        assert "fwd: forward; bwd: backward alone" in text
-
-    def test_nothing_timed_is_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TRITON_INTERPRET", "0")
-        text = bench("--impl", "triton", code=1).output
-        assert "nothing was timed" in text
-        assert "needs a CUDA GPU" in text
-
-    def test_json(self) -> None:
-        found = json.loads(bench("--case", "f*", "--direction", "fwd", "--format", "json").stdout)
-        assert [(one["implementation"], one["direction"], one["correct"]) for one in found] == [
-            ("torch", "fwd", True),
-            ("eager", "fwd", True),
-        ]
-
-    def test_csv(self) -> None:
-        found = list(csv.DictReader(io.StringIO(bench("--case", "first", "--format", "csv").stdout)))
-        assert len(found) == 4
-        assert all(float(one["ms.p50"]) > 0 for one in found)
-        assert found[0]["axes"] == "rows=8 width=16"
-
-    def test_scaling_is_said(self) -> None:
-        result = bench("--case", "first", "--scale", "64", "--format", "json")
-        assert json.loads(result.stdout)[0]["axes"] == {"rows": 4, "width": 8}
-        assert "at most 64 input elements" in result.output
-
-    def test_save_merges(self, tmp_path: Path) -> None:
-        bench("--save", str(tmp_path))
-        bench("--save", str(tmp_path), "--case", "first", "--direction", "fwd", "--commit", "abc123")
-        found = results.load(tmp_path / "rms_norm.json")
-        assert found["commit"] == "abc123"
-        assert {(one.case, one.direction) for one in found["records"]} == {
-            ("first", "fwd"), ("second", "fwd"), ("second", "bwd"), ("third", "fwd"), ("third", "bwd"),
-        }  # fmt: skip
-
-    def test_interrupt_keeps_finished_cases(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        _register(monkeypatch, "interrupted")
-        text = bench("--save", str(tmp_path), code=130).stdout
-        assert "first" in text
-        assert "third" not in text
-        saved = results.load(tmp_path / "rms_norm.json")["records"]
-        assert {one.case for one in saved} == {"first"}
-        assert len(saved) == 4
-
-    def test_wrong_baseline_is_shown_and_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        _register(monkeypatch, "wrong")
-        result = bench("--case", "first", "--save", str(tmp_path))
-        assert "wrong: output: error" in result.output
-        saved = {
-            (one.implementation, one.direction): one for one in results.load(tmp_path / "rms_norm.json")["records"]
-        }
-        assert not saved["wrong", "fwd"].correct
-        assert saved["torch", "fwd"].correct
-
-    def test_wrong_backend_fails_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(RMS_NORM.backend("torch").__dict__, "run", lambda x, *rest, **options: x * 1)
-        bench("--case", "first", code=1)
-
-    def test_another_devices_file_is_refused(self, tmp_path: Path) -> None:
-        header = {**dict.fromkeys(results.HEADER, ""), "device": "NVIDIA H200", "records": []}
-        (tmp_path / "rms_norm.json").write_text(json.dumps(header))
-        assert "holds measurements of NVIDIA H200" in bench("--save", str(tmp_path), code=2).output
-
-    @pytest.mark.parametrize(
-        "arguments, listed",
-        [
-            (("--case", "nothing"), "first, second, third"),
-            (("--impl", "nothing"), "triton, torch, reference, eager"),
-            (("--dtype", "int3"), "float32, float16"),
-            (("--device", "cuda:99"), "cpu"),
-            (("--direction", "sideways"), "fwd"),
-        ],
-    )
-    def test_unknown_names(self, arguments: tuple[str, ...], listed: str) -> None:
-        text = bench(*arguments, code=2).output
-        assert listed in text
-        assert "Traceback" not in text
-
-
 class TestTune:
     def test_interrupt_keeps_what_was_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from flashkernel.core.device import KNOWN
@@ -444,7 +290,7 @@ class TestCheckingDemo:
         assert "output: error" in result.output
 
     def test_interrupt(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _register(monkeypatch, "eager")
+        register(monkeypatch, "eager")
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise KeyboardInterrupt
@@ -478,99 +324,3 @@ class TestDemo:
 
     def test_operators_belong_to_the_check(self) -> None:
         assert "belong to --check" in run("demo", "rms_norm", code=2).output
-
-
-class TestTables:
-    def test_write_and_check(self, tmp_path: Path) -> None:
-        readme = tmp_path / "README.md"
-        room = tmp_path / "flashkernel" / "ops" / "norm" / "README.md"
-        room.parent.mkdir(parents=True)
-        for path in (readme, room):
-            path.write_text("before\n<!-- results:rms_norm -->\n<!-- /results -->\nafter\n")
-        bench("--case", "first", "--save", str(tmp_path / "results" / "cpu"))
-        root = ("--root", str(tmp_path))
-        assert str(room) in run("tables", "--check", *root, code=1).output
-        assert "first" not in room.read_text()
-        run("tables", "--write", *root)
-        for path in (readme, room):
-            assert path.read_text().startswith("before\n<!-- results:rms_norm -->\n")
-            assert "| first | float32 | fwd |" in path.read_text()
-        run("tables", "--check", *root)
-        bench("--case", "second", "--save", str(tmp_path / "results" / "cpu"))
-        run("tables", "--check", *root, code=1)
-
-    def test_print(self, tmp_path: Path) -> None:
-        bench("--case", "first", "--save", str(tmp_path / "results" / "cpu"))
-        assert "first" in run("tables", "--root", str(tmp_path)).stdout
-        assert len(json.loads(run("tables", str(tmp_path / "results" / "cpu"), "--format", "json").stdout)) == 4
-
-    def test_units(self, tmp_path: Path) -> None:
-        bench("--case", "first", "--save", str(tmp_path))
-        _save_host_times(tmp_path)
-        text = run("tables", str(tmp_path)).stdout
-        assert "rms_norm on test machine, float32: median time in ms (% of the roof)" in text
-        assert "flashkernel, us" in text
-        assert "torch, us" in text
-
-    def test_archived_results_are_left_out(self, tmp_path: Path) -> None:
-        bench("--case", "second", "--save", str(tmp_path / "h200" / "archive"))
-        bench("--case", "first", "--save", str(tmp_path / "h200"))
-        for folder in (tmp_path, tmp_path / "h200"):
-            assert {one["case"] for one in json.loads(run("tables", str(folder), "-f", "json").stdout)} == {"first"}
-        named = json.loads(run("tables", str(tmp_path / "h200" / "archive"), "-f", "json").stdout)
-        assert {one["case"] for one in named} == {"second"}
-
-    def test_nothing_to_print(self, tmp_path: Path) -> None:
-        assert "holds no results" in run("tables", str(tmp_path), code=2).output
-
-
-class TestPlot:
-    def test_chart(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        bench("--case", "first", "--save", str(tmp_path))
-        run("plot", str(tmp_path), "--out", str(tmp_path / "charts"))
-        assert (tmp_path / "charts" / "rms_norm.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_archived_results_are_never_drawn_over_current_ones(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        bench("--case", "first", "--save", str(tmp_path / "h200"))
-        archive = tmp_path / "h200" / "archive"
-        bench("--case", "second", "--save", str(archive))
-        (archive / "rms_norm.json").rename(archive / "rms_norm-old.json")
-        charts = tmp_path / "charts"
-        assert run("plot", str(tmp_path / "h200"), "--out", str(charts)).stdout.split() == [
-            str(charts / "rms_norm.png")
-        ]
-        before = (charts / "rms_norm.png").read_bytes()
-        run("plot", str(archive / "rms_norm-old.json"), "--out", str(charts))
-        assert (charts / "rms_norm.png").read_bytes() == before
-        assert (charts / "rms_norm-old.png").exists()
-
-    def test_devices_do_not_overwrite_each_other(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        for device in ("h200", "t4"):
-            bench("--case", "first", "--save", str(tmp_path / device))
-        run("plot", str(tmp_path), "--out", str(tmp_path / "charts"))
-        assert sorted(path.parent.name for path in (tmp_path / "charts").rglob("*.png")) == ["h200", "t4"]
-
-    def test_host_times(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        _save_host_times(tmp_path)
-        run("plot", str(tmp_path / "host.json"), "--out", str(tmp_path))
-        assert (tmp_path / "host.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_nothing_to_draw_does_not_end_the_others(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        bench("--case", "first", "--save", str(tmp_path))
-        header = {**dict.fromkeys(results.HEADER, ""), "ceilings": {}, "records": []}
-        (tmp_path / "empty.json").write_text(json.dumps(header))
-        result = run("plot", str(tmp_path), "--out", str(tmp_path))
-        assert "empty: no record is both correct and timed" in result.output
-        assert (tmp_path / "rms_norm.png").exists()
-
-    def test_without_matplotlib(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        bench("--case", "first", "--save", str(tmp_path))
-        for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-            monkeypatch.setitem(sys.modules, name, None)
-        text = run("plot", str(tmp_path), "--out", str(tmp_path / "charts"), code=1).output
-        assert "pip install 'flashkernel[plot]'" in text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import run
+from command_line import run
 
 from flashkernel.core.shapes import MODELS, Model
 from flashkernel.engine.dummy_weights import tiny_transformer

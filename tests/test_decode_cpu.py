@@ -74,14 +74,7 @@ def test_attention(name: str, threads: int) -> None:
     _check_attention(**CASES[name])
 
 
-@pytest.mark.parametrize("flags", [("-mavx2", "-mfma", "-mf16c"), ()], ids=["avx2", "portable"])
-def test_other_instruction_sets(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same kernels compiled for older CPUs, on this one."""
-    if flags and "avx2" not in cpp._cpu():
-        pytest.skip("this CPU has no AVX2")
-    monkeypatch.setenv("FLASHKERNEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpp, "_FLAGS", ("-O1", *flags, "-std=c++17", "-fPIC", "-w"))
-    monkeypatch.setattr(cpp, "library", cpp.library.__wrapped__)
+def test_other_instruction_sets(older_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = decode_cpp._kernels.__wrapped__()
     monkeypatch.setattr(decode_cpp, "_kernels", lambda: compiled)
     for case in CASES.values():

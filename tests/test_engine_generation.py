@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import tokenizers
-from tiny_engine import (  # noqa: F401
-    LENGTHS,
-    _drained,
-    _greedy,
-    _other,
-    _set_ahead,
-    _tokens,
-    ahead_fixture,
-    base_fixture,
-    folder_fixture,
-)
+from tiny_engine import LENGTHS, _drained, _greedy, _other, _set_ahead, _tokens
 from typer.testing import CliRunner
 
 from flashkernel.cli import app

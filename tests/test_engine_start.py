@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_engine import _drained, _other, _tokens, base_fixture, folder_fixture  # noqa: F401
+from tiny_engine import _drained, _other, _tokens
 
 from flashkernel.core import build_counter, tune
 from flashkernel.engine import LLM, SamplingParams, precompile

@@ -54,12 +54,18 @@ def test_a_draft_is_rolled_back() -> None:
     assert cache.match([1] * 5) == 4
 
 
+def _grown(cache: KVCache, steps: int, tokens: int) -> int:
+    """A new sequence that got some tokens in each of some steps."""
+    row = cache.add()
+    for _ in range(steps):
+        cache.grow(row, tokens)
+    assert cache.lengths[row] == steps * tokens
+    return row
+
+
 def test_a_window_gives_pages_up() -> None:
     cache = KVCache(40, 4, window=8, sink_tokens=3)
-    row = cache.add()
-    for _ in range(40):
-        cache.grow(row, 1)
-    assert cache.lengths[row] == 40
+    row = _grown(cache, steps=40, tokens=1)
     # The 40th token, at 39, sees 32 to 39; page 0 holds the sinks.
     assert (cache.page_table[row, :10] != EMPTY_PAGE).tolist() == [True, *[False] * 7, True, True]
     assert cache.pool.in_use == 3
@@ -73,11 +79,7 @@ def test_a_window_gives_pages_up() -> None:
 
 def test_a_window_frees_before_it_asks() -> None:
     """A sequence as long as one likes lives in a pool of its window and a step."""
-    cache = KVCache(4, 4, window=4, most_tokens=400)
-    row = cache.add()
-    for _ in range(50):
-        cache.grow(row, 8)
-    assert cache.lengths[row] == 400
+    _grown(KVCache(4, 4, window=4, most_tokens=400), steps=50, tokens=8)
 
 
 def test_waste_is_small() -> None:

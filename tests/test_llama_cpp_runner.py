@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cli import run
+from command_line import run
 
 from flashkernel.engine.dummy_weights import tiny_transformer
 from flashkernel.lab import results, runners

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from tiny_engine import (  # noqa: F401
-    _drained,
-    _greedy,
-    _other,
-    _set_ahead,
-    _tokens,
-    ahead_fixture,
-    base_fixture,
-    folder_fixture,
-)
+from tiny_engine import _drained, _greedy, _other, _set_ahead, _tokens
 from transformers import AutoModelForCausalLM
 
 from flashkernel.engine import LLM, SamplingParams

@@ -83,11 +83,8 @@ def test_few_tokens_emulated(case: tuple) -> None:
     assert (y.double() - exact).norm() <= limit * exact.norm()
 
 
-@needs_emulator
-def test_a_sum_in_slices_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that share the sum of a tile, and experts at the same time."""
-    torch.manual_seed(1)
-    experts = _experts(5, 256, 64, "mxfp4", "1x32", True, True, "gpt_oss_glu", "interleaved")
+def _check_sums_in_slices(monkeypatch: pytest.MonkeyPatch, experts: Experts) -> None:
+    """Six tokens of 256 elements with a config whose blocks share the sums of the first product, two a tile."""
     routing = fk.moe_route(torch.randn(6, 5), fk.Router("softmax", 2), backend="torch")
     x = torch.randn(6, 256).to(BF16)
     exact = _reference(x, routing, experts)
@@ -102,21 +99,18 @@ def test_a_sum_in_slices_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_emulator
+def test_a_sum_in_slices_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that share the sum of a tile, and experts at the same time."""
+    torch.manual_seed(1)
+    _check_sums_in_slices(monkeypatch, _experts(5, 256, 64, "mxfp4", "1x32", True, True, "gpt_oss_glu", "interleaved"))
+
+
+@needs_emulator
 def test_more_shared_tiles_than_counters_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many experts of a wide layer: a launch then counts in a buffer of its own."""
     torch.manual_seed(2)
-    experts = _experts(5, 256, 64, "int4", "1x64", True, False, "swiglu", "halves")
-    routing = fk.moe_route(torch.randn(6, 5), fk.Router("softmax", 2), backend="torch")
-    x = torch.randn(6, 256).to(BF16)
     monkeypatch.setattr(few_rows, "MAX_COUNTERS", 4)
-    monkeypatch.setattr(
-        tiles.tune, "pick",
-        lambda tunable, device, shape: QuantizedConfig(8, 0, 1, 2, True, 4, 2 if shape["inner"] == 256 else 1),
-    )  # fmt: skip
-    with emulated(90):
-        y = tiles.forward(x, routing, experts)
-    exact = _reference(x, routing, experts)
-    assert (y.double() - exact).norm() <= 3 * torch.finfo(BF16).eps * exact.norm()
+    _check_sums_in_slices(monkeypatch, _experts(5, 256, 64, "int4", "1x64", True, False, "swiglu", "halves"))
 
 
 @pytest.mark.skipif(cuda.can_compile() is not None, reason=str(cuda.can_compile()))

@@ -190,6 +190,17 @@ def test_the_hopper_kernel_emulated(case: tuple) -> None:
     _check(x, weight, y)
 
 
+GATED_CHAIN = "bias;gate silu 1.0 inf;scale 0.5;residual"
+
+
+def _gated_reference(x: Tensor, weights: list[Weight], biases: list[Tensor], residual: Tensor) -> Tensor:
+    """What GATED_CHAIN makes of two products, in float64."""
+    return fk.linear(
+        x.double(), weights, [bias.double() for bias in biases], residual.double(), activation="swiglu", scale=0.5,
+        backend="reference",
+    )  # fmt: skip
+
+
 @needs_emulator
 def test_a_gated_layer_emulated() -> None:
     rows, columns, inner = 40, 192, 128
@@ -197,13 +208,9 @@ def test_a_gated_layer_emulated() -> None:
     x, residual = torch.randn(rows, inner).half(), torch.randn(rows, columns).half()
     biases = [torch.randn(columns).half() for _ in range(2)]
     with emulated(90):
-        chain = "bias;gate silu 1.0 inf;scale 0.5;residual"
-        extras = LinearExtras(residual, None, chain, "halves", 0.0, 0.0, torch.float32)
+        extras = LinearExtras(residual, None, GATED_CHAIN, "halves", 0.0, 0.0, torch.float32)
         y = kernels.forward(x, [gate, up], biases, extras)
-    exact = fk.linear(
-        x.double(), [gate, up], [bias.double() for bias in biases], residual.double(), activation="swiglu", scale=0.5,
-        backend="reference",
-    )  # fmt: skip
+    exact = _gated_reference(x, [gate, up], biases, residual)
     torch.testing.assert_close(y.double(), exact, rtol=2e-3, atol=2e-3)
 
 
@@ -267,13 +274,9 @@ def test_few_rows_gated_emulated() -> None:
     x, residual = torch.randn(5, 192).to(BF16), torch.randn(5, 128).to(BF16)
     biases = [torch.randn(128).to(BF16) for _ in range(2)]
     y = torch.full((5, 128), torch.nan, dtype=torch.float32)
-    chain = "bias;gate silu 1.0 inf;scale 0.5;residual"
     with emulated(90):
-        kernels.launch(kernels.Call(x, (gate, up), y, tuple(biases), residual, chain), _few(8, 4, 1, 2))
-    exact = fk.linear(
-        x.double(), [gate, up], [bias.double() for bias in biases], residual.double(), activation="swiglu", scale=0.5,
-        backend="reference",
-    )  # fmt: skip
+        kernels.launch(kernels.Call(x, (gate, up), y, tuple(biases), residual, GATED_CHAIN), _few(8, 4, 1, 2))
+    exact = _gated_reference(x, [gate, up], biases, residual)
     torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
 
 

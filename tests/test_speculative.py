@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_models
-from tiny_engine import _drained, _greedy, _other, _set_ahead, _tokens, ahead_fixture, base_fixture, folder_fixture  # noqa: F401
+from tiny_engine import _drained, _greedy, _other, _set_ahead, _tokens
 
 from flashkernel.engine import LLM, EngineArgs, SamplingParams
 from flashkernel.engine.prompt_lookup import PromptLookup

@@ -1,29 +1,12 @@
-"""A tiny model in engines of any options, and what tests ask of them."""
+"""Engines of any options around the tiny model of conftest.py, and what tests ask of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import pytest
-import tiny_models
 
 from flashkernel.engine import LLM, SamplingParams
 
 LENGTHS = (3, 40, 17, 65, 1, 29)
-
-
-@pytest.fixture(name="folder", scope="module")
-def folder_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_models.save("llama", path)
-    return path
-
-
-@pytest.fixture(name="base", scope="module")
-def base_fixture(folder: Path) -> LLM:
-    """A model with room for everything, whose answers others are held against."""
-    return LLM(folder, device="cpu", kv_cache_tokens=4096, block_size=16)
 
 
 def _other(base: LLM, **options: Any) -> LLM:
@@ -47,12 +30,6 @@ def _drained(llm: LLM) -> bool:
 
 def _greedy(count: int, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True, **more)
-
-
-@pytest.fixture(name="ahead", params=[False, True], ids=["in-step", "ahead"])
-def ahead_fixture(request: pytest.FixtureRequest) -> bool:
-    """Whether a step is launched before the tokens of the one before are read, as on a GPU."""
-    return request.param
 
 
 def _set_ahead(llm: LLM, ahead: bool) -> LLM:

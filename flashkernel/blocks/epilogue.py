@@ -36,19 +36,21 @@ class Operands:
     kept: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Bias:
-    """value + bias[column]"""
-
-    @property
-    def text(self) -> str:
-        return "bias"
-
-    def run(self, values: Values, operands: Operands) -> Values:
-        return tuple([value + bias for value, bias in zip(values, operands.biases)])
+class _Addition:
+    """A piece that adds a tensor."""
 
     def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
         return gradients
+
+
+@dataclass(frozen=True)
+class Bias(_Addition):
+    """value + bias[column]"""
+
+    text = "bias"
+
+    def run(self, values: Values, operands: Operands) -> Values:
+        return tuple([value + bias for value, bias in zip(values, operands.biases)])
 
 
 class _Argument:
@@ -146,19 +148,14 @@ class Dropout:
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(_Addition):
     """value + residual[row, column]"""
 
-    @property
-    def text(self) -> str:
-        return "residual"
+    text = "residual"
 
     def run(self, values: Values, operands: Operands) -> Values:
         assert operands.residual is not None, "the chain has a residual, and none was given"
         return (values[0] + operands.residual,)
-
-    def pull_back(self, values: Values, gradients: Values, operands: Operands) -> Values:
-        return gradients
 
 
 Piece = Bias | Activation | Gate | Scale | Dropout | Residual

@@ -7,6 +7,7 @@ range the loop has no branches, so the compiler can keep loads in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,15 +74,22 @@ def merge_short_rows(status: Tensor) -> Tensor:
 
 def max_visible_keys(mask: Mask | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
     """The most keys that a tile of queries visits; all of them where tables decide, which would ask the device."""
-    if mask is None or mask.tables:
-        return seqlen_k
-    return _max_visible_keys(mask.text, batch, heads, seqlen_q, seqlen_k)
+    return _visible_keys(torch.max, mask, (batch, heads, seqlen_q, seqlen_k))
+
+
+def mean_visible_keys(mask: Mask | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
+    """About how many keys a tile of queries visits; all of them where tables decide, which would ask the device."""
+    return _visible_keys(torch.mean, mask, (batch, heads, seqlen_q, seqlen_k))
+
+
+def _visible_keys(over_rows: Callable[[Tensor], Tensor], mask: Mask | None, sizes: tuple[int, int, int, int]) -> int:
+    return sizes[-1] if mask is None or mask.tables else _keys_of_tiles(over_rows, mask.text, sizes)
 
 
 @lru_cache(maxsize=MAX_CACHED)
-def _max_visible_keys(text: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
-    present = recalled(text, []).tiles(batch, heads, seqlen_q, seqlen_k, COARSE, COARSE) != EMPTY
-    return min(seqlen_k, COARSE * int(present.sum(-1).max())) if present.numel() else 0
+def _keys_of_tiles(over_rows: Callable[[Tensor], Tensor], text: str, sizes: tuple[int, int, int, int]) -> int:
+    tiles = (recalled(text, []).tiles(*sizes, COARSE, COARSE) != EMPTY).sum(-1)  # that a tile of queries visits
+    return min(sizes[-1], COARSE * int(over_rows(tiles.float()))) if tiles.numel() else 0
 
 
 _cached: DeviceTables[tuple[TileRanges, TileRanges]] = DeviceTables(MAX_CACHED)

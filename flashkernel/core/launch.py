@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from flashkernel.core import cache_key, env, replay_switch, versions
+from flashkernel.core.context import assigned
 from flashkernel.core.device import Device
 from flashkernel.core.device import properties as device_properties
 from flashkernel.core.driver import LaunchRecord, TensorMap
@@ -251,14 +252,9 @@ def is_observed() -> bool:
     return _observer.get() is not None
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> AbstractContextManager[None]:
     """Launches inside are not reported."""
-    token = _observer.set(None)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return assigned(_observer, None)
 
 
 def is_collecting() -> bool:

@@ -21,8 +21,7 @@ FLASHKERNEL_REPLAY=0 switches recording off.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -35,6 +34,7 @@ from torch.autograd import forward_ad
 from flashkernel.core import driver, env, replay_switch, tune
 from flashkernel.core import recording as rec
 from flashkernel.core.argument_types import type_checked
+from flashkernel.core.context import assigned
 
 RECORD_AFTER = 64  # calls with one key: shapes of a single decoding step come once per layer, and are not worth it
 RETRY_AFTER = 1024  # further calls, after a recording failed for one of TRANSIENT_REASONS
@@ -129,7 +129,8 @@ class LaunchCache:
         """Run a call and record it; returns its result."""
         entry: rec.Recording | _OperatorCall | Uncacheable
         if self.public and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            with _traced_call() as trace:
+            trace = _CallTrace()
+            with assigned(_trace, trace):
                 result = self.function(*args, **kwargs)
             entry = _operator_call(trace, tensors, result)
         else:
@@ -214,17 +215,6 @@ class _CallTrace:
 
 
 _trace: ContextVar[_CallTrace | None] = ContextVar("flashkernel_call_trace", default=None)
-
-
-@contextmanager
-def _traced_call() -> Iterator[_CallTrace]:
-    """Collect what the call inside does."""
-    trace = _CallTrace()
-    token = _trace.set(trace)
-    try:
-        yield trace
-    finally:
-        _trace.reset(token)
 
 
 def notify_applied(op: Any, args: tuple[Any, ...], outputs: Any) -> None:

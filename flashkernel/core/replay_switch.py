@@ -10,9 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
 
-Value = TypeVar("Value")
+from flashkernel.core.context import Value, assigned
 
 _lock = threading.Lock()
 suspensions = 0  # of all threads: calls of other threads get slower, never wrong
@@ -34,9 +33,5 @@ def suspended() -> Iterator[None]:
 @contextmanager
 def scoped(variable: ContextVar[Value], value: Value) -> Iterator[None]:
     """Inside, the context variable has this value and replay is suspended."""
-    token = variable.set(value)
-    try:
-        with suspended():
-            yield
-    finally:
-        variable.reset(token)
+    with assigned(variable, value), suspended():
+        yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
+
+from flashkernel.core.context import assigned
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -29,11 +31,6 @@ def in_compiled_graph() -> bool:
     return _in_graph.get()
 
 
-@contextmanager
-def compiled_graph() -> Iterator[None]:
+def compiled_graph() -> AbstractContextManager[None]:
     """Marks the run of an operator through torch.library."""
-    token = _in_graph.set(True)
-    try:
-        yield
-    finally:
-        _in_graph.reset(token)
+    return assigned(_in_graph, True)

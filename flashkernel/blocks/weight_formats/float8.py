@@ -33,8 +33,7 @@ class Float8(GroupedFormat):
         return (weight.data.to(wide) * scales).to(dtype)
 
     def quantize(self, tensor: Tensor, group_shape: tuple[int, int], symmetric: bool) -> Weight:
-        if not symmetric:
-            raise ValueError(f"Weight.quantize: {self.name} has no zero points; leave symmetric=False away")
+        self.check_symmetric(symmetric)
         data, scales = quantize_fp8_groups(tensor, group_shape, self.data_dtype)
         return Weight(data, scales, format=self.name, group_shape=group_shape)
 

@@ -14,32 +14,19 @@ from torch import Tensor
 
 from flashkernel.blocks.integers import pack_nibbles, unpack_nibbles
 from flashkernel.blocks.weight import Layout, Weight, register_format
-from flashkernel.blocks.weight_formats.grouped import GroupedFormat, scales_of
+from flashkernel.blocks.weight_formats.grouped import FixedGroupsFormat, scales_of
 
 SUPER_BLOCK = 256  # columns of q4_k and q6_k that share float16 scales of scales
 
 
-class _GGUFFormat(GroupedFormat):
-    """What the three share: groups of a fixed size."""
+class _GGUFFormat(FixedGroupsFormat):
+    """What the three share."""
 
     data_dtype = torch.uint8
     activation_dtypes = (torch.int8,)
-    columns: int  # of a group
-    multiple: int  # of columns in a matrix
-
-    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
-        if group != (1, self.columns):
-            return f"{self.name} has a scale for each {self.columns} columns of a row, not for {group[0]}x{group[1]}"
-        if columns % self.multiple:
-            return f"{self.name} has blocks of {self.multiple} columns, which do not divide {columns}"
-        return None
-
-    def default_group(self, columns: int) -> tuple[int, int]:
-        return 1, self.columns
 
     def quantize(self, tensor: Tensor, group_shape: tuple[int, int], symmetric: bool) -> Weight:
-        if not symmetric:
-            raise ValueError(f"Weight.quantize: {self.name} has no zero points; leave symmetric=False away")
+        self.check_symmetric(symmetric)
         self.check_group(group_shape, tensor.shape[-1])
         return self.rounded(tensor.float().unflatten(-1, (-1, self.multiple // self.columns, self.columns)))
 
@@ -85,7 +72,23 @@ class Q4_1(_GGUFFormat):
         return super().error(weight) or ("the minima (zeros) are missing" if weight.zeros is None else None)
 
 
-class Q4_K(_GGUFFormat):
+class _SuperBlockFormat(_GGUFFormat):
+    """What q4_k and q6_k share: scales are 16 bytes of a super-block's, and float16 numbers that multiply them."""
+
+    scale_dtype = torch.uint8
+    multiple = SUPER_BLOCK
+    scale_bytes: int  # of a super-block
+
+    def scale_shape(self, shape: Sequence[int], group: tuple[int, int]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // SUPER_BLOCK * self.scale_bytes)
+
+    def scales_and_factors(self, weight: Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The 16 bytes (..., super-blocks, 16), and the float16 numbers (..., super-blocks, 1 or 2) in `dtype`."""
+        parts = scales_of(weight).unflatten(-1, (-1, self.scale_bytes))
+        return parts[..., :16], parts[..., 16:].contiguous().view(torch.float16).to(dtype)
+
+
+class Q4_K(_SuperBlockFormat):
     """4-bit codes with 6-bit scales and minima for each 32 columns, in super-blocks of 256.
 
     data is uint8 (out, in / 2), two codes to a byte as in "int4". scales are uint8 (out, in / 256 * 20): of each
@@ -94,18 +97,13 @@ class Q4_K(_GGUFFormat):
     """
 
     name = "q4_k"
-    scale_dtype = torch.uint8
     packing = 2
-    columns, multiple = 32, SUPER_BLOCK
-
-    @staticmethod
-    def scale_shape(shape: Sequence[int], group: tuple[int, int]) -> tuple[int, ...]:
-        return (*shape[:-1], shape[-1] // SUPER_BLOCK * 20)
+    columns = 32
+    scale_bytes = 20
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        parts = scales_of(weight).unflatten(-1, (-1, 20))
-        factors = parts[..., 16:].contiguous().view(torch.float16).to(wide)
+        parts, factors = self.scales_and_factors(weight, wide)
         scales, minima = (parts[..., at : at + 8].to(wide) * factors[..., at // 8, None] for at in (0, 8))
         codes = unpack_nibbles(weight.data).to(wide).unflatten(-1, (-1, 8, 32))
         return (codes * scales[..., None] - minima[..., None]).flatten(-3).to(dtype)
@@ -123,7 +121,7 @@ class Q4_K(_GGUFFormat):
         return self.pack(pack_nibbles(codes.flatten(-3)), scales.flatten(-2), None)
 
 
-class Q6_K(_GGUFFormat):
+class Q6_K(_SuperBlockFormat):
     """6-bit codes with 8-bit scales for each 16 columns, in super-blocks of 256.
 
     data is uint8 (out, in / 256 * 192): of each super-block 128 bytes with the low four bits of two columns each, as in
@@ -133,21 +131,16 @@ class Q6_K(_GGUFFormat):
     """
 
     name = "q6_k"
-    scale_dtype = torch.uint8
-    columns, multiple = 16, SUPER_BLOCK
+    columns = 16
+    scale_bytes = 18
 
     def shape(self, data: Tensor) -> torch.Size:
         return torch.Size((*data.shape[:-1], data.shape[-1] * 4 // 3))
 
-    @staticmethod
-    def scale_shape(shape: Sequence[int], group: tuple[int, int]) -> tuple[int, ...]:
-        return (*shape[:-1], shape[-1] // SUPER_BLOCK * 18)
-
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        parts = scales_of(weight).unflatten(-1, (-1, 18))
-        factor = parts[..., 16:].contiguous().view(torch.float16).to(wide)
-        scales = parts[..., :16].contiguous().view(torch.int8).to(wide) * factor
+        parts, factor = self.scales_and_factors(weight, wide)
+        scales = parts.contiguous().view(torch.int8).to(wide) * factor
         data = weight.data.unflatten(-1, (-1, 192))
         low, high = unpack_nibbles(data[..., :128]), data[..., 128:]
         halves = [torch.stack((high >> at & 3, high >> (at + 2) & 3), -1).flatten(-2) for at in (0, 4)]

@@ -86,11 +86,15 @@ class GroupedFormat(ABC):
         if reason is not None:
             raise ValueError(f"Weight.quantize: {reason}")
 
+    def check_symmetric(self, symmetric: bool) -> None:
+        """ValueError if zero points are asked for; of formats that have none."""
+        if not symmetric:
+            raise ValueError(f"Weight.quantize: {self.name} has no zero points; leave symmetric=False away")
+
     def default_group(self, columns: int) -> tuple[int, int]:
         return GRANULARITIES["row"]
 
-    @staticmethod
-    def scale_shape(shape: Sequence[int], group: tuple[int, int]) -> tuple[int, ...]:
+    def scale_shape(self, shape: Sequence[int], group: tuple[int, int]) -> tuple[int, ...]:
         """The shape of the scales of a matrix of `shape`."""
         return (*shape[:-2], *[group_count(size, each) for size, each in zip(shape[-2:], group)])
 
@@ -159,6 +163,29 @@ class GroupedFormat(ABC):
             rows, columns = layout.group_shape
             return f"its kernels read scales of rows, of groups in a row or of the tensor, not of {rows}x{columns}"
         return None
+
+
+class FixedGroupsFormat(GroupedFormat):
+    """A format whose groups are always so many columns of a row."""
+
+    columns: int  # of a group
+    multiple: int  # of columns in a matrix
+
+    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
+        if group != (1, self.columns):
+            return (
+                f"{self.name} has a scale for each {self.columns} columns of a row (granularity 1x{self.columns}), "
+                f"not for {group[0]}x{group[1]}"
+            )
+        if columns % self.multiple:
+            return (
+                f"{self.name} has blocks of {self.multiple} columns, which do not divide {columns}; add columns of "
+                "zeros, or use int8"
+            )
+        return None
+
+    def default_group(self, columns: int) -> tuple[int, int]:
+        return 1, self.columns
 
 
 def scales_of(weight: Weight) -> Tensor:

@@ -9,10 +9,10 @@ from flashkernel.blocks import e2m1
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.integers import pack_nibbles, unpack_nibbles
 from flashkernel.blocks.weight import Layout, Weight, register_format
-from flashkernel.blocks.weight_formats.grouped import GroupedFormat, scales_of
+from flashkernel.blocks.weight_formats.grouped import FixedGroupsFormat, scales_of
 
 
-class Mxfp4(GroupedFormat):
+class Mxfp4(FixedGroupsFormat):
     """e2m1 values, two to a byte, with e8m0 scales for each 32 columns of a row.
 
     data is uint8 (out, in / 2), row-major: byte (i, j) has column 2j of row i in its low four bits and column 2j + 1 in
@@ -29,16 +29,7 @@ class Mxfp4(GroupedFormat):
     scale_dtype = torch.uint8
     packing = 2
     activation_dtypes = (torch.int8, FP8)
-
-    def group_error(self, group: tuple[int, int], columns: int) -> str | None:
-        if group != (1, e2m1.GROUP):
-            return f"mxfp4 has a scale for each 32 columns of a row (granularity 1x32), not for {group[0]}x{group[1]}"
-        if columns % e2m1.GROUP:
-            return f"mxfp4 has groups of 32 columns, which do not divide {columns}; add columns of zeros, or use int8"
-        return None
-
-    def default_group(self, columns: int) -> tuple[int, int]:
-        return 1, e2m1.GROUP
+    columns = multiple = e2m1.GROUP
 
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -47,8 +38,7 @@ class Mxfp4(GroupedFormat):
         return (values.unflatten(-1, (scales.shape[-1], e2m1.GROUP)) * scales[..., None]).flatten(-2).to(dtype)
 
     def quantize(self, tensor: Tensor, group_shape: tuple[int, int], symmetric: bool) -> Weight:
-        if not symmetric:
-            raise ValueError("Weight.quantize: mxfp4 has no zero points; leave symmetric=False away")
+        self.check_symmetric(symmetric)
         self.check_group(group_shape, tensor.shape[-1])
         scales = e2m1.scale_exponents(tensor)
         steps = tensor.float().unflatten(-1, (scales.shape[-1], e2m1.GROUP))

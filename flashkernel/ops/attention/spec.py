@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashkernel.blocks import expression as ex
-from flashkernel.blocks.mask import EMPTY, FULL, Mask, causal, custom, prefix, sink_tokens, window
+from flashkernel.blocks.mask import Mask, causal, custom, prefix, sink_tokens, window
 from flashkernel.core import backends
 from flashkernel.core.declare import declare
 from flashkernel.core.op import Axes, Baseline, Case, Cost, Draw, Input, Tolerance
@@ -19,6 +19,7 @@ from flashkernel.ops.attention.fp8.spec import ATTENTION_FP8
 from flashkernel.ops.attention.random_cases import mask_of, random_case
 from flashkernel.ops.attention.rotary.spec import ROTARY_ATTENTION
 from flashkernel.ops.attention.varlen.spec import ATTENTION_VARLEN
+from flashkernel.ops.attention.workload import axes_of, visible_pairs
 
 _PACKAGE = "flashkernel.ops.attention"
 _HALF = (torch.bfloat16,)
@@ -57,54 +58,41 @@ _INPUTS = {
 }
 
 
-def _axes(
-    batch: int, lengths: int | tuple[int, int], heads: int | tuple[int, int], dims: int | tuple[int, int], **more: Any
-) -> Axes:
-    """Sizes of a case; a pair is (queries, keys), (query heads, key and value heads), (head_dim, value_dim)."""
-    queries, keys = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
-    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
-    return {
-        "batch": batch, "queries": queries, "keys": keys, "heads": query_heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "value_dim": value_dim, **more,
-    }  # fmt: skip
-
-
 def _masked(name: str, mask: Mask, lengths: int | tuple[int, int] = (13, 21)) -> Case:
-    return Case(f"mask-{name}", _axes(2, lengths, (4, 2), 16), {"mask": mask})
+    return Case(f"mask-{name}", axes_of(2, lengths, (4, 2), 16), {"mask": mask})
 
 
 _SHAPES = (
-    Case("plain", _axes(2, 33, 2, 32)),
-    Case("gqa", _axes(2, 19, (6, 2), 16)),
-    Case("mqa", _axes(1, 24, (4, 1), 64), {"mask": causal()}),
-    Case("longer-keys", _axes(2, (5, 40), 2, 40), {"mask": causal()}),
-    Case("longer-queries", _axes(1, (40, 9), 2, 16), {"mask": causal(), "return_lse": True}),  # the first see nothing
-    Case("wide-heads", _axes(1, 17, 2, 96), {"mask": causal()}),
-    Case("narrow-values", _axes(1, 18, (4, 2), (48, 32)), {"mask": causal()}),
-    Case("wide-values", _axes(1, (7, 11), 2, (16, 64))),
-    Case("much-narrower-values", _axes(1, 66, (4, 1), (128, 16))),
-    Case("much-wider-values", _axes(1, (20, 35), (2, 1), (8, 40)), {"mask": causal()}),
-    Case("uneven-dims", _axes(1, 18, 2, (40, 24)), {"return_lse": True}),
-    Case("odd-dims", _axes(1, (9, 17), (2, 1), (5, 3)), {"mask": causal()}),
-    Case("several-tiles", _axes(1, (150, 300), 1, 16), {"mask": causal() & window(70)}),
-    Case("one-query", _axes(3, (1, 29), (4, 2), 32), {"mask": causal(), "return_lse": True}),
-    Case("scale", _axes(1, 12, 2, 16), {"scale": 0.5}),
-    Case("negative-scale", _axes(1, (12, 15), (2, 1), 16), {"scale": -0.5, "causal": True, "return_lse": True}),
-    Case("zero-scale", _axes(1, 12, 2, 16), {"scale": 0.0, "causal": True}),
-    Case("padded", _axes(2, 14, (4, 2), 24), {"mask": causal()}, layout="padded"),
+    Case("plain", axes_of(2, 33, 2, 32)),
+    Case("gqa", axes_of(2, 19, (6, 2), 16)),
+    Case("mqa", axes_of(1, 24, (4, 1), 64), {"mask": causal()}),
+    Case("longer-keys", axes_of(2, (5, 40), 2, 40), {"mask": causal()}),
+    Case("longer-queries", axes_of(1, (40, 9), 2, 16), {"mask": causal(), "return_lse": True}),  # the first see nothing
+    Case("wide-heads", axes_of(1, 17, 2, 96), {"mask": causal()}),
+    Case("narrow-values", axes_of(1, 18, (4, 2), (48, 32)), {"mask": causal()}),
+    Case("wide-values", axes_of(1, (7, 11), 2, (16, 64))),
+    Case("much-narrower-values", axes_of(1, 66, (4, 1), (128, 16))),
+    Case("much-wider-values", axes_of(1, (20, 35), (2, 1), (8, 40)), {"mask": causal()}),
+    Case("uneven-dims", axes_of(1, 18, 2, (40, 24)), {"return_lse": True}),
+    Case("odd-dims", axes_of(1, (9, 17), (2, 1), (5, 3)), {"mask": causal()}),
+    Case("several-tiles", axes_of(1, (150, 300), 1, 16), {"mask": causal() & window(70)}),
+    Case("one-query", axes_of(3, (1, 29), (4, 2), 32), {"mask": causal(), "return_lse": True}),
+    Case("scale", axes_of(1, 12, 2, 16), {"scale": 0.5}),
+    Case("negative-scale", axes_of(1, (12, 15), (2, 1), 16), {"scale": -0.5, "causal": True, "return_lse": True}),
+    Case("zero-scale", axes_of(1, 12, 2, 16), {"scale": 0.0, "causal": True}),
+    Case("padded", axes_of(2, 14, (4, 2), 24), {"mask": causal()}, layout="padded"),
     # Heads at odd addresses within rows at multiples of 16 bytes: 16 or 8 heads of 32 and 3 more elements.
-    Case("padded-heads", _axes(1, 18, (16, 8), 32), {"mask": causal()}, layout="padded"),
-    Case("transposed", _axes(2, 14, (4, 2), 16), {"mask": causal()}, layout="transposed"),
-    Case("no-batch", _axes(0, 5, 2, 16)),
-    Case("no-queries", _axes(2, (0, 5), 2, 16), {"return_lse": True}),
-    Case("no-keys", _axes(2, (5, 0), 2, 16), {"return_lse": True}),
+    Case("padded-heads", axes_of(1, 18, (16, 8), 32), {"mask": causal()}, layout="padded"),
+    Case("transposed", axes_of(2, 14, (4, 2), 16), {"mask": causal()}, layout="transposed"),
+    Case("no-batch", axes_of(0, 5, 2, 16)),
+    Case("no-queries", axes_of(2, (0, 5), 2, 16), {"return_lse": True}),
+    Case("no-keys", axes_of(2, (5, 0), 2, 16), {"return_lse": True}),
 )
 _MASKS = (
     _masked("causal", causal()),
-    Case("causal", _axes(2, (13, 21), (4, 2), 16), {"causal": True}),
-    Case("causal-window", _axes(1, (19, 23), (4, 2), 16), {"causal": True, "window": 5, "return_lse": True}),
-    Case("window-and-mask", _axes(2, 21, 2, 16), {"window": 6, "mask": prefix(3) | window(4)}),
+    Case("causal", axes_of(2, (13, 21), (4, 2), 16), {"causal": True}),
+    Case("causal-window", axes_of(1, (19, 23), (4, 2), 16), {"causal": True, "window": 5, "return_lse": True}),
+    Case("window-and-mask", axes_of(2, 21, 2, 16), {"window": 6, "mask": prefix(3) | window(4)}),
     _masked("window", causal() & window(5)),
     _masked("two-sided", window(3, 4)),
     _masked("sink-tokens", (window(4) | sink_tokens(2)) & causal()),
@@ -116,28 +104,28 @@ _MASKS = (
     _masked("nothing", custom(lambda b, h, q, k: k < 0, "nothing")),
 )
 _SCORES = (
-    Case("lse", _axes(2, 15, (4, 2), 16), {"mask": causal(), "return_lse": True}),
-    Case("softcap", _axes(1, 16, 2, 32), {"mask": causal(), "softcap": 1.5}),
-    Case("sinks", _axes(2, 11, (4, 2), 16), {"return_lse": True}, present=("sinks",)),
-    Case("gpt-oss", _axes(1, 37, (8, 1), 64), {"mask": causal() & window(8)}, present=("sinks",)),
-    Case("sinks-alone", _axes(1, (9, 4), 2, 16), {"mask": causal(), "return_lse": True}, present=("sinks",)),
-    Case("alibi", _axes(2, (9, 14), 4, 16, slopes=(4,)), {"mask": causal()}, present=("alibi_slopes",)),
-    Case("alibi-by-batch", _axes(2, 10, (4, 2), 16, slopes=(2, 4)), present=("alibi_slopes",)),
-    Case("bias", _axes(2, (9, 14), (4, 2), 16, bias_batch=2, bias_heads=4), {"mask": causal()}, present=("bias",)),
-    Case("bias-for-all", _axes(2, 13, (4, 2), 16, bias_batch=1, bias_heads=1), present=("bias",)),
-    Case("bias-by-key", _axes(2, (9, 70), (4, 2), 16, bias_batch=2, bias_heads=1, bias_queries=1), present=("bias",)),
-    Case("bias-by-query", _axes(2, (70, 9), (4, 2), 16, bias_batch=1, bias_heads=4, bias_keys=1), {"softcap": 2.0},
+    Case("lse", axes_of(2, 15, (4, 2), 16), {"mask": causal(), "return_lse": True}),
+    Case("softcap", axes_of(1, 16, 2, 32), {"mask": causal(), "softcap": 1.5}),
+    Case("sinks", axes_of(2, 11, (4, 2), 16), {"return_lse": True}, present=("sinks",)),
+    Case("gpt-oss", axes_of(1, 37, (8, 1), 64), {"mask": causal() & window(8)}, present=("sinks",)),
+    Case("sinks-alone", axes_of(1, (9, 4), 2, 16), {"mask": causal(), "return_lse": True}, present=("sinks",)),
+    Case("alibi", axes_of(2, (9, 14), 4, 16, slopes=(4,)), {"mask": causal()}, present=("alibi_slopes",)),
+    Case("alibi-by-batch", axes_of(2, 10, (4, 2), 16, slopes=(2, 4)), present=("alibi_slopes",)),
+    Case("bias", axes_of(2, (9, 14), (4, 2), 16, bias_batch=2, bias_heads=4), {"mask": causal()}, present=("bias",)),
+    Case("bias-for-all", axes_of(2, 13, (4, 2), 16, bias_batch=1, bias_heads=1), present=("bias",)),
+    Case("bias-by-key", axes_of(2, (9, 70), (4, 2), 16, bias_batch=2, bias_heads=1, bias_queries=1), present=("bias",)),
+    Case("bias-by-query", axes_of(2, (70, 9), (4, 2), 16, bias_batch=1, bias_heads=4, bias_keys=1), {"softcap": 2.0},
          present=("bias",)),
-    Case("bias-of-one", _axes(1, (70, 40), 2, 16, bias_batch=1, bias_heads=1, bias_queries=1, bias_keys=1),
+    Case("bias-of-one", axes_of(1, (70, 40), 2, 16, bias_batch=1, bias_heads=1, bias_queries=1, bias_keys=1),
          {"score": ex.score_function(lambda s, b, h, q, k: s * (0.5 + k / 40)), "return_lse": True}, present=("bias",)),
-    Case("bias-by-head", _axes(2, 13, 2, 16, bias_batch=1, bias_heads=2), {"softcap": 2.0}, present=("bias",)),
-    Case("score", _axes(2, 12, (4, 2), 16),
+    Case("bias-by-head", axes_of(2, 13, 2, 16, bias_batch=1, bias_heads=2), {"softcap": 2.0}, present=("bias",)),
+    Case("score", axes_of(2, 12, (4, 2), 16),
          {"mask": causal(),
           "score": ex.score_function(lambda s, b, h, q, k: s * 0.5 + 0.1 * (q - k) + ex.tanh(s) * h)}),
-    Case("deterministic", _axes(2, (23, 31), (4, 2), 16), {"mask": causal(), "softcap": 2.0, "deterministic": True},
+    Case("deterministic", axes_of(2, (23, 31), (4, 2), 16), {"mask": causal(), "softcap": 2.0, "deterministic": True},
          present=("sinks",)),
-    Case("dropout", _axes(2, 23, (4, 2), 16), {"mask": causal(), "dropout": 0.3, "seed": 11, "return_lse": True}),
-    Case("everything", _axes(2, (12, 17), (4, 2), 16, bias_batch=1, bias_heads=4, slopes=(4,)),
+    Case("dropout", axes_of(2, 23, (4, 2), 16), {"mask": causal(), "dropout": 0.3, "seed": 11, "return_lse": True}),
+    Case("everything", axes_of(2, (12, 17), (4, 2), 16, bias_batch=1, bias_heads=4, slopes=(4,)),
          {"mask": causal() & window(7), "scale": 0.3, "softcap": 3.0, "dropout": 0.2, "seed": 5, "return_lse": True,
           "score": ex.score_function(lambda s, b, h, q, k: s + 0.01 * k)},
          present=("bias", "sinks", "alibi_slopes")),
@@ -150,7 +138,7 @@ def _benches() -> tuple[Case, ...]:
     square: dict[str, Any] = {"dtypes": _HALF, "check_axes": {"batch": 1, "queries": 1024, "keys": 1024}}
     grid = [
         Case(f"d{dim}-n{length}{'-causal' if mask else ''}",
-             _axes(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
+             axes_of(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
         for dim in (64, 128)
         for length in (512, 1024, 4096, 16384)
         for mask in (False, True)
@@ -158,69 +146,47 @@ def _benches() -> tuple[Case, ...]:
     ]  # fmt: skip
     wide = [
         Case(f"d256-n{length}{'-causal' if mask else ''}",
-             _axes(_TOKENS // length, length, _WIDTH // 256, 256), {"mask": causal()} if mask else {}, **square)
+             axes_of(_TOKENS // length, length, _WIDTH // 256, 256), {"mask": causal()} if mask else {}, **square)
         for length, mask in ((4096, True), (16384, True), (16384, False))
     ]  # fmt: skip
     between = [
         Case(f"d{dim}-n{length}{'-causal' if mask else ''}",
-             _axes(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
+             axes_of(_TOKENS // length, length, _WIDTH // dim, dim), {"mask": causal()} if mask else {}, **square)
         for dim, length, mask in ((64, 2048, False), (64, 8192, True), (128, 2048, True), (128, 8192, False))
     ]  # fmt: skip
     # Head sizes between powers of two: Phi-2's, Phi-3's, and DeepSeek's with values of another width.
     sizes = [
-        Case("d80-n1024", _axes(16, 1024, 32, 80), **square),
-        Case("d96-n4096-causal", _axes(4, 4096, 32, 96), {"mask": causal()}, **square),
-        Case("d192-128-n4096-causal", _axes(4, 4096, 16, (192, 128)), {"mask": causal()}, **square),
+        Case("d80-n1024", axes_of(16, 1024, 32, 80), **square),
+        Case("d96-n4096-causal", axes_of(4, 4096, 32, 96), {"mask": causal()}, **square),
+        Case("d192-128-n4096-causal", axes_of(4, 4096, 16, (192, 128)), {"mask": causal()}, **square),
     ]
     chunk = Case(
-        "chunk-1024-of-16384", _axes(1, (1024, 16384), (32, 8), 128), {"mask": causal()}, dtypes=_HALF,
+        "chunk-1024-of-16384", axes_of(1, (1024, 16384), (32, 8), 128), {"mask": causal()}, dtypes=_HALF,
         check_axes={"queries": 256, "keys": 1024},
     )  # fmt: skip
     llama, small, oss = MODELS["llama-3.1-8b"], MODELS["llama-3.2-1b"], MODELS["gpt-oss-20b"]
     grouped = [
         Case(f"gqa-d{model.head_dim}-n{length}-causal",
-             _axes(_TOKENS // length, length, (model.heads, model.kv_heads), model.head_dim),
+             axes_of(_TOKENS // length, length, (model.heads, model.kv_heads), model.head_dim),
              {"mask": causal()}, **square)
         for model in (small, llama)
         for length in (1024, 4096, 16384)
     ]  # fmt: skip
     sliding = [
         Case(f"gpt-oss-{_TOKENS // length}x{length}",
-             _axes(_TOKENS // length, length, (oss.heads, oss.kv_heads), oss.head_dim),
+             axes_of(_TOKENS // length, length, (oss.heads, oss.kv_heads), oss.head_dim),
              {"mask": causal() & window(128)}, present=("sinks",), **square)
         for length in (4096, 16384)
     ]  # fmt: skip
     # One sequence alone: what plain PyTorch, which holds all scores, can still do, and where its memory ends.
     single = [
-        Case(f"single-n{length}", _axes(1, length, 16, 64), {"mask": causal()}, **square)
+        Case(f"single-n{length}", axes_of(1, length, 16, 64), {"mask": causal()}, **square)
         for length in (2048, 4096, 8192, 16384)
     ]
     long = [
-        Case(f"long-n{length}", _axes(1, length, 2, 64), {"mask": causal()}, **square) for length in (65536, 262144)
+        Case(f"long-n{length}", axes_of(1, length, 2, 64), {"mask": causal()}, **square) for length in (65536, 262144)
     ]
     return (*grid, *between, *wide, *sizes, chunk, *grouped, *sliding, *single, *long)
-
-
-def visible_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
-    """Pairs that are seen, over all batches and heads; only tiles that are partly visible are looked into."""
-    if mask is None:
-        return batch * heads * queries * keys
-    tile = 128
-    status = mask.tiles(batch, heads, queries, keys, tile, tile)
-    repeats = (batch // max(1, status.shape[0])) * (heads // max(1, status.shape[1]))
-    seen = int((status == FULL).sum()) * tile * tile
-    if queries % tile:  # a full tile may stick out beyond the last query, though not beyond the last key
-        seen -= int((status[:, :, -1] == FULL).sum()) * (tile - queries % tile) * tile
-    partial = ((status != FULL) & (status != EMPTY)).nonzero()  # [tiles, 4]
-    b, h = (partial[:, dim].view(-1, 1, 1) for dim in (0, 1))
-    within = torch.arange(tile)
-    for chunk in range(0, len(partial), 256):
-        part = slice(chunk, chunk + 256)
-        q = partial[part, 2].view(-1, 1, 1) * tile + within.view(1, -1, 1)
-        k = partial[part, 3].view(-1, 1, 1) * tile + within.view(1, 1, -1)
-        values = {"b": b[part], "h": h[part], "q": q, "k": k, "sq": queries, "sk": keys}
-        seen += int((torch.as_tensor(ex.evaluate(mask.expression, values)) & (q < queries) & (k < keys)).sum())
-    return seen * repeats
 
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:

@@ -6,58 +6,51 @@
 
 // Atomics: one thread runs at a time.
 
+// Stores what `change` makes of the value there, and returns that value.
+template <typename T, typename F>
+inline T read_modify_write(T* target, F change) {
+    const T before = *target;
+    *target = change(before);
+    return before;
+}
+
 template <typename T, typename V>
 inline T atomicAdd(T* target, V value) {
-    const T before = *target;
-    *target = before + static_cast<T>(value);
-    return before;
+    return read_modify_write(target, [=](T before) -> T { return before + static_cast<T>(value); });
 }
 template <typename T, typename V>
 inline T atomicSub(T* target, V value) {
-    const T before = *target;
-    *target = before - static_cast<T>(value);
-    return before;
+    return read_modify_write(target, [=](T before) -> T { return before - static_cast<T>(value); });
 }
 template <typename T, typename V>
 inline T atomicMax(T* target, V value) {
-    const T before = *target, other = static_cast<T>(value);
-    *target = before > other ? before : other;
-    return before;
+    return read_modify_write(
+        target, [other = static_cast<T>(value)](T before) { return before > other ? before : other; });
 }
 template <typename T, typename V>
 inline T atomicMin(T* target, V value) {
-    const T before = *target, other = static_cast<T>(value);
-    *target = before < other ? before : other;
-    return before;
+    return read_modify_write(
+        target, [other = static_cast<T>(value)](T before) { return before < other ? before : other; });
 }
 template <typename T, typename V>
 inline T atomicExch(T* target, V value) {
-    const T before = *target;
-    *target = static_cast<T>(value);
-    return before;
+    return read_modify_write(target, [=](T) { return static_cast<T>(value); });
 }
 template <typename T, typename V, typename W>
 inline T atomicCAS(T* target, V expected, W value) {
-    const T before = *target;
-    if (before == static_cast<T>(expected)) *target = static_cast<T>(value);
-    return before;
+    return read_modify_write(
+        target, [=](T before) { return before == static_cast<T>(expected) ? static_cast<T>(value) : before; });
 }
 template <typename T, typename V>
 inline T atomicOr(T* target, V value) {
-    const T before = *target;
-    *target = before | static_cast<T>(value);
-    return before;
+    return read_modify_write(target, [=](T before) -> T { return before | static_cast<T>(value); });
 }
 template <typename T, typename V>
 inline T atomicAnd(T* target, V value) {
-    const T before = *target;
-    *target = before & static_cast<T>(value);
-    return before;
+    return read_modify_write(target, [=](T before) -> T { return before & static_cast<T>(value); });
 }
 inline unsigned atomicInc(unsigned* target, unsigned limit) {
-    const unsigned before = *target;
-    *target = before >= limit ? 0 : before + 1;
-    return before;
+    return read_modify_write(target, [=](unsigned before) { return before >= limit ? 0 : before + 1; });
 }
 
 // Loads and stores with hints.

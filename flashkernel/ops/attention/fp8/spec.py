@@ -15,6 +15,7 @@ from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import Axes, Call, Case, Cost, Input, Tolerance
 from flashkernel.core.shapes import MODELS
 from flashkernel.ops.attention.random_cases import random_fp8_case
+from flashkernel.ops.attention.workload import axes_of, visible_pairs
 
 _PACKAGE = "flashkernel.ops.attention.fp8"
 _TOKENS, _WIDTH = 16384, 2048  # of the benchmarks: tokens in all, and heads * head_dim
@@ -62,19 +63,13 @@ def _axes(
     batch: int, lengths: int | tuple[int, int], heads: int | tuple[int, int], dims: int | tuple[int, int],
     blocks: str = "",
 ) -> Axes:  # fmt: skip
-    """Returns the sizes of a case. A tuple is (seqlen_q, seqlen_k), (heads, kv_heads) or (head_dim, value_dim);
-    `blocks` names those of q, k and v that have a scale for every 128 positions."""
-    queries, keys = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
-    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    """As `axes_of`; `blocks` names those of q, k and v that have a scale for every 128 positions."""
+    axes = axes_of(batch, lengths, heads, dims)
     scales = {
-        f"{name}_blocks": (-(-length // SCALE_BLOCK),) if name in blocks else ()
-        for name, length in (("q", queries), ("k", keys), ("v", keys))
+        f"{name}_blocks": (-(-axes[length] // SCALE_BLOCK),) if name in blocks else ()
+        for name, length in (("q", "queries"), ("k", "keys"), ("v", "keys"))
     }
-    return {
-        "batch": batch, "queries": queries, "keys": keys, "heads": query_heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "value_dim": value_dim, **scales,
-    }  # fmt: skip
+    return {**axes, **scales}
 
 
 def _masked(name: str, mask: Mask, lengths: int | tuple[int, int] = (13, 21)) -> Case:
@@ -135,8 +130,6 @@ def _benches() -> tuple[Case, ...]:
 
 def _cost(case: Case, dtype: torch.dtype) -> Mapping[str, Cost]:
     """Two matrix products over the visible (query, key) pairs; every tensor is moved once."""
-    from flashkernel.ops.attention.spec import visible_pairs
-
     axes = case.axes
     batch, queries, keys, heads = axes["batch"], axes["queries"], axes["keys"], axes["heads"]
     pairs = visible_pairs(case.options.get("mask"), batch, heads, queries, keys)

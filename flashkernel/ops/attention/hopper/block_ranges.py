@@ -20,7 +20,6 @@ from flashkernel.core.derived import derived
 from flashkernel.core.tables import DeviceTables
 
 _EVERYTHING = Mask(Variable("k") >= 0)
-_ESTIMATE_BLOCK = 128  # queries and keys of the blocks that mean_visible_keys counts
 _MIN_BLOCKS_TO_ROTATE = 8  # K blocks; shorter sequences are read from the first block on
 _ROTATION_STEP = 5  # blocks between the starts of neighboring work tiles; coprime with usual numbers of blocks
 
@@ -156,17 +155,3 @@ def _every_row_visible(text: str, seqlen_q: int, seqlen_k: int) -> bool:
     k = torch.cat([diagonal, torch.zeros_like(diagonal), torch.full_like(diagonal, seqlen_k - 1)], 1)  # [seqlen_q, 3]
     visible = evaluate(recalled(text, []).expression, {"q": q, "k": k, "sq": seqlen_q, "sk": seqlen_k})
     return bool(torch.as_tensor(visible).expand(k.shape).any(1).all())
-
-
-def mean_visible_keys(mask: Mask | None, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Returns about how many keys a tile of queries sees; all of them if that would need the device."""
-    if mask is None or mask.tables:
-        return seqlen_k
-    return _mean_visible_keys(mask.text, batch, heads, seqlen_q, seqlen_k)
-
-
-@lru_cache(maxsize=MAX_CACHED)
-def _mean_visible_keys(text: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
-    status = recalled(text, []).tiles(batch, heads, seqlen_q, seqlen_k, _ESTIMATE_BLOCK, _ESTIMATE_BLOCK)
-    blocks = (status != EMPTY).sum(-1).float().mean() if status.numel() else torch.zeros(())
-    return min(seqlen_k, int(blocks) * _ESTIMATE_BLOCK)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.tile_ranges import mean_visible_keys
 from flashkernel.core import device
-from flashkernel.ops.attention.hopper.block_ranges import every_row_visible, mean_visible_keys
+from flashkernel.ops.attention.hopper.block_ranges import every_row_visible
 from flashkernel.ops.attention.hopper.window_backward import served_window
 from flashkernel.ops.attention.params import AttentionParams
 

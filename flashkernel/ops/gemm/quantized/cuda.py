@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -44,19 +43,8 @@ def module(chain: str, bias: torch.dtype, residual: torch.dtype, out: torch.dtyp
     return Module(FOLDER / "kernel.cu", defines=defines, include=INCLUDE, specific=True)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One launch: y [rows, outputs] of x [rows, inner] and a weight, or a gate's and an up weight.
-
-    x, the residual and y have unit stride along their rows; `chain` is the text of the epilogue.
-    """
-
-    x: Tensor
-    weights: tuple[Weight, ...]
-    y: Tensor
-    biases: tuple[Tensor, ...] = ()
-    residual: Tensor | None = None
-    chain: str = ""
+class Call(few_rows.Product):
+    """One launch: y [rows, outputs] of x [rows, inner] and a weight, or a gate's and an up weight."""
 
     @property
     def shape(self) -> dict[str, int]:
@@ -111,9 +99,7 @@ def launch(call: Call, config: QuantizedConfig | None = None) -> None:
     shape, target = call.shape, cuda.target(x.device)
     config = tune.pick(QUANTIZED, target, shape) if config is None else config
     if config.warps:
-        return few_rows.launch(
-            few_rows.FewRows(x, call.weights, y, call.biases, call.residual, call.chain), config, shape
-        )
+        return few_rows.launch(few_rows.FewRows(**vars(call)), config, shape)
     rows, inner, outputs, parts = shape["rows"], shape["inner"], shape["columns"], shape["parts"]
     tall = config.warpgroups * config.height // parts  # tiles of outputs
     row_tiles, column_tiles = ceil_div(rows, config.tokens), ceil_div(outputs, TILE * tall)

@@ -47,20 +47,16 @@ def module(chain: str, bias: torch.dtype, residual: torch.dtype, out: torch.dtyp
 
 
 @dataclass(frozen=True)
-class FewRows:
-    """y [rows, outputs] of x [rows, inner]; or of the rows of x that experts compute, where there are `offsets`.
+class Product:
+    """y [rows, outputs] of x [rows, inner].
 
     Attributes:
         x: Unit stride along the rows, 16-byte aligned.
-        weights: A matrix in tiles, or a gate's and an up one. With offsets a stack of them, [experts, outputs, inner].
+        weights: A matrix in tiles, or a gate's and an up one.
         y: Unit stride along the rows.
-        biases: As many as weights; one for both of `interleaved`. With offsets [experts, outputs].
+        biases: As many as weights.
         residual: As y.
         chain: The text of the epilogue.
-        interleaved: Even rows of the weight are the gate's, odd ones up's.
-        offsets: int32 [experts + 1]: rows of y by expert.
-        gather: int32 [rows]: the row of x for each of y; without it they are the same.
-        expert_rows: Rows of the weight from one expert to the next in memory, where not all of them are used.
     """
 
     x: Tensor
@@ -69,6 +65,21 @@ class FewRows:
     biases: tuple[Tensor, ...] = ()
     residual: Tensor | None = None
     chain: str = ""
+
+
+@dataclass(frozen=True)
+class FewRows(Product):
+    """A product, or that of the rows of x that experts compute, where there are `offsets`.
+
+    Weights are then stacks of matrices, [experts, outputs, inner], and biases [experts, outputs].
+
+    Attributes:
+        interleaved: Even rows of the weight are the gate's, odd ones up's; one bias is for both.
+        offsets: int32 [experts + 1]: rows of y by expert.
+        gather: int32 [rows]: the row of x for each of y; without it they are the same.
+        expert_rows: Rows of the weight from one expert to the next in memory, where not all of them are used.
+    """
+
     interleaved: bool = False
     offsets: Tensor | None = None
     gather: Tensor | None = None

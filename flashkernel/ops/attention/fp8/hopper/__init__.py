@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask
+from flashkernel.blocks.tile_ranges import mean_visible_keys
 from flashkernel.core import device, tune
 from flashkernel.core.gluon import TensorDescriptor, gl
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import HOPPER, HopperFp8
 from flashkernel.ops.attention.fp8.hopper.forward_kernel import Fp8Traits, attention_forward_fp8
 from flashkernel.ops.attention.fp8.params import Fp8Inputs
-from flashkernel.ops.attention.hopper.block_ranges import every_row_visible, mean_visible_keys
+from flashkernel.ops.attention.hopper.block_ranges import every_row_visible
 from flashkernel.ops.attention.hopper.forward_configs import PRODUCER_REGISTERS
 from flashkernel.ops.attention.hopper.forward_launch import schedule_forward
 from flashkernel.ops.attention.hopper.launch_options import LOG2E, allocate_outputs, without_keys
