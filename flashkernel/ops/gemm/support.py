@@ -213,7 +213,7 @@ def hopper_is_slower(call: Call) -> str | None:
     """Why cuBLAS or Triton serves a call better than Hopper's kernels."""
     reason = cublas_is_faster(call)
     if reason is None and call.facts["rows"] != _MANY and call.facts["product"] == "wide":
-        fp8 = not call.facts["fused"] and multiplies_in_8_bits(call.facts.get("weight"))
+        fp8 = not call.facts["fused"] and multiplies_in_8_bits(call.facts.get("weight"), call.facts["rows"])
         return _TRITON_FP8 if fp8 and "fp8" in call.facts["weight"] else None
     return reason
 
