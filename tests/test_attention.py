@@ -506,6 +506,25 @@ def test_wrong_kinds() -> None:
         attention(**inputs, score=lambda s, b, h, q, k: s if q > k else -s)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("read", ["mask", "score", "seed"])
+def test_what_the_backward_pass_reads_again_must_not_be_written_to(read: str, backend: str) -> None:
+    """As torch's own operators refuse it: the gradients would be those of another call."""
+    table, seed = torch.arange(12) // 5, torch.tensor(5)
+    of = fk.Table(table)
+    options: dict[str, Any] = {
+        "mask": {"mask": fk.documents(table), "softcap": 2.0},
+        "score": {"score": lambda s, b, h, q, k: s + 0.25 * of[k]},
+        "seed": {"dropout": 0.3, "seed": seed},
+    }[read]
+    x = torch.randn(1, 12, 2, 16, requires_grad=True)
+    out = fk.attention(x, x, x, backend=backend, **options)
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (seed if read == "seed" else table).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x)
+
+
 def test_seed_on_the_device_drops_what_the_number_does() -> None:
     """A seed in a tensor decides as the same number does, in every backend, forward and backward."""
     q, k, v = (torch.randn(1, 20, heads, 16) for heads in (4, 2, 2))
