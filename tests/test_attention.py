@@ -350,6 +350,25 @@ def test_wrong_kinds() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("read", ["mask", "score", "seed"])
+def test_what_the_backward_pass_reads_again_must_not_be_written_to(read: str, backend: str) -> None:
+    """As torch's own operators refuse it: the gradients would be those of another call."""
+    table, seed = torch.arange(12) // 5, torch.tensor(5)
+    of = fk.Table(table)
+    options: dict[str, Any] = {
+        "mask": {"mask": fk.documents(table), "softcap": 2.0},
+        "score": {"score": lambda s, b, h, q, k: s + 0.25 * of[k]},
+        "seed": {"dropout": 0.3, "seed": seed},
+    }[read]
+    x = torch.randn(1, 12, 2, 16, requires_grad=True)
+    out = fk.attention(x, x, x, backend=backend, **options)
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (seed if read == "seed" else table).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_varlen_is_attention_of_each_sequence(backend: str) -> None:
     lengths_q, lengths_k = [5, 1, 9], [5, 4, 12]
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (lengths_q, lengths_k))

@@ -56,6 +56,15 @@ class TiledAttention:
         """Query heads that share a key/value head."""
         return self.heads // self.kv_heads
 
+    def read_again(self) -> list[Tensor]:
+        """The tensors beside the inputs that the backward pass reads: tables of the mask and of the score function, and
+        the seed. Inference tensors, whose writes nobody counts, are left out."""
+        mask, score, seed = self.params.mask, self.params.score, self.params.seed
+        read = [] if mask is None else [*mask.tables]
+        read += [] if score is None else ex.tables(score)
+        read += [seed] if isinstance(seed, Tensor) else []
+        return [x for x in read if not x.is_inference()]
+
     def visible_tiles(self, device: torch.device) -> list[list[Tile]]:
         """For each tile of queries the tiles of keys that some batch and head sees."""
         least = most = None
@@ -329,14 +338,16 @@ class Tiled(torch.autograd.Function):
         extras = Extras.of(bias, sinks, alibi_slopes, call.heads, wider(q.dtype))
         out, lse, lse_low = tiled_forward(q, k, v, extras, call)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, lse_low, bias, sinks, alibi_slopes)
+        # What is read again beside them is saved so that autograd notices when it is written to in the meantime.
+        ctx.save_for_backward(q, k, v, out, lse, lse_low, bias, sinks, alibi_slopes, *call.read_again())
         ctx.call = call
         return out.to(q.dtype), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):  # type: ignore[override]
-        *saved, bias, sinks, alibi_slopes = ctx.saved_tensors
+        kept = ctx.saved_tensors
+        saved, (bias, sinks, alibi_slopes) = kept[:6], kept[6:9]
         inputs = (*saved[:3], bias, sinks, alibi_slopes)
         if dout is None and dlse is None:
             return (None,) * 7
