@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from flashkernel import Weight
 from flashkernel.core import cpp
 from flashkernel.engine import LLM, ModelError, SamplingParams, hub
-from flashkernel.engine.checkpoint import SafetensorsCheckpoint
+from flashkernel.engine.checkpoint import SafetensorsCheckpoint, open_checkpoint
 
 KEPT_MODEL = hub.cached_model()  # the user's, before tests are given a cache of their own
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -143,6 +144,16 @@ def test_gguf_is_the_folder(tmp_path: Path) -> None:
     assert llm.tokenizer.render_chat(chat) == "user: the sea<|end|>\nassistant:"
 
 
+def test_gguf_with_biases(tmp_path: Path) -> None:
+    """llama.cpp stores the biases of q and k in the order of interleaved pairs too."""
+    model = tiny_models.build("llama", attention_bias=True)
+    tiny_models.save_gguf(model, tmp_path / "model.gguf")
+    llm = LLM(tmp_path / "model.gguf", device="cpu", dtype="float32", kv_cache_tokens=256)
+    given = tiny_models.prompts((5, 23))
+    for prompt, done in zip(given, llm.generate(given, GREEDY)):
+        assert list(done.outputs[0].token_ids) == tiny_models.hf_greedy(model, prompt, 12)
+
+
 def test_quantized_gguf_is_dequantized(tmp_path: Path) -> None:
     """The same as a model whose weights went through the quantization."""
     import gguf
@@ -191,7 +202,8 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, "model.layers.2.*are missing"),
         ({"num_hidden_layers": 1}, "have no place in a llama model"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
-        ({"head_dim": 16}, "qkv_proj of layer 0 has shape"),
+        ({"num_hidden_layers": 2**40}, "no model has so many layers"),
+        ({"head_dim": 16}, r"v_proj.weight have \[32, 16, 16\] rows, not \[64"),
         ({"vocab_size": 999}, "embedding has shape"),
         ({"tie_word_embeddings": False}, "output layer's weight is missing"),
         ({"hidden_act": "gelu"}, "silu alone"),
@@ -242,6 +254,19 @@ def test_gguf_damaged(tmp_path: Path) -> None:
     cut.write_bytes(data.replace(b"llama", b"mamba"))
     with pytest.raises(ModelError, match="architecture 'mamba' are not known"):
         LLM(cut, device="cpu")
+
+
+@pytest.mark.parametrize("value", [
+    struct.pack("<II", 4, 0),  # general.alignment is 0
+    struct.pack("<IQ", 8, 3) + b"big",
+    struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 5000,  # arrays in arrays
+])  # fmt: skip
+def test_gguf_with_wrong_fields(value: bytes, tmp_path: Path) -> None:
+    name = b"general.alignment"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name
+    (tmp_path / "wrong.gguf").write_bytes(header + value)
+    with pytest.raises(ModelError, match="damaged or was cut short"):
+        open_checkpoint(tmp_path / "wrong.gguf")
 
 
 def test_fetching_says_what_to_do_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -212,16 +212,25 @@ def test_default_groups() -> None:
         (lambda: Weight.pack(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 2), format="mxfp4"), "in uint8"),
         (lambda: Weight.pack(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), format="int4"), "must be a uint8"),
         (
-            lambda: Weight.concatenate(
-                [Weight.quantize(torch.ones(2, 64), "int8", symmetric=flag) for flag in (True, False)]
+            lambda: Weight.pack(
+                torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1, dtype=torch.uint8), format="int8"
             ),
-            "have zeros, and some do not",
+            "scales of int8 data are floats",
         ),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_symmetric_and_asymmetric_rows_in_one(format: str) -> None:
+    """A part whose zero points are all the middle is stored without them."""
+    parts = [Weight.quantize(torch.randn(4, 64) + 1, format, symmetric=flag) for flag in (True, False, True)]
+    found = Weight.concatenate(parts)
+    expected = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(found.dequantize(torch.float32), expected)
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_e5m2", "int8", "int4", "mxfp4"])

@@ -155,10 +155,11 @@ def save_gguf(model: transformers.PreTrainedModel, path: Path, quantized: str | 
             target = outer[name]
         else:
             number, rest = name.removeprefix("model.layers.").split(".", 1)
-            part = names[rest.removesuffix(".weight")]
-            target = f"blk.{number}.{part}.weight"
+            module, _, last = rest.rpartition(".")
+            part = names[module]
+            target = f"blk.{number}.{part}.{last}"
             if part in heads:
-                shape = (heads[part], 2, -1, data.shape[1])
+                shape = (heads[part], 2, -1, *data.shape[1:])
                 data = data.reshape(shape).swapaxes(1, 2).reshape(data.shape)
         if quantized and data.ndim == 2 and data.shape[1] % 32 == 0:
             kinds = {"": quantized} if isinstance(quantized, str) else quantized

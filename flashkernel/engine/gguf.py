@@ -100,19 +100,27 @@ class GGUFCheckpoint:
         if expert is None and len(stored.shape) == 2 and stored.kind.name in KINDS:
             return self._quantized(source, stored)
         values = self._dequantized(source, expert)
-        if self._kind == "llama" and source.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
-            return halves_from_interleaved(values, heads)
+        if self._interleaved(source):
+            return self._in_halves(source, values)
         if self._kind == "gpt2" and values.ndim == 2 and source.startswith("blk."):
             return values.T  # Transformers keeps GPT-2's weights (in, out)
         return values
 
     def _quantized(self, source: str, stored: StoredTensor) -> Weight:
         blocks = torch.from_numpy(np.array(stored.data))
-        if self._kind == "llama" and source.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
-            blocks = halves_from_interleaved(blocks, heads)
+        if self._interleaved(source):
+            blocks = self._in_halves(source, blocks)
         return read_blocks(stored.kind.name, blocks)
+
+    def _interleaved(self, source: str) -> bool:
+        """Whether rows of a weight, or elements of a bias, are in the order of interleaved rotary pairs."""
+        return self._kind == "llama" and source.split(".")[-2] in ("attn_q", "attn_k")
+
+    def _in_halves(self, source: str, values: Tensor) -> Tensor:
+        heads = self.config.size("num_attention_heads" if "attn_q" in source else "num_key_value_heads")
+        if values.shape[0] % (2 * heads):
+            raise ModelError(f"{self.path}: {source} has {values.shape[0]} rows, and the file says {heads} heads")
+        return halves_from_interleaved(values, heads)
 
     def tokenizer(self) -> Tokenizer | None:
         if "tokenizer.ggml.tokens" not in self._fields:
@@ -202,7 +210,7 @@ class GGUFCheckpoint:
 
 
 def halves_from_interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Reorders the rows of a q or k weight from interleaved rotary pairs (llama.cpp) to two halves (Transformers)."""
+    """Reorders the rows of a q or k weight or bias from interleaved rotary pairs (llama.cpp) to two halves (HF)."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 

@@ -78,7 +78,16 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         cursor = Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     try:
         return _read(cursor, path)
-    except (struct.error, IndexError, KeyError, ValueError, OverflowError, MemoryError) as error:
+    except (
+        struct.error,
+        IndexError,
+        KeyError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path}: the file is damaged or was cut short ({error}); get it again") from error
@@ -102,6 +111,8 @@ def _read(cursor: Cursor, path: Path) -> tuple[dict[str, Any], dict[str, StoredT
         shape = tuple(cursor.scalar("Q") for _ in range(dims))[::-1]
         described.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
     step = fields.get("general.alignment", 32)
+    if not isinstance(step, int) or step < 1:
+        raise ValueError(f"general.alignment is {step!r}")
     start = -(-cursor.offset // step) * step
     return fields, {name: _tensor(cursor.data, start + at, shape, kind) for name, shape, kind, at in described}
 

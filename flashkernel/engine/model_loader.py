@@ -11,6 +11,8 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel import Weight
+from flashkernel.blocks.epilogue import GATES
+from flashkernel.blocks.weight_formats.int8 import with_zeros
 from flashkernel.core.huge_pages import HugePages
 from flashkernel.engine.architectures import StoredWeight, architecture_of
 from flashkernel.engine.checkpoint import Checkpoint
@@ -100,7 +102,7 @@ class _WeightLoader:
         if any("{expert}" in name for name in names):
             experts = range(self.config.num_experts)
             each = [self._concatenated([name.format(expert=e) for name in names]) for e in experts]
-            found: Any = Weight.stack(each) if isinstance(each[0], Weight) else torch.stack(each)
+            found: Any = self._stacked(each, names[0])
         else:
             found = self._concatenated(names)
         transposed = stored.transposed
@@ -119,6 +121,16 @@ class _WeightLoader:
         if transposed:
             found = found.transpose(-1, -2)
         return found.to(self.device, self.dtype).contiguous()
+
+    def _stacked(self, experts: list[Any], name: str) -> Tensor | Weight:
+        """The experts in one; ModelError if they are stored in different ways."""
+        if not any(isinstance(one, Weight) for one in experts):
+            return torch.stack(experts)
+        try:
+            weights = [one if isinstance(one, Weight) else Weight(one) for one in experts]
+            return Weight.stack(with_zeros(weights) if len({one.format for one in weights}) == 1 else weights)
+        except ValueError as error:
+            raise ModelError(f"{self.checkpoint.config.source}: {name}: {error}") from error
 
     def _kept(self, weight: Weight | tuple[Weight, ...]) -> Projection:
         """The weight as a GGUF file has it where kernels of the device read it, else dequantized.
@@ -143,6 +155,7 @@ class _WeightLoader:
             source = self.checkpoint.config.source
             raise ModelError(f"{source}: {', '.join(missing)} are missing; the model is incomplete, get it again")
         parts: list[Any] = [self.reader.read(name) for name in names]
+        self._check_rows(names, parts)
         if any(isinstance(part, Weight) for part in parts):
             parts = [part if isinstance(part, Weight) else Weight(part) for part in parts]
             if len({part.format for part in parts}) > 1 and set(names) <= self.reader.whole:
@@ -152,6 +165,15 @@ class _WeightLoader:
             except ValueError as error:
                 raise ModelError(f"{self.checkpoint.config.source}: {', '.join(names)}: {error}") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _check_rows(self, names: list[str], parts: list[Any]) -> None:
+        """ModelError if q, k and v, or gate and up, have rows of another: in one matrix nobody could tell."""
+        config, found = self.config, [part.shape[0] for part in parts]
+        expected = [found[0]] * len(parts)
+        if len(parts) == 3:
+            expected = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+        if found != expected:
+            raise ModelError(f"{self.checkpoint.config.source}: {', '.join(names)} have {found} rows, not {expected}")
 
     def check_all_used(self, ignored: tuple[str, ...]) -> None:
         """ModelError if a stored tensor was not used: the model would run without a part of it."""
@@ -164,15 +186,40 @@ class _WeightLoader:
 
 
 def _check_shapes(config: ModelConfig, weights: ModelWeights, layers: list[LayerWeights], source: str) -> None:
-    """ModelError if weights differ from the configuration; the operators check what follows from these shapes."""
-    rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+    """ModelError if weights differ from the configuration, or from each other."""
     table = (config.vocab_size, config.hidden_size)
-    expected = {"qkv_proj": (rows, config.hidden_size), "o_proj": (config.hidden_size, config.heads * config.head_dim)}
-    for index, layer in enumerate(layers):
-        for name, shape in expected.items():
-            _check_shape(f"{source}: {name} of layer {index}", getattr(layer, name), shape)
     _check_shape(f"{source}: the embedding", weights.embedding, table)
     _check_shape(f"{source}: the lm_head", weights.lm_head, table)
+    for name in ("final_norm", "final_norm_bias"):
+        _check_shape(f"{source}: {name}", getattr(weights, name), table[1:])
+    for index, layer in enumerate(layers):
+        for name, shape in _expected_shapes(config, layer).items():
+            _check_shape(f"{source}: {name} of layer {index}", getattr(layer, name), shape)
+
+
+def _expected_shapes(config: ModelConfig, layer: LayerWeights) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights; how wide the MLP is follows from its own weights."""
+    hidden, rows = config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_dim
+    norms = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
+    vectors = (*norms, "attention_norm_bias", "mlp_norm_bias", "o_proj_bias")
+    experts = () if layer.router is None else (config.num_experts,)
+    parts: Any = layer.gate_up_proj if isinstance(layer.gate_up_proj, tuple) else (layer.gate_up_proj,)
+    wide = sum(part.shape[-2] for part in parts)
+    inner = wide // 2 if config.activation in GATES else wide
+    return {
+        **dict.fromkeys(vectors, (hidden,)),
+        **dict.fromkeys(("q_norm", "k_norm"), (config.head_dim,)),
+        "qkv_proj": (rows, hidden),
+        "qkv_proj_bias": (rows,),
+        "o_proj": (hidden, config.heads * config.head_dim),
+        "sinks": (config.heads,),
+        "router": (*experts, hidden),
+        "router_bias": experts,
+        "gate_up_proj": (*experts, wide, hidden),
+        "gate_up_proj_bias": (*experts, wide),
+        "down_proj": (*experts, hidden, inner),
+        "down_proj_bias": (*experts, hidden),
+    }
 
 
 def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
@@ -180,9 +227,9 @@ def _dense(weight: Tensor | Weight, dtype: torch.dtype) -> Tensor:
     return weight.dequantize(dtype) if isinstance(weight, Weight) else weight
 
 
-def _check_shape(what: str, weight: Projection, expected: tuple[int, ...]) -> None:
+def _check_shape(what: str, weight: Projection | None, expected: tuple[int, ...]) -> None:
     if isinstance(weight, tuple):
         expected = (expected[0] - sum(part.shape[0] for part in weight[1:]), expected[1])
         weight = weight[0]
-    if tuple(weight.shape) != expected:
+    if weight is not None and tuple(weight.shape) != expected:
         raise ModelError(f"{what} has shape {tuple(weight.shape)}; the configuration says {expected}")

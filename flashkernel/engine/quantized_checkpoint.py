@@ -136,6 +136,11 @@ class WeightReader:
             self.whole.add(name)
         if isinstance(found, Tensor) and found.dtype in _FORMATS:
             return self._packed(name, found)
+        if isinstance(found, Tensor) and (not found.is_floating_point() or found.dtype.itemsize < 2):
+            kind = str(found.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{self.source}: {name} is in {kind}, and config.json says nothing of a quantization that is stored so"
+            )
         return found
 
     def _packed(self, name: str, data: Tensor) -> Weight:
@@ -144,6 +149,8 @@ class WeightReader:
         if not found:
             kind = str(data.dtype).removeprefix("torch.")
             raise ModelError(f"{self.source}: {name} is in {kind} and has no scales")
+        if len(found) > 1:
+            raise ModelError(f"{self.source}: {name} has scales twice, {' and '.join(found)}")
         point = name + "_zero_point"
         self.unused.difference_update([*found, point])
         self.unused.discard(name.removesuffix("weight") + "input_scale")

@@ -41,9 +41,9 @@ def fold(layer: LayerWeights, config: ModelConfig, name: str, factors: Tensor) -
     inverse = 1 / factors
     if name in ("qkv_proj", "gate_up_proj"):
         norm = "attention_norm" if name == "qkv_proj" else "mlp_norm"
-        for part in (norm, f"{norm}_bias"):
-            value = getattr(layer, part)
-            found[part] = None if value is None else _scaled(value, inverse)
+        found[norm] = _scaled(getattr(layer, norm), inverse, config.norm_offset)
+        bias = getattr(layer, f"{norm}_bias")
+        found[f"{norm}_bias"] = None if bias is None else _scaled(bias, inverse)
         return replace(layer, **found)
     before = "qkv_proj" if name == "o_proj" else "gate_up_proj"
     rows = _row_factors(layer, config, name, inverse)
@@ -68,5 +68,6 @@ def _row_factors(layer: LayerWeights, config: ModelConfig, name: str, inverse: T
     return rows
 
 
-def _scaled(value: Any, factors: Tensor) -> Tensor:
-    return (value.float() * factors).to(value.dtype)
+def _scaled(value: Any, factors: Tensor, offset: float = 0.0) -> Tensor:
+    """(value + offset) * factors - offset: a norm multiplies by its weight plus an offset."""
+    return ((value.float() + offset) * factors - offset).to(value.dtype)

@@ -23,7 +23,6 @@ KV_GROUP = 32  # columns of a head that share a scale in int4
 KV_CACHES = {"float8_e4m3fn": 8.5, "int8": 8.5, "int4": 4.75}
 SAMPLE = 256  # inputs of each projection that are kept, for the error after quantization
 _linear: Any = fk.linear
-_rms_norm: Any = fk.rms_norm
 _layer_norm: Any = fk.layer_norm
 
 
@@ -103,6 +102,10 @@ class RecordingPass(ForwardPass):
     def mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         return super().mlp(x, layer) if layer.router is not None else self.mlp_by_linear(x, layer)
 
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        self._record(weight, x)
+        return _linear(x, weight, bias)
+
     def linear_residual(self, x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
         self._record(weight, x)
         return _linear(x, weight, bias, residual)
@@ -110,10 +113,9 @@ class RecordingPass(ForwardPass):
     def norm_linear(
         self, x: Tensor, norm: Tensor, norm_bias: Tensor | None, weight: Any, bias: Tensor | None, **options: Any
     ) -> Tensor:
-        if self.config.norm == "layer":
-            h = _layer_norm(x, norm, norm_bias, eps=self.config.eps)
-        else:
-            h = _rms_norm(x, norm, eps=self.config.eps)
+        if isinstance(weight, tuple):
+            return super().norm_linear(x, norm, norm_bias, weight, bias, **options)
+        h = _layer_norm(x, norm, norm_bias, eps=self.config.eps) if self.config.norm == "layer" else self.norm(x, norm)
         self._record(weight, h)
         return _linear(h, weight, bias, **options)
 

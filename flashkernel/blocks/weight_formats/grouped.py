@@ -107,6 +107,8 @@ class GroupedFormat(ABC):
     def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
         if scales is None:
             raise ValueError(f"Weight.pack: {self.name} data comes with scales; none were given")
+        if not scales.is_floating_point():  # exponents would be taken for factors
+            raise ValueError(f"Weight.pack: scales of {self.name} data are floats; they are {scales.dtype}")
         group = self.stored_group(self.shape(data), tuple(scales.shape))
         wanted = self.scale_shape(self.shape(data), group)
         zeros = None if zeros is None else zeros.to(self.data_dtype).reshape(wanted)
@@ -137,8 +139,6 @@ class GroupedFormat(ABC):
         each, columns = weights[0].group_shape
         if any(weight.group_shape[1] != columns for weight in weights):
             raise ValueError(f"Weight.concatenate: {', '.join(map(repr, weights))} have scales of different columns")
-        if any((weight.zeros is None) != (weights[0].zeros is None) for weight in weights):
-            raise ValueError(f"Weight.concatenate: some of {', '.join(map(repr, weights))} have zeros, and some do not")
         whole = each > 1 and all(
             weight.group_shape[0] == each and (weight is weights[-1] or weight.data.shape[-2] % each == 0)
             for weight in weights

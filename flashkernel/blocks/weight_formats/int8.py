@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from flashkernel.blocks.fp8 import expand_scales
 from flashkernel.blocks.integers import INT8, IntegerRange, integer_scales, round_to_integers
-from flashkernel.blocks.weight import Weight, register_format
+from flashkernel.blocks.weight import Weight, format_named, register_format
 from flashkernel.blocks.weight_formats.grouped import GroupedFormat, scales_of
 
 
@@ -25,6 +28,9 @@ class IntegerFormat(GroupedFormat):
         """The integers of the data, (..., out, in)."""
         return data
 
+    def concatenate(self, weights: Sequence[Weight]) -> Weight:
+        return super().concatenate(with_zeros(weights))
+
     def dequantize(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         values = self.codes(weight.data).to(wide)
@@ -39,6 +45,21 @@ class IntegerFormat(GroupedFormat):
         scales, zeros = integer_scales(tensor, group_shape, self.numbers, symmetric)
         codes = round_to_integers(tensor, scales, zeros, group_shape, self.numbers)
         return Weight(self.store(codes), scales, zeros, self.name, group_shape)
+
+
+def with_zeros(weights: Sequence[Weight]) -> list[Weight]:
+    """Weights of one format of integers, where one has zero points all of them: the middle, for symmetric ones."""
+    format = format_named(weights[0].format)
+    if not isinstance(format, IntegerFormat) or all(weight.zeros is None for weight in weights):
+        return list(weights)
+
+    def completed(weight: Weight) -> Weight:
+        if weight.zeros is not None:
+            return weight
+        middle = torch.full_like(scales_of(weight), format.numbers.middle, dtype=format.data_dtype)
+        return replace(weight, zeros=middle)
+
+    return [completed(weight) for weight in weights]
 
 
 class Int8(IntegerFormat):
