@@ -33,6 +33,7 @@ class GenerationResponse:
     ) -> None:
         self._engine, self._llm, self._args = engine, llm, args
         self._request, self._formatter = request, formatter
+        engine.check_count(request.num_choices)  # before so many ids are made
         self._params = request.sampling_params()
         formatter.choices_per_prompt = request.choices_per_prompt
         self._request_ids = [f"{formatter.id}-{index}" for index in range(request.num_choices)]
