@@ -174,6 +174,11 @@ def test_unknown_fields_are_ignored_with_a_warning(client: Any, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "flashkernel.server"):
         client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body={"temprature": 1})
     assert "'temprature' is no field of this request; it is ignored" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "flashkernel.server"):
+        many = {f"field_{number}": 1 for number in range(1000)}
+        client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body=many)
+    assert len(caplog.records) == 10, "one request does not flood the log"
 
 
 @pytest.mark.parametrize(
@@ -242,6 +247,9 @@ def test_requests_with_tools() -> None:
     assert request()._variables()["tools"][0]["function"]["name"] == "weather"
     assert "tools" not in request(tool_choice="none")._variables()
     assert isinstance(request().parser(HERMES), parsers.MarkedCalls)
+    assert isinstance(request(parallel_tool_calls=False).parser(HERMES), parsers.SingleCall)
+    channels = request(parallel_tool_calls=False).parser("<|channel|><|message|>")
+    assert channels.needs_special_tokens
     named = request(tool_choice={"type": "function", "function": {"name": "weather"}})
     assert named.structured_outputs().json_schema == json.dumps(TOOL["function"]["parameters"])  # type: ignore[union-attr, index]
     assert named.parser(None).whole('{"city": "Kiel"}').tool_calls[0].arguments == '{"city": "Kiel"}'
@@ -282,6 +290,9 @@ PARSED = [
     (parsers.Channels, " to", (" to", "", [])),
     (parsers.Channels, " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [("f", "{}")])),
     (parsers.Channels, "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}", ("", "", [("f", "{}")])),
+    (lambda: parsers.SingleCall(parsers.MarkedCalls("<tool_call>", "</tool_call>")),
+     'Yes. <tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}</tool_call> No.',
+     ("Yes. No.", "", [("f", "{}")])),
     (parsers.Channels, "<|message|>Wind.<|return|>", ("Wind.", "", [])),
     (parsers.JsonCalls, "plain text", ("plain text", "", [])),
     (parsers.Channels, CHANNELS, ("Wind.", "Hmm.", [("weather", '{"city": "Kiel"}')])),
