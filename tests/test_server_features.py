@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from typing import Any
 
 import openai
@@ -29,6 +30,7 @@ from served_model import (  # noqa: F401
 import flashkernel
 from flashkernel.engine import LLM, SamplingParams
 from flashkernel.engine.server import output_parsers as parsers
+from flashkernel.engine.server.formatters import CompletionFormatter
 from flashkernel.engine.server.protocol import ChatRequest, parse
 
 TOOL = {
@@ -163,6 +165,24 @@ def test_prompt_logprobs_as_vllm_has_them(client: Any, base: LLM) -> None:
             assert len(one) == 3 + (score.rank > 3)
     chat = client.chat.completions.create(model=NAME, messages=USER, max_tokens=2, extra_body={"prompt_logprobs": 0})
     assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
+def test_prompt_logprobs_are_written_beside_the_event_loop(
+    running: Running, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long prompt take seconds, in which other clients get their tokens."""
+    threads, response = [], CompletionFormatter.response
+
+    def noting(self: CompletionFormatter, *given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return response(self, *given)
+
+    monkeypatch.setattr(CompletionFormatter, "response", noting)
+    asked: dict[str, Any] = {"model": NAME, "prompt": "the sea", "max_tokens": 2}
+    client.completions.create(**asked)
+    client.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+    client.completions.create(**asked, echo=True, logprobs=1)
+    assert [thread is running.thread for thread in threads] == [True, False, False]
 
 
 def test_best_of_as_many_as_are_returned(client: Any) -> None:

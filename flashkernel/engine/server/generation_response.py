@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+from anyio import to_thread
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -90,8 +91,16 @@ class GenerationResponse:
     async def _send_whole(self, collector: OutputCollector, scope: Scope, receive: Receive, send: Send) -> None:
         while self._unfinished:
             self._keep_finished(collector, await collector.get())
+        if self._params.prompt_logprobs is None:
+            response = self._whole()
+        else:  # for a long prompt it takes seconds, which others do not wait for
+            response = await to_thread.run_sync(self._whole)
+        await response(scope, receive, send)
+
+    def _whole(self) -> JSONResponse:
+        """The whole response, once all requests are finished."""
         body = self._formatter.response([self._finished[index] for index in range(len(self._request_ids))])
-        await JSONResponse(body, headers={"X-Request-Id": self._formatter.id})(scope, receive, send)
+        return JSONResponse(body, headers={"X-Request-Id": self._formatter.id})
 
     async def _stream(self, collector: OutputCollector, send: Send) -> None:
         outputs = await collector.get()
