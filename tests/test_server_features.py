@@ -28,7 +28,7 @@ from served_model import (  # noqa: F401
 )
 
 import flashkernel
-from flashkernel.engine import LLM, SamplingParams
+from flashkernel.engine import LLM, SamplingParams, Tokenizer
 from flashkernel.engine.server import output_parsers as parsers
 from flashkernel.engine.server.formatters import CompletionFormatter
 from flashkernel.engine.server.protocol import ChatRequest, parse
@@ -286,6 +286,17 @@ def test_requests_with_tools() -> None:
                 "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}]  # fmt: skip
     message = request(messages=history).messages[0].as_dict()
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+@pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_templates_know_none(base: LLM, knows: str, role: str) -> None:
+    assert base.tokenizer is not None
+    template = knows + "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(base.tokenizer.backend, chat_template=template)
+    messages = [{"role": "developer", "content": "sea"}, {"role": "user", "content": "wind"}]
+    request = parse(ChatRequest, json.dumps({"model": "m", "messages": messages}).encode())
+    (prompt,) = request.prompts(tokenizer)
+    assert tokenizer.decode(prompt) == f"{role} seauser wind"  # type: ignore[arg-type]
 
 
 CHANNELS = (

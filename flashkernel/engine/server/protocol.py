@@ -358,11 +358,18 @@ class ChatRequest(GenerationRequest):
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
         self._check_tools(tokenizer)
         try:
-            return [
-                tokenizer.apply_chat_template([message.as_dict() for message in self.messages], **self._variables())
-            ]
+            return [tokenizer.apply_chat_template(self._conversation(tokenizer.chat_template), **self._variables())]
         except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+    def _conversation(self, template: str | None) -> list[dict[str, Any]]:
+        """The messages for a template. OpenAI's later name of the system's role is unknown to most, and they would drop
+        such a message."""
+        found = [message.as_dict() for message in self.messages]
+        for message in found:
+            if message["role"] == "developer" and "developer" not in (template or ""):
+                message["role"] = "system"
+        return found
 
     def _check_tools(self, tokenizer: Tokenizer) -> None:
         """Raises ApiError for tools that the model would never hear of. Calls that are forced do not need its help."""
