@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,18 @@ def test_the_models_own_end(folder: Path, base: LLM) -> None:
     assert base.tokenizer is not None
     assert done.outputs[0].text == base.tokenizer.decode(tokens[:place]), "the end itself is no text"
     assert llm.generate([prompt], _greedy(20))[0].outputs[0].token_ids == tokens
+
+
+def test_stop_strings_may_be_as_long_as_a_request() -> None:
+    """They take no time of the other requests."""
+    made = Tokenizer(tiny_models.tokenizer())
+    stream = IncrementalDetokenizer(made, ("z" * 20_000, "ab" * 10_000, " sea" * 9 + "!"), True)
+    shown, began = "", time.process_time()
+    for token in made.encode("the sea and ab" + " sea" * 500):
+        stream.append(token)
+        shown += stream.next_text()
+    assert shown == stream.text[:-36], "the end may go on as the last of them"
+    assert time.process_time() - began < 3.0
 
 
 def test_held_back_text_is_given_in_the_end() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ import pytest
 import torch
 from tiny_engine import _drained, _other, _tokens
 
-from flashkernel.core import build_counter, tune
+from flashkernel.core import build_counter, cpp, tune
 from flashkernel.engine import LLM, SamplingParams, precompile
 from flashkernel.engine.dummy_weights import tiny_transformer
 from flashkernel.engine.model_runner import ModelRunner, StepGraph
@@ -106,6 +110,34 @@ def test_kernels_compiled_at_the_start_are_counted(padded: LLM, monkeypatch: pyt
     monkeypatch.setattr(ModelRunner, "_prepare_shape", prepare)
     padded.engine.warm_up()
     assert padded.engine.stats().compiled_at_start == 0
+
+
+_COLD = """
+import torch
+from flashkernel.core import build_counter
+from flashkernel.engine import LLM, SamplingParams
+from flashkernel.engine.dummy_weights import tiny_transformer
+for format in (None, "int8"):
+    llm = LLM(tiny_transformer(), kv_cache_tokens=256, quantization=format)
+    loaded = build_counter.counts()
+    for settings in ({}, {"temperature": 1.0, "top_p": 0.9}, {"repetition_penalty": 1.2, "logprobs": 2}):
+        llm.generate([[1, 2, 3], [4] * 40], SamplingParams(max_tokens=3, **settings))
+    stats = llm.engine.stats()
+    assert stats.compiled_in_service == 0, "compiled while requests waited"
+    print(stats.compiled_at_start)
+"""
+
+
+@pytest.mark.skipif(cpp.can_compile() is not None, reason=str(cpp.can_compile()))
+def test_a_cpu_compiles_nothing_in_service(tmp_path: Path) -> None:
+    """With a cold cache its C++ kernels are compiled at the start, those of quantized weights only for such; later
+    starts find them."""
+    environment = {**os.environ, "FLASHKERNEL_CACHE_DIR": str(tmp_path)}
+    for expected in ([1, 2], [0, 0]):
+        command = [sys.executable, "-c", _COLD]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert [int(line) for line in done.stdout.split()] == expected
 
 
 def test_what_is_captured_in_service_is_counted(base: LLM, padded: LLM) -> None:

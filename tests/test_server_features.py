@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from typing import Any
 
 import openai
@@ -27,8 +28,9 @@ from served_model import (  # noqa: F401
 )
 
 import flashkernel
-from flashkernel.engine import LLM, SamplingParams
+from flashkernel.engine import LLM, SamplingParams, Tokenizer
 from flashkernel.engine.server import output_parsers as parsers
+from flashkernel.engine.server.formatters import CompletionFormatter
 from flashkernel.engine.server.protocol import ChatRequest, parse
 
 TOOL = {
@@ -165,6 +167,24 @@ def test_prompt_logprobs_as_vllm_has_them(client: Any, base: LLM) -> None:
     assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
 
 
+def test_prompt_logprobs_are_written_beside_the_event_loop(
+    running: Running, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long prompt take seconds, in which other clients get their tokens."""
+    threads, response = [], CompletionFormatter.response
+
+    def noting(self: CompletionFormatter, *given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return response(self, *given)
+
+    monkeypatch.setattr(CompletionFormatter, "response", noting)
+    asked: dict[str, Any] = {"model": NAME, "prompt": "the sea", "max_tokens": 2}
+    client.completions.create(**asked)
+    client.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+    client.completions.create(**asked, echo=True, logprobs=1)
+    assert [thread is running.thread for thread in threads] == [True, False, False]
+
+
 def test_best_of_as_many_as_are_returned(client: Any) -> None:
     found = client.completions.create(model=NAME, prompt="the sea", max_tokens=3, n=2, best_of=2)
     assert len(found.choices) == 2
@@ -174,6 +194,11 @@ def test_unknown_fields_are_ignored_with_a_warning(client: Any, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "flashkernel.server"):
         client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body={"temprature": 1})
     assert "'temprature' is no field of this request; it is ignored" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "flashkernel.server"):
+        many = {f"field_{number}": 1 for number in range(1000)}
+        client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body=many)
+    assert len(caplog.records) == 10, "one request does not flood the log"
 
 
 @pytest.mark.parametrize(
@@ -242,6 +267,9 @@ def test_requests_with_tools() -> None:
     assert request()._variables()["tools"][0]["function"]["name"] == "weather"
     assert "tools" not in request(tool_choice="none")._variables()
     assert isinstance(request().parser(HERMES), parsers.MarkedCalls)
+    assert isinstance(request(parallel_tool_calls=False).parser(HERMES), parsers.SingleCall)
+    channels = request(parallel_tool_calls=False).parser("<|channel|><|message|>")
+    assert channels.needs_special_tokens
     named = request(tool_choice={"type": "function", "function": {"name": "weather"}})
     assert named.structured_outputs().json_schema == json.dumps(TOOL["function"]["parameters"])  # type: ignore[union-attr, index]
     assert named.parser(None).whole('{"city": "Kiel"}').tool_calls[0].arguments == '{"city": "Kiel"}'
@@ -258,6 +286,17 @@ def test_requests_with_tools() -> None:
                 "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}]  # fmt: skip
     message = request(messages=history).messages[0].as_dict()
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+@pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_templates_know_none(base: LLM, knows: str, role: str) -> None:
+    assert base.tokenizer is not None
+    template = knows + "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(base.tokenizer.backend, chat_template=template)
+    messages = [{"role": "developer", "content": "sea"}, {"role": "user", "content": "wind"}]
+    request = parse(ChatRequest, json.dumps({"model": "m", "messages": messages}).encode())
+    (prompt,) = request.prompts(tokenizer)
+    assert tokenizer.decode(prompt) == f"{role} seauser wind"  # type: ignore[arg-type]
 
 
 CHANNELS = (
@@ -282,6 +321,9 @@ PARSED = [
     (parsers.Channels, " to", (" to", "", [])),
     (parsers.Channels, " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [("f", "{}")])),
     (parsers.Channels, "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}", ("", "", [("f", "{}")])),
+    (lambda: parsers.SingleCall(parsers.MarkedCalls("<tool_call>", "</tool_call>")),
+     'Yes. <tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}</tool_call> No.',
+     ("Yes. No.", "", [("f", "{}")])),
     (parsers.Channels, "<|message|>Wind.<|return|>", ("Wind.", "", [])),
     (parsers.JsonCalls, "plain text", ("plain text", "", [])),
     (parsers.Channels, CHANNELS, ("Wind.", "Hmm.", [("weather", '{"city": "Kiel"}')])),

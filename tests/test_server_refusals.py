@@ -156,6 +156,17 @@ def test_a_full_server_says_when_to_come_again(base: LLM) -> None:
         assert client.completions.create(model=NAME, prompt="the sea", max_tokens=2).usage.completion_tokens <= 2
 
 
+def test_a_small_request_for_a_multitude(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of choices are refused before anything is made for each of them."""
+    body = {**_plain(), "prompt": [[1]] * 4000, "n": 128}
+    with serve(other(base), max_queue=8) as running:
+        monkeypatch.setattr(CompletionRequest, "sampling_params", lambda request: pytest.fail("too late"))
+        status, found, _ = running.call("POST", "/v1/completions", body)
+        assert status == 400
+        assert "there are 512000 prompts; this server takes" in found["error"]["message"]
+        assert running.call("GET", "/health")[0] == 200
+
+
 def test_requests_that_are_too_large(base: LLM) -> None:
     with serve(other(base), max_body=1000) as running:
         with pytest.raises(openai.APIStatusError, match="larger than the 1000 bytes") as refused:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flashkernel.core import cpp
 
-_SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
+SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
+SEQUENCE_SOURCE = SOURCE.with_name("steps.cpp")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -52,7 +53,7 @@ class _Attend(ctypes.Structure):
 
 @cache
 def _kernels() -> Any:
-    found = cpp.library(_SOURCE)
+    found = cpp.library(SOURCE)
     for function in (found.append_kv, found.append_kv_team, found.attend, found.attend_team):
         function.argtypes, function.restype = [_POINTER], None
     found.greedy.argtypes, found.greedy.restype = [_POINTER, _LONG, _LONG, _LONG, _FLOAT, _POINTER], None
@@ -225,7 +226,7 @@ class CallSequence:
     def __init__(self, calls: list[tuple[Any, int]]) -> None:
         flat = [value for run, argument in calls for value in (ctypes.cast(run, _POINTER).value, argument)]
         self._steps, self._count = (_POINTER * len(flat))(*flat), len(calls)
-        self._run = cpp.library(_SOURCE.with_name("steps.cpp")).run_steps
+        self._run = cpp.library(SEQUENCE_SOURCE).run_steps
         self._run.argtypes, self._run.restype = [_POINTER, _LONG, ctypes.c_int], None
         self._pointer, self._threads = ctypes.addressof(self._steps), torch.get_num_threads()
 

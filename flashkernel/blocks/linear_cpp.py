@@ -18,7 +18,7 @@ from flashkernel.blocks.weight import Layout, Weight
 from flashkernel.core import cpp
 
 _POINTER = ctypes.c_void_p
-_SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
+SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 GEMM_ROWS = 16  # from so many rows of x that are not rounded on, BLAS with a dequantized slice is faster
 BLOCK = 32  # columns that kernels read at a time
@@ -64,7 +64,7 @@ class _Linear(ctypes.Structure):
 
 @cache
 def _kernels() -> Any:
-    found = cpp.library(_SOURCE)
+    found = cpp.library(SOURCE)
     for function in (found.linear, found.linear_team):
         function.argtypes, function.restype = [ctypes.c_void_p], None
     found.dequantize.argtypes = [_POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, ctypes.c_int]

@@ -132,5 +132,7 @@ def load_model(model: str, device: str | None, dtype: str | None, **options: Any
         llm = LLM(model, device=device, dtype=dtype, **options, progress=bar.set_completed, start_progress=on_start)
     took = llm.engine.stats().warm_up_s
     if took > 1:
-        progress.log(f"{llm.engine.runner.num_graphs} CUDA graphs captured in {took:.1f} s; nothing is left to compile")
+        graphs = llm.engine.runner.num_graphs
+        done = f"{graphs} CUDA graphs captured" if graphs else "kernels compiled"
+        progress.log(f"{done} in {took:.1f} s; nothing is left to compile")
     return llm

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from flashkernel.core import env
+from flashkernel.core import build_counter, env
 
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-w")
@@ -53,16 +53,18 @@ def library(path: Path) -> ctypes.CDLL:
     """The compiled library of a C++ file, whose includes lie beside it. CompileError if it does not compile."""
     with _lock:
         included = tuple(sorted(path.parent.glob("*.h")))
-        return ctypes.CDLL(str(_compile(path.read_text(encoding="utf-8"), included, path.stem)))
+        return ctypes.CDLL(str(_compile(path.read_text(encoding="utf-8"), included, path.stem, count=True)))
 
 
-def _compile(source: str, included: Sequence[Path], name: str = "probe") -> Path:
-    """A shared library, from the cache or compiled now."""
+def _compile(source: str, included: Sequence[Path], name: str = "probe", count: bool = False) -> Path:
+    """A shared library, from the cache or compiled now, which the build counter is told if it shall `count`."""
     command = compiler()
     assert command is not None
     parts = [source, *[path.read_text(encoding="utf-8") for path in included], _version(command), _cpu(), *_FLAGS]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     target = env.cache_dir() / "cpp" / f"{name}-{key}.so"
+    if count:
+        build_counter.note("loaded" if target.exists() else "compiled")
     if target.exists():
         return target
     try:

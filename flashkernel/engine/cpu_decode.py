@@ -14,16 +14,43 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel import Frequencies, Weight
+from flashkernel.blocks import decode_cpp, linear_cpp
 from flashkernel.blocks.decode_cpp import AppendCall, AttendCall, CallSequence
 from flashkernel.blocks.linear_cpp import RowReader
 from flashkernel.blocks.rope import token_tables
+from flashkernel.core import cpp
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashkernel.engine.forward_pass import TorchForwardPass
     from flashkernel.engine.transformer import LayerWeights, Transformer
     from flashkernel.kvcache import LayerPages
 
 MAX_BATCH = 16  # sequences; with more the host is a small part of a step
+
+
+def compile_kernels(model: Transformer, progress: Callable[[str, int, int], None]) -> None:
+    """Compiles the C++ kernels that a model's steps call, or loads them from the cache on disk.
+
+    Args:
+        model: A model on a CPU.
+        progress: Called as `progress(what, done, total)`.
+    """
+    if cpp.can_compile() is not None:
+        return  # torch computes what they would
+    sources = [decode_cpp.SOURCE]
+    if any(_has_formats(x) for part in (model.weights, *model.layers) for x in vars(part).values()):
+        sources += [linear_cpp.SOURCE, decode_cpp.SEQUENCE_SOURCE]
+    for done, source in enumerate(sources):
+        progress("compiling", done, len(sources))
+        cpp.library(source)
+    progress("ready", len(sources), len(sources))
+
+
+def _has_formats(x: Any) -> bool:
+    """Whether this is a weight in a format of its own, or has one."""
+    return any(map(_has_formats, x)) if isinstance(x, tuple) else isinstance(x, Weight)
 
 
 class RotaryTable:

@@ -72,7 +72,15 @@ class IncrementalDetokenizer:
 
     def _num_held_back(self) -> int:
         """Number of characters at the end that may be the beginning of a stop string."""
-        for size in range(max((len(stop) for stop in self._stop), default=1) - 1, 0, -1):
-            if any(len(stop) > size and self.text.endswith(stop[:size]) for stop in self._stop):
-                return size
-        return 0
+        return max((_overlap(self.text, stop) for stop in self._stop), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with and goes on after.
+
+    Only places of the stop string's first character are looked at: stop strings may be as long as a request.
+    """
+    place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while place >= 0 and not stop.startswith(text[place:]):
+        place = text.find(stop[0], place + 1)
+    return len(text) - place if place >= 0 else 0

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashkernel.core import build_counter
 from flashkernel.core.device import properties
+from flashkernel.engine import cpu_decode
 from flashkernel.engine.input_buffers import InputBuffers
 from flashkernel.engine.outputs import TokenLogprob
 from flashkernel.engine.sampler import (
@@ -118,9 +119,10 @@ class ModelRunner:
     def warm_up(self, progress: Progress = lambda what, done, total: None) -> None:
         """Runs a padded step of every shape, which compiles its kernels, and captures it.
 
-        Nothing is left to compile or capture in service. On a CPU there is nothing to do.
+        Nothing is left to compile or capture in service. On a CPU there are a few C++ kernels to compile.
         """
         if not self.padded:
+            cpu_decode.compile_kernels(self.model, progress)
             return
         build_counter.watch_triton()
         shapes = self.shapes.all()

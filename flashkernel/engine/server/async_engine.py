@@ -122,13 +122,17 @@ class AsyncEngine:
         collector.fail(error)
         self._abort_requests(collector)
 
+    def check_count(self, count: int) -> None:
+        """Raises ApiError for more requests in one call than can ever be admitted."""
+        if count > self.capacity:
+            raise errors.bad_request(f"there are {count} prompts; this server takes {self.capacity} at once", "prompt")
+
     def _admit(self, count: int) -> None:
         if self._draining:
             raise errors.shutting_down()
         if self._dead or self._thread is None:
             raise errors.engine_dead()
-        if count > self.capacity:
-            raise errors.bad_request(f"there are {count} prompts; this server takes {self.capacity} at once", "prompt")
+        self.check_count(count)
         if len(self._collectors) + count > self.capacity:
             raise errors.too_many_requests(self.capacity)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+from anyio import to_thread
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -33,6 +34,7 @@ class GenerationResponse:
     ) -> None:
         self._engine, self._llm, self._args = engine, llm, args
         self._request, self._formatter = request, formatter
+        engine.check_count(request.num_choices)  # before so many ids are made
         self._params = request.sampling_params()
         formatter.choices_per_prompt = request.choices_per_prompt
         self._request_ids = [f"{formatter.id}-{index}" for index in range(request.num_choices)]
@@ -89,8 +91,16 @@ class GenerationResponse:
     async def _send_whole(self, collector: OutputCollector, scope: Scope, receive: Receive, send: Send) -> None:
         while self._unfinished:
             self._keep_finished(collector, await collector.get())
+        if self._params.prompt_logprobs is None:
+            response = self._whole()
+        else:  # for a long prompt it takes seconds, which others do not wait for
+            response = await to_thread.run_sync(self._whole)
+        await response(scope, receive, send)
+
+    def _whole(self) -> JSONResponse:
+        """The whole response, once all requests are finished."""
         body = self._formatter.response([self._finished[index] for index in range(len(self._request_ids))])
-        await JSONResponse(body, headers={"X-Request-Id": self._formatter.id})(scope, receive, send)
+        return JSONResponse(body, headers={"X-Request-Id": self._formatter.id})
 
     async def _stream(self, collector: OutputCollector, send: Send) -> None:
         outputs = await collector.get()

@@ -205,6 +205,25 @@ class Channels(OutputParser):
         return found
 
 
+class SingleCall(OutputParser):
+    """What another parser finds, without the calls after the first, for `parallel_tool_calls` of false."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser, self._has_called = parser, False
+        self.needs_special_tokens = parser.needs_special_tokens
+
+    def feed(self, text: str) -> Parsed:
+        return self._first(self._parser.feed(text))
+
+    def finish(self) -> Parsed:
+        return self._first(self._parser.finish())
+
+    def _first(self, found: Parsed) -> Parsed:
+        found.tool_calls = [] if self._has_called else found.tool_calls[:1]
+        self._has_called = self._has_called or bool(found.tool_calls)
+        return found
+
+
 class NamedCall(OutputParser):
     """The whole text is the arguments of one tool, which the request named."""
 

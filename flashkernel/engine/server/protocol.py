@@ -27,6 +27,7 @@ log = logging.getLogger("flashkernel.server")
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 SHOWN = 80  # characters of a wrong value in a message
+MAX_WARNINGS = 10  # lines that one request may write into the log
 NO_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity",
@@ -131,11 +132,14 @@ class GenerationRequest(_Strict):
 
     def check(self) -> None:
         """Raises ApiError for fields that are unknown or not supported."""
+        unknown = 0
         for name, value in (self.model_extra or {}).items():
             if value is None or name in NO_EFFECT:
                 continue
             if name not in REFUSED:
-                log.warning("%r is no field of this request; it is ignored", name[:SHOWN])
+                unknown += 1
+                if unknown <= MAX_WARNINGS:
+                    log.warning("%r is no field of this request; it is ignored", name[:SHOWN])
                 continue
             if not any(value == one and type(value) is type(one) for one in REFUSED[name]):
                 raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
@@ -340,7 +344,8 @@ class ChatRequest(GenerationRequest):
             return output_parsers.NamedCall(self.tool_choice.function.name)
         if self.tool_choice == "required":
             return output_parsers.RequiredCalls()
-        return output_parsers.parser_for(template, bool(self.tools) and self.tool_choice != "none")
+        found = output_parsers.parser_for(template, bool(self.tools) and self.tool_choice != "none")
+        return output_parsers.SingleCall(found) if self.parallel_tool_calls is False else found
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -353,11 +358,18 @@ class ChatRequest(GenerationRequest):
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
         self._check_tools(tokenizer)
         try:
-            return [
-                tokenizer.apply_chat_template([message.as_dict() for message in self.messages], **self._variables())
-            ]
+            return [tokenizer.apply_chat_template(self._conversation(tokenizer.chat_template), **self._variables())]
         except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+    def _conversation(self, template: str | None) -> list[dict[str, Any]]:
+        """The messages for a template. OpenAI's later name of the system's role is unknown to most, and they would drop
+        such a message."""
+        found = [message.as_dict() for message in self.messages]
+        for message in found:
+            if message["role"] == "developer" and "developer" not in (template or ""):
+                message["role"] = "system"
+        return found
 
     def _check_tools(self, tokenizer: Tokenizer) -> None:
         """Raises ApiError for tools that the model would never hear of. Calls that are forced do not need its help."""
