@@ -20,6 +20,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.weight import Weight
 from flashkernel.core import device, tune
+from flashkernel.core.arguments import near
 from flashkernel.core.launch import launch
 from flashkernel.ops.moe.configs import FEW, FEW_TOKENS
 from flashkernel.ops.moe.params import Experts
@@ -184,6 +185,7 @@ def _launch(
         "experts": experts, "rows": rows, "n": columns, "k": k, "bits": 4 if packed else 8 * data.element_size(),
         "gated": bool(gate), "splittable": not activation, "block_m": block_m,
     }  # fmt: skip
+    bias = None if bias is None else near(bias)
     config = tune.pick(FEW, device.properties(x.device), shape)
     split_k = tune.ceil_div(tune.ceil_div(k, config.splits), config.block_k) * config.block_k
     splits = tune.ceil_div(k, split_k)
