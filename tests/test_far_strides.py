@@ -30,7 +30,7 @@ NAMED = {
     "grouped_matmul": ("bias", "fp8-column", "swiglu-halves"),
     "mlp": ("everything",),
     "moe_route": ("deepseek", "noisy"),
-    "moe_experts": ("few-tokens", "gpt-oss", "inference-gpt-oss"),
+    "moe_experts": ("few-tokens", "gpt-oss", "inference-gpt-oss", "inference-mxfp4"),
 }  # fmt: skip
 
 

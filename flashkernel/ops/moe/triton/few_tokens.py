@@ -20,7 +20,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.weight import Weight
 from flashkernel.core import device, tune
-from flashkernel.core.arguments import near
+from flashkernel.core.arguments import near, unit_stride
 from flashkernel.core.launch import launch
 from flashkernel.ops.moe.configs import FEW, FEW_TOKENS
 from flashkernel.ops.moe.params import Experts
@@ -177,6 +177,8 @@ def _launch(
     """[splits, rows, columns]; rows behind the last group are not written."""
     packed = isinstance(weight, Weight)
     data, scales = (weight.data, weight.scales) if isinstance(weight, Weight) else (weight, None)
+    if scales is not None:
+        data, scales = unit_stride(data), unit_stride(scales)
     experts, _, k = weight.shape
     rows = routing.tokens.shape[0]
     # Twice the average; an expert with more rows has several blocks of them, whose programs share the L2 cache.
