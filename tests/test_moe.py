@@ -208,6 +208,18 @@ def test_launches_of_few_tokens_depend_on_shapes_alone() -> None:
     assert [name for name, _ in grids[0]] == ["few_tokens_kernel", "few_tokens_kernel", "combine_kernel"]
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_mxfp4_experts_whose_columns_lie_apart(tokens: int) -> None:
+    """Experts quantized from a transposed view keep its strides."""
+    gate_up, down, *_ = _layer(4, 64, 32, bias=False)
+    packed = [fk.Weight.quantize(one, "mxfp4") for one in (gate_up, down)]
+    apart = [fk.Weight.quantize(one.transpose(1, 2).contiguous().transpose(1, 2), "mxfp4") for one in (gate_up, down)]
+    assert apart[0].data.stride(2) != 1
+    x, routing = torch.randn(tokens, 64), fk.moe_route(torch.randn(tokens, 4), backend="triton")
+    expected, found = (fk.moe_experts(x, routing, *weights, backend="triton") for weights in (packed, apart))
+    torch.testing.assert_close(found, expected)
+
+
 def test_gradients_of_a_frozen_quantized_layer() -> None:
     """Experts in MXFP4 have no gradient; x and the routing weights have those of the dequantized experts."""
     gate_up, down, *biases = _layer(4, 64, 32, bias=True)

@@ -98,6 +98,13 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def near(x: Tensor) -> Tensor:
+    """The tensor, copied if its elements lie 2^31 or more elements apart: for vectors, scales and other small tensors
+    with strides of their own, whose offsets kernels compute in 32 bits."""
+    reach = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride())])
+    return x if reach < 1 << 31 else x.contiguous()
+
+
 def as_rows(x: Tensor) -> Tensor:
     """[rows, columns] with unit stride along the row; a view where the layout allows one."""
     return unit_stride(x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import Activation, Gate, activation_width
 from flashkernel.blocks.weight import Weight
+from flashkernel.core.arguments import near
 
 Weights = Tensor | Weight | Sequence[Tensor | Weight]
 Biases = Tensor | Sequence[Tensor] | None
@@ -62,6 +63,7 @@ class LinearExtras(NamedTuple):
 
 def in_one_layout(vectors: list[Tensor], dtypes: Container[torch.dtype] | None = None) -> list[Tensor]:
     """Vectors [n] of one dtype (of `dtypes`) and one stride, as a kernel reads several of them; else float32 copies."""
+    vectors = [near(one) for one in vectors]
     readable = dtypes is None or all(one.dtype in dtypes for one in vectors)
     if readable and len({(one.dtype, one.stride(0)) for one in vectors}) <= 1:
         return vectors

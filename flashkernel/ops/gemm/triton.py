@@ -26,6 +26,7 @@ from flashkernel.blocks.pdl_triton import pdl_enter
 from flashkernel.blocks.weight import Weight
 from flashkernel.blocks.weight_formats.grouped import scales_of
 from flashkernel.core import device, tune
+from flashkernel.core.arguments import near
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.gemm.configs import DEQUANTIZED, LINEAR, LinearConfig, row_tile, tile_count
 from flashkernel.ops.gemm.counters import counters
@@ -376,7 +377,7 @@ class _Quantized:
 def _quantized(weights: list[Weight]) -> _Quantized:
     stored = [scales_of(weight) for weight in weights]
     if weights[0].format not in DEQUANTIZED:
-        flat = tuple([scales.reshape(-1) for scales in stored])  # one, or one for each output
+        flat = tuple([near(scales.reshape(-1)) for scales in stored])  # one, or one for each output
         return _Quantized(flat, tuple([0 if scale.numel() == 1 else scale.stride(0) for scale in flat]))
     scales = tuple([scale.contiguous() for scale in stored])
     strides = tuple([0 if one.group_shape[0] == -1 else scale.shape[1] for one, scale in zip(weights, scales)])

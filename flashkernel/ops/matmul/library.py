@@ -13,7 +13,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Epilogue, Residual
 from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.blocks.gate_up import split_gate_up
-from flashkernel.core.arguments import unit_stride
+from flashkernel.core.arguments import near, unit_stride
 from flashkernel.core.launch import mark_written
 from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
@@ -135,6 +135,9 @@ def _multiply(
     n, z_columns = _columns(b, given.up, params.chain)
     shape = (_batches(a, b), a.shape[1], n)
     z = a.new_empty((*shape[:2], z_columns) if saves else 0, dtype=default_dtype(a.dtype))
+    vectors = (given.bias, given.up_bias, given.a_scale, given.b_scale)
+    bias, up_bias, a_scale, b_scale = [None if one is None else near(one) for one in vectors]
+    given = given._replace(bias=bias, up_bias=up_bias, a_scale=a_scale, b_scale=b_scale)
     b, tensors = _unpacked(b, params, given._replace(preactivation=z if saves else None))
     by_batch = params.scaling if tensors.out_scale is None else "row"
     merged = _merged_batch(a, b, by_batch, tensors.residual, tensors.out)

@@ -8,7 +8,7 @@ forward pass stores z where an activation or the row weights' gradient needs it.
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import unit_stride
+from flashkernel.core.arguments import near, unit_stride
 from flashkernel.core.library import Gradient, KernelOp, empty_gradients
 from flashkernel.core.op import resolve
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
@@ -38,6 +38,7 @@ def _forward(
     saved_dtype = _saved_dtype(x, row_weights, params.activation)
     size = (tensors.num_rows(x), weights.shape[2])
     preactivation = torch.empty(size, dtype=saved_dtype, device=x.device) if save else None
+    bias, weight_scale = (None if one is None else near(one) for one in (bias, weight_scale))
     given = GroupedTensors(
         _index(gather), _index(scatter), _row_weights(row_weights), bias, x_scale, weight_scale, preactivation
     )

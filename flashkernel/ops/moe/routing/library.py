@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import near
 from flashkernel.core.library import Gradient, KernelOp
 from flashkernel.core.op import resolve
 from flashkernel.ops.moe.routing.router import Router
@@ -13,7 +14,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(weights, experts, positions, tokens, offsets, counts): the output with a gradient comes first."""
     ids = None if token_ids is None else token_ids.contiguous()
-    experts, weights, *rest = resolve(kernels).route(logits, bias, noise, ids, Router.parse(router))
+    bias, noise = (None if one is None else near(one) for one in (bias, noise))
+    experts, weights, *rest = resolve(kernels).route(near(logits), bias, noise, ids, Router.parse(router))
     return weights, experts, *rest
 
 
@@ -29,7 +31,8 @@ def _fake_forward(logits, bias, noise, token_ids, router, kernels):
 def _backward(
     dweights: Tensor, logits: Tensor, noise: Tensor | None, chosen: Tensor, router: str, kernels: str
 ) -> Tensor:
-    return resolve(kernels).route_backward(dweights, logits, noise, chosen, Router.parse(router))
+    noise = None if noise is None else near(noise)
+    return resolve(kernels).route_backward(near(dweights), near(logits), noise, chosen, Router.parse(router))
 
 
 def _fake_backward(dweights, logits, noise, chosen, router, kernels):
@@ -52,7 +55,7 @@ def _pull_back(ctx, wanted, dweights, *rest):
 def _sort(
     given: Tensor, experts: int, capacity: int | None, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return resolve(kernels).sort(given, experts, capacity)
+    return resolve(kernels).sort(near(given), experts, capacity)
 
 
 def _fake_sort(given, experts, capacity, kernels):

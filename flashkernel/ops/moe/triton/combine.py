@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernel.core import tune
+from flashkernel.core.arguments import near
 from flashkernel.core.launch import launch
 
 
@@ -50,6 +51,7 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, dtype: torc
     columns = parts.shape[2]
     out = torch.empty((tokens, columns), dtype=dtype, device=rows.device)
     if out.numel():
+        weights = None if weights is None else near(weights)
         # Few tokens have few programs: narrow ones, so that every SM has some.
         block = min(1024 if tokens > 64 else 256, max(16, tune.power_of_2(columns)))
         launch(

@@ -20,6 +20,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue_triton import apply_epilogue
 from flashkernel.blocks.weight import Weight
 from flashkernel.core import device, tune
+from flashkernel.core.arguments import near, unit_stride
 from flashkernel.core.launch import launch
 from flashkernel.ops.gemm import dense
 from flashkernel.ops.moe.configs import FEW, FEW_TOKENS
@@ -184,6 +185,8 @@ def _launch(
     """[splits, rows, columns]; rows behind the last group are not written."""
     packed = isinstance(weight, Weight)
     data, scales = (weight.data, weight.scales) if isinstance(weight, Weight) else (weight, None)
+    if scales is not None:
+        data, scales = unit_stride(data), unit_stride(scales)
     experts, _, k = weight.shape
     rows = routing.tokens.shape[0]
     # Twice the average; an expert with more rows has several blocks of them, whose programs share the L2 cache.
@@ -192,6 +195,7 @@ def _launch(
         "experts": experts, "rows": rows, "n": columns, "k": k, "bits": 4 if packed else 8 * data.element_size(),
         "gated": bool(gate), "splittable": not activation, "block_m": block_m,
     }  # fmt: skip
+    bias = None if bias is None else near(bias)
     config = tune.pick(FEW, device.properties(x.device), shape)
     split_k = tune.ceil_div(tune.ceil_div(k, config.splits), config.block_k) * config.block_k
     splits = tune.ceil_div(k, split_k)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue_triton import pull_back_activation
 from flashkernel.core import tune
+from flashkernel.core.arguments import near
 from flashkernel.core.launch import launch
 
 
@@ -36,7 +37,7 @@ def by_rows(weights: Tensor, positions: Tensor, rows: int) -> Tensor:
     """Returns the weights [tokens, slots] in the order of the rows, float32 [rows]; NaN behind the last row used."""
     made = torch.full((rows,), torch.nan, device=weights.device)
     if rows and positions.numel():
-        block = 512
+        block, weights = 512, near(weights)
         launch(
             row_weights_kernel, (tune.ceil_div(positions.numel(), block),), weights, positions, made,
             positions.numel(), weights.stride(), SLOTS=positions.shape[1], BLOCK=block, num_warps=4,
@@ -154,7 +155,7 @@ def slot_gradient(
 ) -> Tensor:
     """Returns the weights' gradient, float32 [tokens, slots]; dout has unit stride along its columns."""
     dweights = torch.empty(positions.shape, dtype=torch.float32, device=dout.device)
-    columns = dout.shape[1]
+    columns, down_bias = dout.shape[1], None if down_bias is None else near(down_bias)
     if dweights.numel():
         launch(
             slot_gradient_kernel, (positions.shape[0],), dout, row_products, positions, experts, down_bias, dweights,
