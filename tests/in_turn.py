@@ -1,4 +1,5 @@
-"""Products of parameters of which `make test` executes a part: all with `--whole-matrix`, or `every_config` in CI."""
+"""Products of parameters of which `make test` executes a part; the rest is marked: `whole_matrix`, which runs with
+`pytest --whole-matrix`, or `every_config`, which runs with `make compile-test-configs`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def _of(kind: str) -> list[str]:
 def test_the_image_runs_the_script_that_ci_runs() -> None:
     assert any("tools/install_server.sh system" in step for step in _of("RUN"))
     makefile = (ROOT / "Makefile").read_text()
-    assert "tools/install_server.sh" in makefile
+    assert re.search(r"^server:.*\n\tsh tools/install_server.sh build/server$", makefile, re.MULTILINE)
+    assert "make server" in (ROOT / ".ci/run").read_text().splitlines()
     subprocess.run(["sh", "-n", str(ROOT / "tools/install_server.sh")], check=True)
 
 

@@ -123,6 +123,16 @@ def test_spills_are_reported(tmp_path: Path) -> None:
     assert cuda_resources.markdown(saved, "ops/*") == ""
 
 
+@pytest.mark.parametrize("arch", GPUS)
+def test_the_saved_resources_are_of_the_kernels_that_are_selected(arch: int) -> None:
+    """Nothing is compiled here."""
+    saved = cuda_resources.load(Path(flashkernel.__file__).parents[1] / "results")
+    assert saved is not None
+    differ = cuda_resources.differences(saved, arch)
+    remedy = "run `python -m flashkernel.lab.cuda_resources results` and `flashkernel tables --write`"
+    assert not differ, f"{len(differ)} kernels differ; {remedy}; the first are {differ[:3]}"
+
+
 def test_the_gpus_have_their_architecture() -> None:
     assert {arch: gpu.arch for arch, gpu in GPUS.items()} == {arch: arch for arch in (75, 80, 86, 89, 90, 120)}
     assert set(GPUS.values()) <= set(devices.KNOWN.values())

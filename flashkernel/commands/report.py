@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,11 +59,13 @@ def plot(
 ) -> None:
     """Draw a chart of each results file: rooflines of operators, tokens/s of models, host time of calls, perplexity.
 
-    A chart is named after its file. Archived results are drawn only if RESULTS names them.
+    Perplexity is drawn against size, and against speed where RESULTS has both. A chart is named after its file.
+    Archived results are drawn only if RESULTS names them.
     """
     from flashkernel.lab import quality, results
-    from flashkernel.lab.plot import PlotError, plot_quality
+    from flashkernel.lab.plot import PlotError
     from flashkernel.lab.plot import plot as draw
+    from flashkernel.lab.quality_plots import plot_quality, plot_quality_against_speed
 
     with progress.report_errors():
         kept = folder if folder.name == results.QUALITY else folder / results.QUALITY
@@ -72,10 +75,15 @@ def plot(
             output.stdout_console().print(str(path), highlight=False, soft_wrap=True)
         if kept == folder:
             return
-        for name, file in results.find(folder).items():
-            path = out / f"{name}.png"
+        files = results.find(folder)
+        drawings = {out / f"{name}.png": partial(draw, file) for name, file in files.items()}
+        if kept.is_file():
+            drawings[out / "quality_speed.png"] = partial(
+                plot_quality_against_speed, quality.load(kept)["records"], files
+            )
+        for path, draw_one in drawings.items():
             try:
-                draw(file, path)
+                draw_one(path)
             except PlotError as error:
                 progress.log(str(error))
                 continue

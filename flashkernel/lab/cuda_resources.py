@@ -215,21 +215,39 @@ def ptxas_report(log: str) -> dict[str, dict[str, int]]:
 
 
 def _resources(instance: Instance, arch: int, reported: Mapping[str, int]) -> Resources:
-    module = instance.kernel.module
-    package = Path(__file__).parents[1]
-    path = module.source_path
-    macros = [option.removeprefix(_DEFINE) for option in module.options]
     return Resources(
-        source=path.relative_to(package).as_posix() if path.is_relative_to(package) else path.name,
-        kernel=instance.kernel.name,
-        macros=" ".join(macro for macro in macros if not macro.endswith("=0")),
-        operators=instance.operators,
+        **_selected(instance),
         arch=arch,
-        threads=instance.threads,
         registers=reported["registers"],
         shared=reported["shared"] + instance.dynamic_shared,
         spilled=reported["spilled"],
     )
+
+
+def _selected(instance: Instance) -> dict[str, Any]:
+    """The fields of `Resources` that are known before the kernel is compiled."""
+    module = instance.kernel.module
+    package = Path(__file__).parents[1]
+    path = module.source_path
+    macros = [option.removeprefix(_DEFINE) for option in module.options]
+    return {
+        "source": path.relative_to(package).as_posix() if path.is_relative_to(package) else path.name,
+        "kernel": instance.kernel.name,
+        "macros": " ".join(macro for macro in macros if not macro.endswith("=0")),
+        "operators": instance.operators,
+        "threads": instance.threads,
+    }
+
+
+def differences(saved: Mapping[str, Any], arch: int) -> list[str]:
+    """The kernels of `sm_<arch>` that are selected and not saved ("+"), or saved and not selected ("-")."""
+    now = {tuple(_selected(one).values()) for one in instances(arch)}
+    then = {
+        (one["source"], one["kernel"], one["macros"], tuple(one["operators"]), one["threads"])
+        for one in saved["kernels"]
+        if one["arch"] == arch
+    }
+    return sorted([f"+ {one}" for one in now - then] + [f"- {one}" for one in then - now])
 
 
 def measure(report: Callable[[str], None] = print) -> list[Resources]:

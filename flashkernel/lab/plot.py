@@ -1,20 +1,17 @@
 """Charts of results files, drawn with matplotlib: rooflines of operators, generation with whole models, host time, the
-GEMM ladder, perplexity of quantized models against their size."""
+GEMM ladder. Perplexities have charts of their own (lab/quality_plots.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashkernel.lab import generation_tables, host_tables, ladder_tables
 from flashkernel.lab.packages import require
 from flashkernel.lab.results import GenerationRecord, Record
 from flashkernel.lab.serve_records import ServeRecord
 from flashkernel.lab.tables import Row, columns, rows
-
-if TYPE_CHECKING:
-    from flashkernel.lab.quality import QualityRecord
 
 MAX_GROUPS = 24  # groups of bars in an operator's chart that can still be read
 
@@ -55,40 +52,6 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     else:
         _operator(figure, records, results["ceilings"])
     figure.suptitle(f"{records[0].op} on {results['device']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def plot_quality(records: Sequence[QualityRecord], path: Path) -> None:
-    """Draws perplexity against the bits of an element as a PNG: weights on the left, keys and values on the right.
-
-    Fewer bits are fewer bytes to read, which is what the speed of decoding follows.
-
-    Args:
-        records: of one model, as `quality.load` returns them.
-        path: the PNG file to write.
-    """
-    require("matplotlib.figure", "flashkernel plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    if not records:
-        raise PlotError(f"{path.stem}: there are no records; there is nothing to draw")
-    figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = _two_axes(figure, 0)
-    weights = [record for record in records if not record.kv_cache]
-    caches = [record for record in records if record.kv_cache or record.format == "bfloat16"]
-    for axes, title, drawn in ((left, "weights", weights), (right, "keys and values", caches)):
-        for index, record in enumerate(drawn):
-            bits = record.bits if axes is left else record.kv_bits or 16.0
-            axes.scatter(bits, record.perplexity, color=f"C{index % 10}")
-            axes.annotate(record.configuration, (bits, record.perplexity), xytext=(5, 4), textcoords="offset points",
-                          fontsize=8)  # fmt: skip
-        axes.set(xlabel="bits of an element, scales included", ylabel="perplexity", title=title)
-        axes.margins(0.2)
-        axes.grid(True, alpha=0.3)
-    figure.suptitle(f"{records[0].model}: perplexity of {records[0].tokens} tokens against size")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
