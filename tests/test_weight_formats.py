@@ -199,6 +199,12 @@ def test_default_groups() -> None:
         (lambda: Weight.quantize(torch.ones(2, 100), "mxfp4"), "do not divide 100"),
         (lambda: Weight.quantize(torch.ones(2, 64), "mxfp4", "row"), "granularity 1x32"),
         (lambda: Weight.quantize(torch.ones(2, 64), "mxfp4", symmetric=False), "no zero points"),
+        (
+            lambda: Weight.quantize(torch.ones(2, 300), "q4_k"),
+            "q4_k has blocks of 256 columns, which do not divide 300; add columns of zeros, or use int8",
+        ),
+        (lambda: Weight.quantize(torch.ones(2, 256), "q6_k", "1x32"), "granularity 1x16"),
+        (lambda: Weight.quantize(torch.ones(2, 64), "q4_1", symmetric=False), "no zero points"),
         (lambda: Weight.quantize(torch.ones(2, 64), "fp8", symmetric=False), "no zero points"),
         (lambda: Weight.quantize(torch.ones(2, 64), "int8", "1xmany"), "granularity is '1xmany'"),
         (
