@@ -394,6 +394,15 @@ def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
     assert attention.attention.function is not None
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_in_a_tensor_is_read_at_every_call(name: str, gradients: bool) -> None:
+    for number in range(1, 6):
+        q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=gradients) for _ in range(3))
+        found = fk.attention(q, k, v, backend="triton", **{name: torch.tensor(0.1 * number)})
+        torch.testing.assert_close(found, fk.attention(q, k, v, backend="torch", **{name: 0.1 * number}))
+
+
 def test_results_may_be_written_to_in_place(repeated: list[Any]) -> None:
     """As by a residual that is added to them: also those that are views of what the kernels wrote."""
     weight, scale = torch.randn(16, 32, requires_grad=True), torch.ones(32, requires_grad=True)
