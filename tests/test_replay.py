@@ -129,6 +129,22 @@ def test_arguments_in_the_same_memory_are_told_apart_or_not_recorded(repeated: l
     assert len(repeated) == 5
 
 
+def test_an_argument_that_is_part_of_another_is_not_recorded(repeated: list[Any]) -> None:
+    """What a call reads of the one looks like the other, which is elsewhere in the next call."""
+
+    def normed(x: Tensor) -> Tensor:
+        return norm.norm(x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+
+    torch.manual_seed(0)
+    call = replay.replayed(lambda x, y: (normed(x[:, 32:]), normed(y)))
+    for overlapping in (True, True, True, False, False):
+        x = torch.randn(4, 64)
+        y = x[:, 32:] if overlapping else torch.randn(4, 64)[:, 32:]
+        for found, given in zip(call(x, y), (x[:, 32:], y)):
+            torch.testing.assert_close(found, fk.rms_norm(given, backend="torch"), atol=1e-5, rtol=1e-4)
+    assert [type(entry) for entry in call.launch_cache.entries.values()] == [int]  # it is tried again later
+
+
 def test_one_tensor_in_several_places_is_not_recorded_with_gradients(repeated: list[Any]) -> None:
     """Other calls of these shapes have several tensors."""
     for _ in range(4):
@@ -311,8 +327,24 @@ def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
     assert attention.attention.function is not None
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_in_a_tensor_is_read_at_every_call(name: str, gradients: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        return fk.attention(q, k, v, backend="triton", **{name: float(number)})
+
+    torch.manual_seed(0)
+    call = replay.replayed(attend)
+    for number in range(1, 6):
+        q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=gradients) for _ in range(3))
+        found = call(q, k, v, torch.tensor(0.1 * number))
+        wanted = fk.attention(q, k, v, backend="torch", **{name: 0.1 * number})
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
 def test_results_may_be_written_to_in_place(repeated: list[Any]) -> None:
     """As by a residual that is added to them: also those that are views of what the kernels wrote."""
+    torch.manual_seed(0)
     weight, scale = torch.randn(16, 32, requires_grad=True), torch.ones(32, requires_grad=True)
     for _ in range(4):
         x, residual = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 16)

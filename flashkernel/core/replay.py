@@ -13,7 +13,7 @@ from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, fo
 
 A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
 What follows from arguments alone and is shared by calls, such as the block ranges of a mask with tables, is looked up
-again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that begin at one address,
+again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that share elements,
 or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
 FLASHKERNEL_REPLAY=0 switches recording off.
 """
@@ -39,6 +39,8 @@ from flashkernel.core.context import assigned
 RECORD_AFTER = 64  # calls with one key: shapes of a single decoding step come once per layer, and are not worth it
 RETRY_AFTER = 1024  # further calls, after a recording failed for one of TRANSIENT_REASONS
 MAX_KEYS = 4096  # in one launch cache
+# As a softmax scale in a tensor: the operator is given the number that it held.
+UNUSED_TENSOR = "with gradients, it does not give its operator one of its tensors, whose value it may have read"
 CONSTANT = "_flashkernel_constant"  # attribute of tensors that depend on a call's plain arguments only
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
@@ -302,6 +304,9 @@ def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Op
             template.append((False, value))
         else:
             return Uncacheable("with gradients, it gives its operator a tensor that is none of its arguments")
+    used = {value for from_call, value in template if from_call}.union(*[given for _, _, given, _ in derived])
+    if len(used) < len(tensors):
+        return Uncacheable(UNUSED_TENSOR)
     if result is outputs:
         return _OperatorCall(op, template, derived, None)
     output_indices = {id(output): index for index, output in enumerate(outputs)} if isinstance(outputs, tuple) else {}
