@@ -16,6 +16,7 @@ from flashkernel.engine.config import ModelError
 from flashkernel.engine.dummy_weights import dummy_transformer
 from flashkernel.engine.transformer import Transformer
 from flashkernel.quantization import Method, Scheme, perplexity, quantize_model
+from flashkernel.quantization.layer_pass import round_to_int4
 
 METHODS = ["rtn", "gptq", "awq", "smoothquant"]
 
@@ -80,6 +81,16 @@ def test_perplexity_is_a_number() -> None:
         perplexity(_changed(model, "attention_norm", math.nan), _tokens())
     sharp = replace(model.weights, lm_head=model.weights.lm_head * 1e5)  # type: ignore[operator]
     assert perplexity(Transformer(model.config, sharp, model.layers), _tokens()).value == math.inf
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-12, 1e-9, 1.0, 1e4, 1e30])
+def test_keys_in_int4_are_finite(factor: float) -> None:
+    """Scales that float16 does not have are its least or largest."""
+    values = torch.linspace(-1, 1, 128).view(1, 2, 64) * factor
+    found = round_to_int4(values)
+    assert found.isfinite().all()
+    assert factor not in (1.0, 1e4) or (found - values).abs().max() <= 0.05 * factor
+    assert found.abs().max() <= 1.1 * values.abs().max() + 2**-20
 
 
 @pytest.mark.parametrize("field", ["o_proj", "down_proj", "mlp_norm"])
