@@ -51,6 +51,13 @@ def test_damaged_weights(method: str, value: float) -> None:
             quantize_model(damaged, tokens, method, _scheme(method))
 
 
+def test_weights_without_values() -> None:
+    model = _model()
+    layers = [replace(layer, o_proj=layer.o_proj.to("meta")) for layer in model.layers]
+    with pytest.raises(ValueError, match="o_proj in layer 0 is on the meta device"):
+        quantize_model(Transformer(model.config, model.weights, layers), None, "rtn", Scheme("int4", 32))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_damaged_inputs(method: str) -> None:
     """A norm with NaN: GPTQ would ask for more text, and AWQ and SmoothQuant find that no factor helps."""
