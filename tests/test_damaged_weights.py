@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from flashkernel.engine import ModelError
 from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.model_loader import load_model
 from flashkernel.engine.save_model import save_model
-from flashkernel.engine.transformer import Transformer
+from flashkernel.engine.transformer import PROJECTIONS, Transformer
 
 pytest.importorskip("transformers")
 import tiny_models
@@ -65,13 +67,28 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str, sto
         _load(tmp_path)
 
 
+@pytest.mark.parametrize("file", [3, None, "", "/etc/passwd", "../other/model.safetensors"])
+def test_an_index_of_other_files_is_refused(file: Any, tmp_path: Path) -> None:
+    tiny_models.save("llama", tmp_path, shards=True)
+    index = tmp_path / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = file
+    index.write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="where a file of the folder belongs"):
+        _load(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made(stored: Path, tmp_path: Path) -> None:
+    model, checkpoint = _load(stored), open_checkpoint(stored)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ModelError, match="the model cannot be written"):
+        save_model(model.quantized("int8"), checkpoint, tmp_path / "file" / "small")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", ["self_attn.k_proj.", "block_sparse_moe.experts.1.w2."])
 def test_zero_points_that_are_all_the_middle(name: str, tmp_path: Path) -> None:
     """One of q, k and v, or of the experts, may be symmetric in a checkpoint with zero points."""
-    from dataclasses import replace
-
-    from flashkernel.engine.transformer import PROJECTIONS
-
     tiny_models.save("mixtral", tmp_path / "plain")
     plain, layers = _load(tmp_path / "plain"), []
     for layer in plain.layers:

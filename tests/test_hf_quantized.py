@@ -110,6 +110,22 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         hf.load_quantized(folder)
 
 
+def test_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
+    """A bias that the configuration does not have would be left out. Scales of x, keys and values are not needed."""
+    from safetensors.torch import load_file, save_file
+
+    folder = _save(tmp_path, "llama", "compressed-tensors", "int4", "1x16")
+    tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    attention = "model.layers.0.self_attn."
+    scales = {attention + name: torch.ones(1) for name in ("k_scale", "v_scale", "o_proj.input_scale")}
+    save_file({**tensors, **scales, "model.rotary_emb.inv_freq": torch.ones(4)}, file)
+    for load in (hf.load_quantized, lambda path: LLM(path, device="cpu", dtype="float32")):
+        load(folder)
+    save_file({**tensors, attention + "q_proj.bias": torch.ones(32)}, file)
+    with pytest.raises(ModelError, match=r"self_attn.q_proj.bias have no place in the model"):
+        hf.load_quantized(folder)
+
+
 @pytest.mark.parametrize("format", ["int4", "int8", "mxfp4", "fp8", "q4_1"])
 def test_gradients_go_through_frozen_weights(format: str) -> None:
     """dx is dy times the matrix that the weight stands for, and the graph keeps no dequantized matrix."""

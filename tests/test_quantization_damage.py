@@ -16,6 +16,7 @@ from flashkernel.engine.config import ModelError
 from flashkernel.engine.dummy_weights import dummy_transformer
 from flashkernel.engine.transformer import Transformer
 from flashkernel.quantization import Method, Scheme, perplexity, quantize_model
+from flashkernel.quantization.layer_pass import round_to_int4
 
 METHODS = ["rtn", "gptq", "awq", "smoothquant"]
 
@@ -50,6 +51,13 @@ def test_damaged_weights(method: str, value: float) -> None:
             quantize_model(damaged, tokens, method, _scheme(method))
 
 
+def test_weights_without_values() -> None:
+    model = _model()
+    layers = [replace(layer, o_proj=layer.o_proj.to("meta")) for layer in model.layers]
+    with pytest.raises(ValueError, match="o_proj in layer 0 is on the meta device"):
+        quantize_model(Transformer(model.config, model.weights, layers), None, "rtn", Scheme("int4", 32))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_damaged_inputs(method: str) -> None:
     """A norm with NaN: GPTQ would ask for more text, and AWQ and SmoothQuant find that no factor helps."""
@@ -82,6 +90,16 @@ def test_perplexity_is_a_number() -> None:
     assert perplexity(Transformer(model.config, sharp, model.layers), _tokens()).value == math.inf
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-12, 1e-9, 1.0, 1e4, 1e30])
+def test_keys_in_int4_are_finite(factor: float) -> None:
+    """Scales that float16 does not have are its least or largest."""
+    values = torch.linspace(-1, 1, 128).view(1, 2, 64) * factor
+    found = round_to_int4(values)
+    assert found.isfinite().all()
+    assert factor not in (1.0, 1e4) or (found - values).abs().max() <= 0.05 * factor
+    assert found.abs().max() <= 1.1 * values.abs().max() + 2**-20
+
+
 @pytest.mark.parametrize("field", ["o_proj", "down_proj", "mlp_norm"])
 def test_a_state_of_another_model_is_refused(field: str, tmp_path: Path) -> None:
     """Fine-tuned weights of the last layer alone make it another model."""
@@ -93,3 +111,53 @@ def test_a_state_of_another_model_is_refused(field: str, tmp_path: Path) -> None
     assert all(isinstance(layer.down_proj, Weight) for layer in found.layers)
     with pytest.raises(ModelError, match="the state of another quantization"):
         quantize_model(model, _tokens(), Method("rtn", strength=0.6), scheme, state=tmp_path / "state")
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--layout", "awq", "--bits", "8"], "the layout awq has 4 bits, not 8"),
+    (["--layout", "mxfp4"], "the layout mxfp4 is that of --method mxfp4, not of gptq"),
+    (["--method", "mxfp4", "--layout", "gptq"], "MXFP4 is not stored in the layout gptq"),
+    (["--method", "smoothquant", "--bits", "8", "--layout", "gptq_v2"], "no place for activations in 8 bits"),
+    (["--method", "awq", "--act-order"], "--act-order is an order of GPTQ"),
+    (["--group-size", "16", "--text", "binary"], "binary: it is no text in UTF-8"),
+])  # fmt: skip
+def test_options_are_refused_before_the_calibration(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+
+    tiny_models = pytest.importorskip("tiny_models")
+    tiny_models.save("llama", tmp_path / "plain")
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    done = CliRunner().invoke(
+        app, ["quantize", "plain", "--out", "small", "--length", "16", "--samples", "1", *options]
+    )
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+    assert not Path("small").exists()
+    assert not Path("small.calibration").exists()
+
+
+def test_a_gguf_file_becomes_mxfp4(tmp_path: Path) -> None:
+    """Its own formats are dequantized first."""
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+    from flashkernel.engine.checkpoint import open_checkpoint
+    from flashkernel.engine.model_loader import load_model
+
+    tiny_models = pytest.importorskip("tiny_models")
+    model = tiny_models.build("llama", intermediate_size=64)
+    tiny_models.save_gguf(model, tmp_path / "model.gguf", "Q4_1")
+    arguments = ["quantize", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "small"), "--method", "mxfp4"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    plain = load_model(open_checkpoint(tmp_path / "model.gguf"), torch.device("cpu"), torch.float32, None, "plain")
+    found = load_model(open_checkpoint(tmp_path / "small"), torch.device("cpu"), torch.float32)
+    for mine, theirs in zip(found.layers, plain.layers):
+        weight: Any = mine.down_proj
+        expected = Weight.quantize(theirs.down_proj, "mxfp4")  # type: ignore[arg-type]
+        assert torch.equal(weight.dequantize(torch.float32), expected.dequantize(torch.float32))

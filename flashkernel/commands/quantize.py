@@ -73,6 +73,7 @@ def quantize(
 
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"{out}: it exists and is not empty; choose another folder, or delete it")
+        _check_options(method, bits, layout, act_order)
         if method is MethodName.mxfp4:
             _quantize_mxfp4(model, out, device, dtype)
             return
@@ -105,9 +106,11 @@ def quantize(
 
 def _quantize_mxfp4(model: str, out: Path, device: str | None, dtype: str | None) -> None:
     """Rounds a model's experts, or its projections, to MXFP4; experts that are in MXFP4 keep their bytes."""
+    from flashkernel.engine import hub
     from flashkernel.engine.save_model import save_model
 
-    loaded, checkpoint = _load(model, device, dtype, None)
+    # A folder's experts may be in MXFP4 already; a GGUF file's weights are in other formats.
+    loaded, checkpoint = _load(model, device, dtype, None if hub.resolve(model).is_dir() else "plain")
     experts = loaded.config.num_experts > 0
     quantized = loaded.with_mxfp4_experts() if experts else loaded.quantized("mxfp4")
     save_model(quantized, checkpoint, out, "mxfp4" if experts else "compressed-tensors")
@@ -167,6 +170,24 @@ def perplexity(
     console.print(quality.markdown(records), markup=False, soft_wrap=True)
 
 
+def _check_options(method: MethodName, bits: int, layout: Layout, act_order: bool) -> None:
+    """ValueError if options contradict each other; saving would find it after the calibration, or leave one out."""
+    others = (Layout.gptq, Layout.gptq_v2, Layout.awq)
+    if method is MethodName.mxfp4 and layout in others:
+        raise ValueError(f"quantize: MXFP4 is not stored in the layout {layout.value}; leave --layout out")
+    if method is not MethodName.mxfp4 and layout is Layout.mxfp4:
+        raise ValueError(f"quantize: the layout mxfp4 is that of --method mxfp4, not of {method.value}")
+    if method is MethodName.smoothquant and layout in others:
+        raise ValueError(
+            f"quantize: the layout {layout.value} has no place for activations in 8 bits, which SmoothQuant makes; use "
+            "compressed-tensors"
+        )
+    if layout is Layout.awq and bits != 4:
+        raise ValueError(f"quantize: the layout awq has 4 bits, not {bits}; use gptq or compressed-tensors")
+    if act_order and method is not MethodName.gptq:
+        raise ValueError(f"quantize: --act-order is an order of GPTQ, and the method is {method.value}; leave it out")
+
+
 def _scheme(method: MethodName, bits: int, group_size: int, symmetric: bool) -> Scheme:
     import torch
 
@@ -201,7 +222,10 @@ def _windows(checkpoint: Checkpoint, text: Path | None, shipped: str, length: in
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
         raise ValueError(f"{checkpoint.config.source}: the model has no tokenizer, which text needs")
-    content = shipped_text(shipped) if text is None else text.read_text(encoding="utf-8")
+    try:
+        content = shipped_text(shipped) if text is None else text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: it is no text in UTF-8 ({error}); convert it") from error
     return windows(tokenizer.encode(content), length, most)
 
 

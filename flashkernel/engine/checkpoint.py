@@ -116,6 +116,9 @@ def tensor_files(path: Path) -> dict[str, str]:
         files = read_json(index, "").get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{index}: it has no weight_map; the file is damaged, get it again")
+        wrong = [file for file in files.values() if not isinstance(file, str) or Path(file).name != file or not file]
+        if wrong:
+            raise ModelError(f"{index}: weight_map has {wrong[0]!r} where a file of the folder belongs; get it again")
         missing = sorted({file for file in files.values() if not (path / file).exists()})
         if missing:
             raise ModelError(f"{path}: {', '.join(missing)} of the model's files are missing; get them again")

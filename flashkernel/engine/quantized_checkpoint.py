@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import HFConfig, ModelError
 
 SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of an 8-bit weight: vLLM's and DeepSeek's names; both multiply
+# What x, keys and values were rounded with elsewhere: x stays as it is here, and the cache has scales of its own.
+_INPUT_PARTS = ("input_scale", "input_zero_point")
+_CACHE_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "k_proj.output_scale", "v_proj.output_scale")
 _FORMATS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
 LAYOUTS = ("compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4")
 _NOT_MXFP4 = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
@@ -114,7 +117,7 @@ class WeightReader:
         self.stored = StoredQuantization.of(checkpoint.config)
         self._group_shape = _group_shape(checkpoint.config.get("quantization_config", None) or {})
         self.names = set(checkpoint.names)
-        self.unused = set(self.names)
+        self.unused = {name for name in self.names if not name.endswith(_CACHE_SCALES)}
         self.whole: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -127,7 +130,7 @@ class WeightReader:
             if self.stored is None:
                 raise ModelError(f"{self.source}: {name} is missing; the model is incomplete, get it again")
             stored, own = self.stored.part_names(name, self.names), self.stored
-            self.unused.difference_update(stored.values())
+            self._used(name, stored.values())
             tensors: Any = {part: self.checkpoint.read(full) for part, full in stored.items()}
             return self._checked(name, lambda: own.read(tensors))
         self.unused.discard(name)
@@ -152,8 +155,7 @@ class WeightReader:
         if len(found) > 1:
             raise ModelError(f"{self.source}: {name} has scales twice, {' and '.join(found)}")
         point = name + "_zero_point"
-        self.unused.difference_update([*found, point])
-        self.unused.discard(name.removesuffix("weight") + "input_scale")
+        self._used(name, [*found, point])
         scales: Any = self.checkpoint.read(found[0])
         zeros: Any = self.checkpoint.read(point) if point in self.names else None
 
@@ -164,6 +166,11 @@ class WeightReader:
             return weight
 
         return self._checked(name, packed)
+
+    def _used(self, name: str, parts: Iterable[str]) -> None:
+        """Takes the tensors of a weight, and what x was rounded with before it, from those that were not read."""
+        self.unused.difference_update(parts)
+        self.unused.difference_update([name.removesuffix("weight") + part for part in _INPUT_PARTS])
 
     def _checked(self, name: str, make: Callable[[], Weight]) -> Weight:
         """ModelError if the tensors of a weight do not fit together."""

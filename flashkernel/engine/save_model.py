@@ -59,15 +59,12 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
     except ValueError as error:
         raise ModelError(f"{folder}: the model cannot be stored in the layout {layout!r}: {error}") from error
     tensors, config = stored.tensors, _config(model, checkpoint, stored.quantization)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise ModelError(
-            f"{folder}: the model has {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; free space, or "
-            "choose a folder on another disk"
-        )
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    part: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(folder, needed)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         _write(part, tensors, config, checkpoint)
         part.chmod(0o755)
         if folder.exists():
@@ -79,7 +76,17 @@ def save_model(model: Transformer, checkpoint: Checkpoint, folder: Path, layout:
             "folder"
         ) from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise ModelError(
+            f"{folder}: the model has {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; free space, or "
+            "choose a folder on another disk"
+        )
 
 
 def check_storable(checkpoint: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -182,6 +183,7 @@ def load_quantized(
             )
         if parameter.is_meta and reader.has(name):
             set_parameter(model, name, plain_tensor(reader.read(name), kind, tuple(parameter.shape)), reader.source)
+    _check_all_used(model, reader, tied)
     model.tie_weights()
     model = model.to(device)
     for module in model.modules():
@@ -227,6 +229,20 @@ def _load_linears(model: nn.Module, reader: Any, dtype: torch.dtype) -> None:
                 None if layer.bias is None else plain_tensor(reader.read(f"{full}.bias"), dtype, (layer.out_features,))
             )
             setattr(module, child, QuantizedLinear(weight, bias))
+
+
+def _check_all_used(model: Any, reader: Any, tied: set[str]) -> None:
+    """ModelError if a stored tensor was not read: the model would compute without a part of it."""
+    from flashkernel.engine.architectures import ARCHITECTURES
+
+    known = ARCHITECTURES.get(model.config.model_type)
+    ignored = ("rotary_emb.inv_freq",) if known is None else known.ignored
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    left = [name for name in sorted(reader.unused) if name not in tied and not name.endswith(ignored)]
+    left = [name for name in left if not any(re.search(pattern, name) for pattern in patterns)]
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        raise _error(f"{reader.source}: {shown} have no place in the model that config.json describes")
 
 
 def plain_tensor(found: Tensor | Weight, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

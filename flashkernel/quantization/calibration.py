@@ -246,7 +246,9 @@ def _check(model: Transformer, method: Method, scheme: Scheme) -> None:
             value = getattr(layer, name)
             if isinstance(value, Weight):
                 raise ValueError(f"quantize_model: {name} is quantized already, as {value!r}; load the plain model")
-            if not value.is_meta and not bool(value.isfinite().all()):
+            if value.is_meta:
+                raise ValueError(f"quantize_model: {name} in layer {index} is on the meta device; load its values")
+            if not bool(value.isfinite().all()):
                 count = int((~value.isfinite()).sum())
                 raise ValueError(
                     f"quantize_model: {count} of {value.numel()} elements of {name} in layer {index} are infinite or "

@@ -15,6 +15,7 @@ from flashkernel.blocks.integers import INT4, integer_scales, round_to_integers
 from flashkernel.engine.forward_pass import ForwardPass
 from flashkernel.engine.transformer import PROJECTIONS, LayerWeights, ModelInput, Transformer
 from flashkernel.kvcache import BatchTensors, KVCache, LayerPages, PageStorage
+from flashkernel.quantization.scheme import storable_scales
 
 PAGE = 64
 KV_GROUP = 32  # columns of a head that share a scale in int4
@@ -71,7 +72,7 @@ def round_to_int4(values: Tensor) -> Tensor:
     group = (1, KV_GROUP if dim % KV_GROUP == 0 else dim)
     flat = values.reshape(-1, dim)
     scales, zeros = integer_scales(flat, group, INT4, False)
-    scales = scales.half().float()  # as a cache would store them
+    scales = storable_scales(scales)  # as a cache would store them
     codes = round_to_integers(flat, scales, zeros, group, INT4)
     assert zeros is not None
     steps = codes.float() - expand_scales(zeros.float(), group, flat.shape)

@@ -102,12 +102,12 @@ def fit_grid(matrix: Tensor, scheme: Scheme, importance: Tensor | None = None) -
     """
     group, numbers = scheme.group_shape, scheme.numbers
     full, zeros = integer_scales(matrix, group, numbers, scheme.symmetric)
-    best = _storable(full)
+    best = storable_scales(full)
     if importance is None or not matrix.numel():
         return best, zeros
     least = torch.full_like(full, torch.inf)
     for clip in CLIPS:
-        scales = _storable(full * clip)
+        scales = storable_scales(full * clip)
         error = (on_grid(matrix, scales, zeros, scheme) - matrix).square() * importance
         total = in_groups(error, group).sum((-3, -1))
         best, least = torch.where(total < least, scales, best), torch.minimum(total, least)
@@ -122,6 +122,6 @@ def on_grid(matrix: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme
     return (codes - zero) * expand_scales(scales, group, matrix.shape)
 
 
-def _storable(scales: Tensor) -> Tensor:
-    """Scales rounded to float16, the least of which is 2^-24."""
+def storable_scales(scales: Tensor) -> Tensor:
+    """Scales rounded to float16, from 2^-24, its least number, to 65504, its largest."""
     return scales.clamp(2.0**-24, 65504.0).half().float()
