@@ -23,8 +23,8 @@ from flashkernel.core.driver import LaunchRecord
 from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Backend, Call, Case, Op
 from flashkernel.core.shapes import MODELS
+from flashkernel.engine.build import _dtype
 from flashkernel.engine.dummy_weights import dummy_transformer
-from flashkernel.engine.llm import _dtype
 from flashkernel.engine.transformer import ModelInput
 from flashkernel.kvcache import PageStorage, Step
 from flashkernel.lab import doctor

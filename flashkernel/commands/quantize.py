@@ -205,13 +205,13 @@ def _scheme(method: MethodName, bits: int, group_size: int, symmetric: bool) -> 
 def _load(
     model: str, device: str | None, dtype: str | None, quantization: str | None = "plain"
 ) -> tuple[Transformer, Checkpoint]:
-    from flashkernel.engine import hub, llm
+    from flashkernel.engine import build, hub
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.model_loader import load_model
 
     path = hub.resolve(model)
     checkpoint = open_checkpoint(path)
-    target, kind = llm.device_and_dtype(checkpoint, device, dtype)
+    target, kind = build.device_and_dtype(checkpoint, device, dtype)
     with progress.progress_bar(description=f"loading {model}") as bar:
         return load_model(checkpoint, target, kind, bar.set_completed, quantization), checkpoint
 

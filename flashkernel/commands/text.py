@@ -130,9 +130,8 @@ def load_model(model: str, device: str | None, dtype: str | None, **options: Any
             bar.set_completed(done, total)
 
         llm = LLM(model, device=device, dtype=dtype, **options, progress=bar.set_completed, start_progress=on_start)
-    took = llm.engine.stats().warm_up_s
-    if took > 1:
-        graphs = llm.engine.runner.num_graphs
-        done = f"{graphs} CUDA graphs captured" if graphs else "kernels compiled"
-        progress.log(f"{done} in {took:.1f} s; nothing is left to compile")
+    stats, graphs = llm.engine.stats(), llm.engine.runner.num_graphs
+    if stats.warm_up_s > 1 and (graphs or stats.compiled_at_start):
+        done = f"{graphs} CUDA graphs captured" if graphs else f"{stats.compiled_at_start} kernel(s) compiled"
+        progress.log(f"{done} in {stats.warm_up_s:.1f} s; nothing is left to compile")
     return llm

@@ -3,8 +3,9 @@
 Names are vLLM's: `SamplingParams`, `RequestOutput`, `max_num_seqs`, `max_model_len`, ...
 """
 
+from flashkernel.engine.build import EngineArgs, build_engine
 from flashkernel.engine.config import ModelConfig, ModelError
-from flashkernel.engine.llm import LLM, EngineArgs, build_engine
+from flashkernel.engine.llm import LLM
 from flashkernel.engine.llm_engine import EngineStats, LLMEngine, RequestError
 from flashkernel.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput, TokenLogprob
 from flashkernel.engine.sampling_params import SamplingParams, StructuredOutputs
