@@ -83,6 +83,14 @@ def test_residuals_and_factors_in_16_bits_are_the_kernels() -> None:
         assert fk.explain(fk.matmul, a.float(), b.float(), residual=a.float()).chosen == "torch"
 
 
+def test_an_expanded_out_is_refused() -> None:
+    a, b = torch.randn(5, 8), torch.randn(8, 6)
+    with pytest.raises(ValueError, match=r"out is expanded, strides \(0, 1\)"):
+        fk.matmul(a, b, out=torch.empty(1, 6).expand(5, 6))
+    with pytest.raises(ValueError, match="dz_out is expanded"):
+        fk.matmul_dact(a, b, torch.randn(5, 6), activation="silu", dz_out=torch.empty(5, 1).expand(5, 6))
+
+
 def test_int8_over_its_whole_range() -> None:
     a, b = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((20, 300), (300, 24)))
     a_scale, b_scale = torch.rand(20) / 100, torch.rand(24) / 100

@@ -105,6 +105,18 @@ def near(x: Tensor) -> Tensor:
     return x if reach < 1 << 31 else x.contiguous()
 
 
+def shares_memory(x: Tensor, other: Tensor) -> bool:
+    """Whether both lie in one storage, with ranges of bytes that meet."""
+    if x.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    ranges = []
+    for one in (x, other):
+        reach = sum([(size - 1) * stride for size, stride in zip(one.shape, one.stride())])
+        first = one.storage_offset() * one.element_size()
+        ranges.append((first, first + (reach + 1) * one.element_size() if one.numel() else first))
+    return max(ranges[0][0], ranges[1][0]) < min(ranges[0][1], ranges[1][1])
+
+
 def as_rows(x: Tensor) -> Tensor:
     """[rows, columns] with unit stride along the row; a view where the layout allows one."""
     return unit_stride(x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1]))

@@ -283,7 +283,7 @@ def verify(
             limits = {name: 2 * limit for name, limit in limits.items()}
         reports = [
             replace(report, ok=True, limit=limits[report.name], message="")
-            if report.error <= limits.get(report.name, 0.0)
+            if not report.ok and report.error <= limits.get(report.name, 0.0)
             else report
             for report in reports
         ]

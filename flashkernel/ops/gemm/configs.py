@@ -56,7 +56,7 @@ def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     # Columns and inner stay exact: how they divide among the SMs is what the choice depends on.
     rows = shape["rows"] if shape["rows"] <= MAX_VECTOR_ROWS else power_of_2(shape["rows"])
     key = (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["outer"], shape["norm"])
-    return (*key, 1) if shape.get("dequantized") else key
+    return (*key, shape.get("x_bytes", shape["bytes"]), bool(shape.get("dequantized")))
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> LinearConfig:

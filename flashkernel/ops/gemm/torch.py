@@ -15,7 +15,7 @@ from flashkernel.blocks.fp8 import FP8, quantize_fp8_groups, scaled_mm_takes
 from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight, rounded_activations
 from flashkernel.core import cpp
-from flashkernel.core.arguments import needs_gradients
+from flashkernel.core.arguments import needs_gradients, shares_memory
 from flashkernel.ops.gemm import library
 from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 from flashkernel.ops.matmul import matmul
@@ -144,7 +144,9 @@ class _AccumulatedProduct(torch.autograd.Function):
 
 
 def _adds_in_place(x: Tensor, residual: Tensor) -> bool:
-    return residual.dtype == x.dtype and residual.numel() > 0 and residual.is_contiguous()
+    if residual.dtype != x.dtype or residual.numel() == 0 or not residual.is_contiguous():
+        return False
+    return torch.compiler.is_compiling() or not shares_memory(x, residual)  # a traced function writes to no operand
 
 
 def _scaled_mm_serves(x: Tensor, weight: Weight) -> bool:

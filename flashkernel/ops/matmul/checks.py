@@ -126,6 +126,11 @@ def output(
             f"{function}: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; the result is {dtype} "
             f"{shape} on {inputs[0].device}"  # type: ignore[union-attr]
         )
+    if any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride())):
+        raise ValueError(
+            f"{function}: {name} is expanded, strides {given.stride()}: several results would be written to one "
+            "element; give a tensor with one for each"
+        )
     if needs_gradients(given, *inputs):
         raise ValueError(f"{function}: {name} takes no gradients; call it under torch.no_grad(), or leave {name} away")
 

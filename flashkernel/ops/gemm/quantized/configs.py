@@ -213,7 +213,8 @@ def few_rows_error(config: QuantizedConfig, device: Device, shape: Mapping[str, 
 
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     rows = min(max(8, power_of_2(shape["rows"])), 1 << 14)
-    return (rows, shape["columns"], shape["inner"], shape["bits"], shape["group"], shape["zeros"], shape["parts"])
+    names = ("columns", "inner", "bits", "group", "scale_bytes", "zeros", "parts")
+    return (rows, *(shape[name] for name in names))
 
 
 QUANTIZED = Tunable("linear_quantized", QuantizedConfig, _heuristic, _space, _valid, _bucket)
