@@ -234,13 +234,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     runs = {one.name: train(one, sizes, steps, text, device) for one in wanted}
     console, routers = Console(), summary(runs)
     console.print(report(routers))
-    plot(routers, chosen.out, speed=not tiny)  # that of a tiny model says nothing
-    if chosen.save is not None:
+    if chosen.save is not None:  # before other files change the checkout, whose commit is recorded
         given = sys.argv[1:] if arguments is None else arguments
-        name = devices.properties(device).name
-        console.print(
-            f"results: {moe_study.save(chosen.save, name, {**asdict(sizes), 'steps': steps}, routers, given)}"
-        )
+        name, kept = devices.properties(device).name, {**asdict(sizes), "steps": steps}
+        timed = [{key: value for key, value in one.items() if not tiny or key != "ms_per_step"} for one in routers]
+        console.print(f"results: {moe_study.save(chosen.save, name, kept, timed, given)}")
+    plot(routers, chosen.out, speed=not tiny)  # that of a tiny model says nothing
     console.print(f"plot: {chosen.out}")
     if chosen.usage is not None:
         list(runs.values())[-1].usage.plot(chosen.usage)

@@ -28,7 +28,8 @@ def save(
         folder: Such as results/cpu.
         device: Name of the device that trained.
         sizes: Of the model and of a batch, with "steps".
-        routers: For each: "router", "losses" (one for each step), "min_over_max", "entropy", "dropped", "ms_per_step".
+        routers: For each: "router", "losses" (one for each step), "min_over_max", "entropy", "dropped", and
+            "ms_per_step" if the speed of such a model means something.
         arguments: The command line behind the script's name.
         commit: To record, where there is no git checkout.
     """
