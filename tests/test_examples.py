@@ -74,3 +74,11 @@ def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table is not None
     assert "| expert choice (leaks) |" in table
     assert results.load_folder(tmp_path / "cpu") == {}, "it has no records of speed"
+
+
+def test_the_picture_of_the_moe_study_is_of_the_saved_losses() -> None:
+    root = Path(EXAMPLES).parent
+    saved = json.loads((root / "results" / "cpu" / "moe_study.json").read_text())
+    drawn = (root / "docs" / "pictures" / "moe-study.svg").read_text()
+    assert f"<dc:description>{moe_study.digest(saved['routers'])}</dc:description>" in drawn
+    assert "pictures/moe-study.svg)" in (root / "flashkernel" / "ops" / "moe" / "README.md").read_text()
