@@ -266,7 +266,7 @@ def _block(
             for record in found["records"]
             if (glob is None or fnmatchcase(record.case, glob)) and (dtype is None or record.dtype == dtype)
         ]
-        if statistic == MEMORY:  # a CPU's is not measured
+        if statistic == MEMORY:  # not measured on every CPU
             records = [record for record in records if not isinstance(record, GenerationRecord) or record.peak_bytes]
         if not records:
             continue
