@@ -5,13 +5,15 @@ All runs start from the same weights and see the same batches: this project's ow
     python examples/moe_study.py                      # on a GPU: 4 layers, 16 experts, 300 steps
     python examples/moe_study.py --tiny               # on a CPU: 2 layers, 8 experts, 30 steps, about a minute
     python examples/moe_study.py --only softmax+cv sigmoid+bias
+    python examples/moe_study.py --tiny --steps 300 --out docs/pictures/moe-study.svg --save results/cpu
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import flashkernel as fk
+from flashkernel.core import device as devices
+from flashkernel.lab import moe_study
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,7 +122,7 @@ class Model(nn.Module):
 
 def corpus() -> Tensor:
     """The project's documents as bytes."""
-    paths = sorted(path for path in ROOT.rglob("*.md") if ".venv" not in path.parts)
+    paths = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "build"} & set(path.parts))
     return torch.tensor(list("\n\n".join(path.read_text() for path in paths).encode()), dtype=torch.long)
 
 
@@ -155,35 +159,59 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def report(runs: dict[str, Run]) -> Table:
+def summary(runs: dict[str, Run]) -> list[dict[str, Any]]:
+    """For each router: all losses, utilization over the last steps, and speed."""
+    return [
+        {
+            "router": name,
+            **{
+                one: round(float(run.usage.statistic(one)[-moe_study.LAST :].mean()), 4)
+                for one in ("min_over_max", "entropy", "dropped")
+            },
+            "ms_per_step": round(median(run.seconds[1:] or run.seconds) * 1e3, 3),
+            "losses": [round(loss, 4) for loss in run.losses],
+        }
+        for name, run in runs.items()
+    ]
+
+
+def report(routers: list[dict[str, Any]]) -> Table:
     """Loss, utilization over the last steps, and speed."""
-    table = Table("router", "loss", "min / max", "entropy", "dropped", "ms a step", title="mean of the last 10 steps")
-    for name, run in runs.items():
-        last = [float(run.usage.statistic(one)[-10:].mean()) for one in ("min_over_max", "entropy", "dropped")]
-        loss, step = sum(run.losses[-10:]) / len(run.losses[-10:]), median(run.seconds[1:] or run.seconds) * 1e3
-        table.add_row(name, f"{loss:.3f}", *(f"{value:.3f}" for value in last), f"{step:.1f}")
+    title = f"mean of the last {moe_study.LAST} steps"
+    table = Table("router", "loss", "min / max", "entropy", "dropped", "ms a step", title=title)
+    for one in routers:
+        last = one["losses"][-moe_study.LAST :]
+        values = [sum(last) / len(last), one["min_over_max"], one["entropy"], one["dropped"]]
+        table.add_row(one["router"], *(f"{value:.3f}" for value in values), f"{one['ms_per_step']:.1f}")
     return table
 
 
-def plot(runs: dict[str, Run], path: Path) -> None:
-    """Loss curves, utilization and speed side by side."""
+def plot(routers: list[dict[str, Any]], path: Path, speed: bool = True) -> None:
+    """Loss curves (means of ten steps), utilization, and speed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
-    for name, run in runs.items():
-        left.plot(run.losses, label=name, linewidth=1)
-    left.set(xlabel="step", ylabel="loss", title="loss, the same batches")
-    left.legend(fontsize=7)
-    names = list(runs)
-    middle.barh(names, [float(run.usage.statistic("min_over_max")[-10:].mean()) for run in runs.values()])
-    middle.set(xlim=(0, 1), title="smallest over largest load")
-    right.barh(names, [median(run.seconds[1:] or run.seconds) * 1e3 for run in runs.values()])
-    right.set(title="ms a step")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    names, panels = [one["router"] for one in routers], 3 if speed else 2
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure, axes = pyplot.subplots(1, panels, figsize=(5.5 * panels, 5), layout="constrained")
+        for index, one in enumerate(routers):
+            windows = [one["losses"][max(0, end - 10) : end] for end in range(1, len(one["losses"]) + 1)]
+            means = [sum(window) / len(window) for window in windows]
+            axes[0].plot(means, label=one["router"], linewidth=1, linestyle="-" if index < 10 else "--")
+        axes[0].set(xlabel="step", ylabel="loss", title="loss on the same batches, means of ten steps")
+        axes[0].legend(fontsize=8)
+        axes[1].barh(names, [one["min_over_max"] for one in routers])
+        axes[1].set(xlim=(0, 1), title="smallest over largest load of an expert")
+        if speed:
+            axes[2].barh(names, [one["ms_per_step"] for one in routers])
+            axes[2].set(title="ms a step")
+        for drawn in axes[1:]:
+            drawn.invert_yaxis()
+        about = {"Date": None, "Creator": None, "Description": moe_study.digest(routers)}
+        figure.savefig(path, dpi=110, metadata=about if path.suffix == ".svg" else None)
+        pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
@@ -192,6 +220,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser.add_argument("--steps", type=int, help="training steps; 300, or 30 with --tiny")
     parser.add_argument("--only", nargs="+", help="names of the variants; all by default")
     parser.add_argument("--out", type=Path, default=Path("moe_study.png"), help="where the plot goes")
+    parser.add_argument("--save", type=Path, help="a results folder for losses and utilization, such as results/cpu")
     parser.add_argument("--usage", type=Path, help="where a heat map of the last variant's experts goes")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,10 +230,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     if not wanted:
         names = ", ".join(one.name for one in variants(sizes.k))
         parser.error(f"--only names no variant; there are {names}")
-    runs = {one.name: train(one, sizes, chosen.steps or (30 if tiny else 300), text, device) for one in wanted}
-    console = Console()
-    console.print(report(runs))
-    plot(runs, chosen.out)
+    steps = chosen.steps or (30 if tiny else 300)
+    runs = {one.name: train(one, sizes, steps, text, device) for one in wanted}
+    console, routers = Console(), summary(runs)
+    console.print(report(routers))
+    if chosen.save is not None:  # before other files change the checkout, whose commit is recorded
+        given = sys.argv[1:] if arguments is None else arguments
+        name, kept = devices.properties(device).name, {**asdict(sizes), "steps": steps}
+        timed = [{key: value for key, value in one.items() if not tiny or key != "ms_per_step"} for one in routers]
+        console.print(f"results: {moe_study.save(chosen.save, name, kept, timed, given)}")
+    plot(routers, chosen.out, speed=not tiny)  # that of a tiny model says nothing
     console.print(f"plot: {chosen.out}")
     if chosen.usage is not None:
         list(runs.values())[-1].usage.plot(chosen.usage)

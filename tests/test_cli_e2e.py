@@ -14,8 +14,9 @@ from command_line import run
 
 from flashkernel.core.shapes import MODELS, Model
 from flashkernel.engine.dummy_weights import tiny_transformer
-from flashkernel.lab import generation_tables, results, runners
+from flashkernel.lab import generation, generation_tables, results, runners
 from flashkernel.lab.engine_options import EngineOptions
+from flashkernel.lab.host_memory import HostPeak
 
 
 class TestEndToEnd:
@@ -37,7 +38,8 @@ class TestEndToEnd:
                 assert record.comparable, record
                 assert record.tokens_per_s == pytest.approx(record.batch / record.ms_per_token * 1e3, rel=1e-3)
                 assert record.floor > 0
-                assert record.peak_bytes is record.joules_per_token is None
+                assert record.joules_per_token is None
+                assert record.peak_bytes is None if sys.platform != "linux" else record.peak_bytes > 0
 
     @pytest.mark.gpu  # not for a GPU: that tier has the time
     def test_contenders_agree_at_batch_one(self, tmp_path: Path) -> None:
@@ -96,6 +98,22 @@ class TestEndToEnd:
                                                        "engine (int4)"]  # fmt: skip
         table = generation_tables.markdown(again)
         assert "| engine | engine (KV int8) | engine (int4) | engine (int4, KV int8) |" in table
+
+    def test_memory_of_a_cpu_grows_with_the_kv_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rise of the resident set, beside the weights."""
+        if HostPeak().bytes() is None:
+            pytest.skip("this system does not count the resident set")
+        wide = Model(64, 64, 4, 4, 64, 4, 128)
+        monkeypatch.setitem(MODELS, "llama-3.2-1b", wide)
+        model = generation.BenchModel("llama-3.2-1b", torch.device("cpu"), torch.float32)
+        found = {}
+        for batch in (1, 1, 16):  # the first one also loads code
+            work = generation.Workload([batch], 480, 4)
+            (record,) = generation.measure(model, ["engine"], work, 1.0)
+            found[batch] = record.peak_bytes
+        cache = 2 * 15 * 480 * wide.layers * wide.kv_heads * wide.head_dim * 4
+        assert found[1] > model.model.nbytes
+        assert found[16] - found[1] > 0.7 * cache
 
     def test_look_up_decoding_of_a_prompt_that_repeats_itself(self, tmp_path: Path) -> None:
         chosen = ("--model", "llama-3.2-1b", "--batch", "1", "2", "--runner", "engine", "--runner", "hf_sdpa",

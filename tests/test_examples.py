@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
+
+from flashkernel.lab import moe_study, results
 
 pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -56,9 +59,26 @@ def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("moe_study")
     names = ["softmax+cv", "sigmoid+bias", "expert choice (leaks)"]
-    paths = [tmp_path / name for name in ("study.png", "usage.png")]
-    runs = example.main(["--tiny", "--steps", "3", "--only", *names, "--out", str(paths[0]), "--usage", str(paths[1])])
+    paths = [tmp_path / name for name in ("study.svg", "usage.png", "cpu/moe_study.json")]
+    runs = example.main(["--tiny", "--steps", "3", "--only", *names, "--out", str(paths[0]), "--usage", str(paths[1]),
+                         "--save", str(paths[2].parent)])  # fmt: skip
     assert list(runs) == names
     assert all(run.losses[-1] < run.losses[0] for run in runs.values())
     assert float(runs[names[2]].usage.statistic("min_over_max").min()) == 1
     assert all(path.stat().st_size > 1000 for path in paths)
+    saved = json.loads(paths[2].read_text())
+    assert saved["sizes"]["steps"] == len(saved["routers"][0]["losses"]) == 3
+    assert saved["command"].startswith("python examples/moe_study.py --tiny --steps 3")
+    assert moe_study.digest(saved["routers"]) in paths[0].read_text()
+    table = moe_study.block(tmp_path)
+    assert table is not None
+    assert "| expert choice (leaks) |" in table
+    assert results.load_folder(tmp_path / "cpu") == {}, "it has no records of speed"
+
+
+def test_the_picture_of_the_moe_study_is_of_the_saved_losses() -> None:
+    root = Path(EXAMPLES).parent
+    saved = json.loads((root / "results" / "cpu" / "moe_study.json").read_text())
+    drawn = (root / "docs" / "pictures" / "moe-study.svg").read_text()
+    assert f"<dc:description>{moe_study.digest(saved['routers'])}</dc:description>" in drawn
+    assert "pictures/moe-study.svg)" in (root / "flashkernel" / "ops" / "moe" / "README.md").read_text()

@@ -29,6 +29,7 @@ from flashkernel.lab.bench import free_memory
 from flashkernel.lab.energy import EnergyMeter
 from flashkernel.lab.engine_options import EngineOptions
 from flashkernel.lab.hf_equivalent import build_hf_equivalent
+from flashkernel.lab.host_memory import HostPeak
 from flashkernel.lab.packages import MissingPackageError
 from flashkernel.lab.results import GenerationRecord
 from flashkernel.lab.runners import (
@@ -257,6 +258,7 @@ def _measure_runs(
     quantized = loaded if contender.options.quantization else None
     measured.weight_bytes = None if quantized is None else quantized.nbytes
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
+    host_peak = None if on_gpu else HostPeak()
     describe("warm-up")
     generate: Generate = contender.runner.start(loaded, batch, work.prompt, work.new)
     generate(prompts, min(WARM_UP_TOKENS, work.new))
@@ -271,10 +273,10 @@ def _measure_runs(
         while len(runs) < MIN_RUNS or (len(runs) < MAX_RUNS and time.perf_counter() - began < MIN_SECONDS):
             describe(f"run {len(runs) + 1}, {work.prompt} + {work.new} tokens")
             runs.append(generate(prompts, work.new))
-    if on_gpu:
-        peak = torch.cuda.max_memory_allocated(model.device) - before
-        peak += model.model.nbytes if measured.weight_bytes is None else measured.weight_bytes
-        measured.peak_bytes = max(measured.peak_bytes or 0, peak)
+    rise = torch.cuda.max_memory_allocated(model.device) - before if host_peak is None else host_peak.bytes()
+    if rise is not None:
+        weights = model.model.nbytes if measured.weight_bytes is None else measured.weight_bytes
+        measured.peak_bytes = max(measured.peak_bytes or 0, rise + (0 if contender.runner.loads_at_start else weights))
     del generate
     measured.runs += runs
     measured.joules = None if measured.joules is None or meter.joules is None else measured.joules + meter.joules

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 STATISTICS = ("p50", "mean", "std", "min", "max", "p95", "p99")
 CUDA_RESOURCES = "cuda_resources.json"  # no measurements (lab/cuda_resources.py)
 QUALITY = "quality.json"  # perplexities, of no GPU (lab/quality.py)
+MOE_STUDY = "moe_study.json"  # losses by router (lab/moe_study.py)
+OTHERS = (CUDA_RESOURCES, QUALITY, MOE_STUDY)  # what has no records of speed
 ARCHIVE = "archive"  # the folder of superseded measurements
 PROFILES = "profiles"  # the folder of profiles, a file for each implementation
 HEADER = ("device", "versions", "commit", "date", "command", "ceilings")
@@ -255,9 +257,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def load_folder(folder: Path) -> dict[str, dict[str, Any]]:
     """The results files of a folder by operator ("e2e": whole models); files in its subfolders are not read."""
-    return {
-        path.stem: load(path) for path in sorted(folder.glob("*.json")) if path.name not in (CUDA_RESOURCES, QUALITY)
-    }
+    return {path.stem: load(path) for path in sorted(folder.glob("*.json")) if path.name not in OTHERS}
 
 
 def find(path: Path) -> dict[str, dict[str, Any]]:

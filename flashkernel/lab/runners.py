@@ -69,6 +69,7 @@ class Runner:
     kind: str  # "backend" (ours) or "baseline"
     load: Callable[[Transformer, Path | None], Any]
     start: Callable[[Any, int, int, int], Generate]
+    loads_at_start: bool = False  # `start` reads the weights, not `load`
 
 
 def engine_with(options: EngineOptions) -> Runner:
@@ -265,6 +266,6 @@ RUNNERS: dict[str, Runner] = {
     "hf_compile": Runner(
         "baseline", partial(_load_transformers, attention="sdpa"), partial(_start_transformers, static=True)
     ),
-    "llama_cpp": Runner("baseline", _load_llama_cpp, _start_llama_cpp),
+    "llama_cpp": Runner("baseline", _load_llama_cpp, _start_llama_cpp, loads_at_start=True),
 }
 DEFAULTS = tuple(name for name in RUNNERS if name != "llama_cpp")  # which reads GGUF files alone

@@ -6,7 +6,8 @@ docs from `results/`. `<!-- results:rms_norm 16384x* -->` keeps the cases that m
 memory instead of times, and
 `<!-- results:e2e llama-3.2-1b-* -->` shows whole models; the name is that of the results file. Tables made of several
 files are report blocks (`report_blocks`), and `<!-- results:cuda_resources ops/attention/* -->` shows what compiled
-CUDA C++ kernels take (lab/cuda_resources.py); `<!-- results:quality -->` shows perplexities (lab/quality.py).
+CUDA C++ kernels take (lab/cuda_resources.py); `<!-- results:quality -->` shows perplexities (lab/quality.py),
+`<!-- results:moe_study -->` losses by router (lab/moe_study.py).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables, serve_records
+from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables, moe_study, serve_records
 from flashkernel.lab.generation_tables import RATIO
-from flashkernel.lab.results import CUDA_RESOURCES, QUALITY, GenerationRecord, Record, load_folder
+from flashkernel.lab.results import CUDA_RESOURCES, MOE_STUDY, QUALITY, GenerationRecord, Record, load_folder
 from flashkernel.lab.serve_records import ServeRecord
 
 if TYPE_CHECKING:
@@ -222,6 +223,8 @@ def regenerate(text: str, results: Path) -> str:
             from flashkernel.lab import quality  # it imports the engine
 
             return f"{found[1]}{quality.block(results) or UNMEASURED}\n{found['end']}"
+        if found["op"] == Path(MOE_STUDY).stem:
+            return f"{found[1]}{moe_study.block(results) or UNMEASURED}\n{found['end']}"
         statistic = MEMORY if found["memory"] else "p50"
         block = _block(found["op"], found["glob"], found["dtype"], statistic, measured)
         return f"{found[1]}{block}\n{found['end']}"
@@ -263,7 +266,7 @@ def _block(
             for record in found["records"]
             if (glob is None or fnmatchcase(record.case, glob)) and (dtype is None or record.dtype == dtype)
         ]
-        if statistic == MEMORY:  # a CPU's is not measured
+        if statistic == MEMORY:  # not measured on every CPU
             records = [record for record in records if not isinstance(record, GenerationRecord) or record.peak_bytes]
         if not records:
             continue
