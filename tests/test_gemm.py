@@ -313,7 +313,7 @@ def test_autocast_takes_mixed_dtypes() -> None:
         ({"weight": [torch.randn(4, 6)] * 4}, "4 weights"),
         ({"weight": []}, "0 weights"),
         ({"weight": [torch.randn(4, 6)] * 2, "bias": [torch.randn(4)]}, "1 biases were given for 2"),
-        ({"weight": [torch.randn(4, 6)] * 2, "bias": [torch.randn(4), None]}, "a bias is None"),
+        ({"weight": [torch.randn(4, 6)] * 2, "bias": [torch.randn(4), None]}, r"bias\[1\] is None"),
         ({"weight": [torch.randn(4, 6)] * 2, "residual": torch.randn(3, 4)}, "one output"),
         ({"weight": [torch.randn(4, 6), torch.randn(5, 6)], "activation": "swiglu"}, "gate has 4 outputs and up has 5"),
         ({"weight": [torch.randn(4, 6)] * 3, "activation": "swiglu"}, "3 weights"),
@@ -333,7 +333,7 @@ def test_autocast_takes_mixed_dtypes() -> None:
 )
 def test_wrong_inputs(change: dict, message: str) -> None:
     given = {"x": torch.randn(3, 6), "weight": torch.randn(4, 6), **change}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         fk.linear(**given)
 
 
