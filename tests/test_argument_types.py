@@ -58,7 +58,10 @@ def test_messages_say_what_to_do() -> None:
         (lambda: fk.rms_norm(x, eps=torch.tensor(1e-6)), r"eps is a float32 tensor of shape \(\); .* its .item\(\)"),
         (lambda: fk.rms_norm(x.to_sparse()), r"x is a tensor in layout sparse_coo; .* its .to_dense\(\) is"),
         (lambda: fk.quantize(x, "int8"), "dtype is 'int8'; .*; torch.int8, perhaps"),
-        (lambda: fk.linear(x, [torch.ones(3, 8), None]), r"linear: weight\[1\] is None; it must be a tensor or a"),
+        (
+            lambda: fk.linear(x, [torch.ones(3, 8), None]),
+            r"linear: weight\[1\] is None; it must be a tensor or a Weight",
+        ),
         (lambda: fk.rms_norm(x, backend=0), "backend is 0; it must be a string or None"),
         (lambda: fk.sum(torch.nested.nested_tensor([x, x[:1]])), "layout nested; it must be a dense one: pad it"),
     ]:

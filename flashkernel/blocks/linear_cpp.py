@@ -19,7 +19,7 @@ from flashkernel.core import cpp
 
 _POINTER = ctypes.c_void_p
 SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of x, biases, norm weights, residuals and outputs
 GEMM_ROWS = 16  # from so many rows of x that are not rounded on, BLAS with a dequantized slice is faster
 BLOCK = 32  # columns that kernels read at a time
 _INT4, _INT8, _MXFP4, _Q6_K = range(4)
@@ -116,7 +116,7 @@ class LinearCall:
         weight: A Weight of a layout that `unsupported` takes, on the CPU.
         up: The second matrix of a gated layer, of the same layout and shape.
         bias: (out,) or None.
-        up_bias: The same for `up`, in the bias's dtype.
+        up_bias: The same for `up`.
         norm_weight: (in,): x goes through RMSNorm first.
         eps: Of the norm.
         offset: Added to norm_weight.
@@ -136,7 +136,9 @@ class LinearCall:
     ) -> None:
         self._run, self._team = _kernels().linear, _kernels().linear_team
         weight, up = readable(weight), None if up is None else readable(up)
-        bias, up_bias, norm_weight = (None if x is None else x.contiguous() for x in (bias, up_bias, norm_weight))
+        if bias is not None and up_bias is not None and bias.dtype != up_bias.dtype:
+            bias, up_bias = bias.float(), up_bias.float()
+        bias, up_bias, norm_weight = (None if x is None else _vector(x) for x in (bias, up_bias, norm_weight))
         self._kept = (weight, up, bias, up_bias, norm_weight)  # the struct has their addresses
         self._out_dtype = out_dtype
         self.outputs, self.columns = weight.shape
@@ -146,8 +148,8 @@ class LinearCall:
             _address(norm_weight), norm_eps=eps, norm_offset=offset,
             x_group=0 if weight.activation_dtype is None else self.columns if group == -1 else group,
         )  # fmt: skip
-        call.bias_dtype = 0 if bias is None else _DTYPES[bias.dtype]
-        call.norm_dtype = 0 if norm_weight is None else _DTYPES[norm_weight.dtype]
+        call.bias_dtype = 0 if bias is None else DTYPES[bias.dtype]
+        call.norm_dtype = 0 if norm_weight is None else DTYPES[norm_weight.dtype]
         self._pointer = ctypes.addressof(call)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -165,15 +167,20 @@ class LinearCall:
             The function that all threads of a team call, and its argument.
         """
         call = self._call
-        call.x, call.x_stride, call.x_dtype = x.data_ptr(), x.stride(0), _DTYPES[x.dtype]
-        call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), _DTYPES[out.dtype]
+        call.x, call.x_stride, call.x_dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
+        call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), DTYPES[out.dtype]
         if residual is None:
             call.residual = None
         else:
             call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
-            call.residual_dtype = _DTYPES[residual.dtype]
+            call.residual_dtype = DTYPES[residual.dtype]
         call.rows, call.threads = x.shape[0], torch.get_num_threads()
         return self._team, self._pointer
+
+
+def _vector(x: Tensor) -> Tensor:
+    """A bias or a norm's weight as the kernels read it."""
+    return (x if x.dtype in DTYPES else x.float()).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.integers import quantize_int8_groups
+from flashkernel.core.arguments import check_written
 
 # (rows, columns) of the matrix that share a scale; -1: all of them.
 GRANULARITIES = {"tensor": (-1, -1), "row": (1, -1), "group": (1, SCALE_BLOCK), "block": (SCALE_BLOCK, SCALE_BLOCK)}
@@ -418,6 +419,7 @@ def check_main_grads(function: str, main_grads: Sequence[Tensor], weights: Seque
                 f"{function}: a main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; it must be "
                 f"float32 or {weight.dtype}, {tuple(weight.shape)} on {weight.device}, and require no gradient"
             )
+        check_written(function, "a main_grad", buffer)
 
 
 # Each registers itself; they need the names above.

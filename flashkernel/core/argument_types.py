@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-OWN_CHECKS = ("mask", "causal", "window", "score")  # blocks/mask.py and ops/attention
+OWN_CHECKS = ("causal", "window", "activation")  # blocks say more of them, as of masks
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PARAMETER = torch.nn.Parameter
 _LISTS = (Sequence, torch.nn.ParameterList)
@@ -36,7 +36,7 @@ class Expected(NamedTuple):
 
     def words(self) -> str:
         """As in a message."""
-        names = [_WORDS.get(one) or f"a flashkernel.{one.__name__}" for one in self.types if one is not type(None)]
+        names = [_WORDS.get(one) or _with_article(one.__name__) for one in self.types if one is not type(None)]
         if self.items is not None:
             names.append(f"a list of them, each {self.items.words()}")
         if type(None) in self.types:
@@ -152,6 +152,8 @@ def _expectation(annotation: Any) -> Expected | None:
             items = _expectation(typing.get_args(one)[0])
             if items is None:
                 return None
+        elif isinstance(one, type) and one.__module__.startswith("flashkernel.blocks.mask"):
+            return None
         elif isinstance(one, type) and (one in _WORDS or one.__module__.startswith("flashkernel.")):
             kinds.append(one)
         else:
@@ -162,6 +164,10 @@ def _expectation(annotation: Any) -> Expected | None:
     if float in exact:
         exact.add(int)
     return Expected(frozenset(exact), tuple(kinds), items)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _is_numpy_bool(value: Any) -> bool:

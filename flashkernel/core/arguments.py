@@ -80,8 +80,14 @@ def promoted(x: Tensor, y: Optional) -> tuple[Tensor, Optional]:
 
 
 def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor cast as autocast casts for its lower-precision operators: floating point, except float64, to `dtype`."""
-    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+    """A tensor cast as autocast casts for its lower-precision operators: floats, except float64, to `dtype`."""
+    return x.to(dtype) if is_float(x) and x.dtype != torch.float64 else x
+
+
+def is_float(x: Tensor) -> bool:
+    """Whether a tensor is of a dtype that operators compute in: floating point of 16 bits or more. The 8-bit floats are
+    codes, which mean something beside their scales."""
+    return x.is_floating_point() and x.dtype.itemsize > 1
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
@@ -91,6 +97,21 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def check_written(function: str, name: str, x: Tensor, read: Tensor | None = None) -> None:
+    """ValueError if a tensor that is written to needs a gradient, has an element that several indices share, or is the
+    one that is read meanwhile."""
+    if x is read:
+        raise ValueError(f"{function}: {name} is also what is read; give another tensor")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{function}: {name} is written to, and needs a gradient; detach it, or use torch.no_grad()")
+    for size, step in zip(x.shape, x.stride()):
+        if step == 0 and size > 1:
+            raise ValueError(
+                f"{function}: {name} is written to, and is an expanded view of shape {tuple(x.shape)} and strides "
+                f"{x.stride()}; give its .contiguous()"
+            )
 
 
 def unit_stride(x: Tensor) -> Tensor:

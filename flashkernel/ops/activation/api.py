@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flashkernel.core.arguments import check_finite, needs_gradients, promoted
+from flashkernel.core.arguments import check_finite, is_float, needs_gradients, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import Op
 from flashkernel.core.replay import replayed
@@ -243,7 +243,7 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}  # torch's names of the forms, and
 
 
 def _choose(op: Op, x: Tensor, backend: str | None, up: Tensor | None = None):
-    if not x.is_floating_point():
+    if not is_float(x):
         raise ValueError(f"{op.name}: {x.dtype} cannot be activated; pass a float tensor")
     return choose(op, backend, x.device, x.dtype, needs_gradients(x, up))
 

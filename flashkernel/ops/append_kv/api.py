@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.blocks.rope import RotaryOptions, make_rotation
-from flashkernel.core.arguments import promoted
+from flashkernel.core.arguments import check_written, is_float, needs_gradients, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.append_kv import library, spec
@@ -97,7 +97,7 @@ def append_kv(
 
 
 def _check_tokens(k: Tensor, v: Tensor, q: Tensor | None, slots: Tensor) -> None:
-    if k.ndim != 3 or not k.is_floating_point() or k.shape[2] == 0:
+    if k.ndim != 3 or not is_float(k) or k.shape[2] == 0:
         raise ValueError(
             f"append_kv: k must be a float tensor (tokens, kv_heads, head_dim), not {k.dtype} of {tuple(k.shape)}"
         )
@@ -119,7 +119,7 @@ def _check_tokens(k: Tensor, v: Tensor, q: Tensor | None, slots: Tensor) -> None
             f"append_kv: slots are {slots.dtype} {tuple(slots.shape)} on {slots.device}; for {k.shape[0]} tokens they "
             f"must be int64 or int32 ({k.shape[0]},) on {k.device}"
         )
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or (q is not None and q.requires_grad)):
+    if needs_gradients(k, v, q):
         raise ValueError("append_kv: it has no gradient; call it under torch.no_grad(), or detach q, k and v")
 
 
@@ -132,6 +132,7 @@ def _check_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> None
             )
         if pages.stride(3) != 1 and pages.shape[3] > 1:
             raise ValueError(f"append_kv: {name} have strides {pages.stride()}; a head's values must lie side by side")
+        check_written("append_kv", name, pages)
         if pages.device != k.device:
             raise ValueError(f"append_kv: {name} are on {pages.device}; they must be where k is, on {k.device}")
         if not pages.is_floating_point() and pages.dtype != torch.int8:
@@ -153,6 +154,7 @@ def _check_scales(k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_sc
             )
         if scale is None:
             continue
+        check_written("append_kv", name, scale)
         if scale.shape != pages.shape[:3] or scale.dtype != torch.float32 or scale.device != pages.device:
             raise ValueError(
                 f"append_kv: {name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}; beside pages of "
@@ -194,7 +196,7 @@ def _check_angles(k: Tensor, q: Tensor | None, rotary: RotaryOptions) -> None:
 
 
 def _check_table(k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    if cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.is_floating_point() or cos.ndim not in (2, 3):
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or not is_float(cos) or cos.ndim not in (2, 3):
         raise ValueError(
             f"append_kv: cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both must be "
             f"float and (max_positions, pairs), or (1, {k.shape[0]}, columns) for the tokens themselves"

@@ -15,6 +15,7 @@ from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
     check_scores,
+    is_float,
     needs_gradients,
     without_autocast,
 )
@@ -154,7 +155,7 @@ def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | Non
     for label, x in (("bias", bias), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is None:
             continue
-        if not x.is_floating_point():
+        if not is_float(x):
             raise ValueError(f"attention: {label} must be a float tensor, not {x.dtype}; a mask goes into mask=")
         if x.device != q.device:
             raise ValueError(f"attention: {label} is on {x.device} but q is on {q.device}; move one of them")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashkernel.core.arguments import is_float
+
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention") -> None:
     """Raise a ValueError unless q, k and v are those of one attention call."""
     for label, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or not x.is_floating_point():
+        if x.ndim != 4 or not is_float(x):
             raise ValueError(
                 f"{caller}: {label} must be a float tensor (batch, sequence, heads, head_dim), "
                 f"not {x.dtype} {tuple(x.shape)}"
@@ -46,7 +48,7 @@ def check_packed_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attenti
         if x.ndim != 3:
             raise ValueError(f"{caller}: {label} has shape {tuple(x.shape)}; it must be (tokens, heads, head_dim)")
     (_, heads, head_dim), (keys, kv_heads, key_dim), (values, value_heads, _) = q.shape, k.shape, v.shape
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and is_float(q)
     sizes = keys == values and kv_heads == value_heads and head_dim == key_dim > 0
     if not alike or not sizes or heads == 0 or kv_heads == 0 or heads % kv_heads:
         check_tensors(q[None], k[None], v[None], caller)  # which says what is wrong

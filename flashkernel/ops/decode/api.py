@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import check_causal_window
-from flashkernel.core.arguments import autocast_dtype, check_scores, without_autocast
+from flashkernel.core.arguments import autocast_dtype, check_scores, is_float, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.library import traced
 from flashkernel.core.replay import replayed
@@ -161,7 +161,7 @@ def paged_attention(
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}; it must be (tokens, heads, head_dim)")
     q = _cast_query(q, k)
     _check_cache(name, q, k, v, k_scale, v_scale, page_table, sinks)
-    _check_lengths(name, q, lengths, page_table, lengths.shape[0])
+    _check_lengths(name, q, lengths, page_table, lengths.numel())
     if not _is_int32(cu_seqlens_q, q, 1) or cu_seqlens_q.shape[0] != lengths.shape[0] + 1:
         raise ValueError(
             f"{name}: cu_seqlens_q is {cu_seqlens_q.dtype} {tuple(cu_seqlens_q.shape)} on {cu_seqlens_q.device}; it "
@@ -187,9 +187,9 @@ def _cast_query(q: Tensor, k: Tensor) -> Tensor:
     if k.dtype == q.dtype:
         return q
     lower = autocast_dtype(q)
-    if lower is None or not q.is_floating_point():
+    if lower is None or not is_float(q):
         return q
-    return q.to(k.dtype if k.is_floating_point() and k.dtype not in QUANTIZED else lower)
+    return q.to(k.dtype if is_float(k) else lower)
 
 
 def _check_cache(
@@ -222,7 +222,7 @@ def _check_cache(
             f"{name}: {heads} query heads cannot share {kv_heads} key/value heads; Hq must be a multiple of Hkv"
         )
     quantized = k.dtype in QUANTIZED
-    if not q.is_floating_point() or q.dtype in QUANTIZED or (k.dtype != q.dtype and not quantized):
+    if not is_float(q) or (k.dtype != q.dtype and not quantized):
         raise ValueError(
             f"{name}: q is {q.dtype} and the cache {k.dtype}; the cache has q's float dtype, or float8_e4m3fn or int8"
         )
@@ -234,18 +234,19 @@ def _check_cache(
             )
         if factor is None:
             continue
-        if factor.shape != k.shape[:3] or not factor.is_floating_point() or factor.device != q.device:
+        if factor.shape != k.shape[:3] or not is_float(factor) or factor.device != q.device:
             raise ValueError(
                 f"{name}: {label} is {factor.dtype} {tuple(factor.shape)} on {factor.device}; it must be float32 "
                 f"{tuple(k.shape[:3])} on {q.device}: one scale for each key and head"
             )
     if page_table is not None and (k.shape[1] not in (16, 32, 64, 128, 256)):
         raise ValueError(f"{name}: pages hold {k.shape[1]} keys; page_size must be a power of two from 16 to 256")
-    if sinks is not None and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point()):
+    if sinks is not None and (tuple(sinks.shape) != (heads,) or not is_float(sinks) or sinks.device != q.device):
         raise ValueError(
-            f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)}; it must have one float logit a head, ({heads},)"
+            f"{name}: sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; it must have one float logit a "
+            f"head, ({heads},), on {q.device}"
         )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if needs_gradients(q, k, v, sinks, k_scale, v_scale):
         raise ValueError(
             f"{name}: there is no gradient, and one is asked for; call it under torch.no_grad(), or train with "
             "flashkernel.attention"

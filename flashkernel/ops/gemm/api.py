@@ -13,7 +13,15 @@ from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import Layout, Weight, check_main_grads
 from flashkernel.blocks.weight_formats.tiles import TILE
 from flashkernel.core.argument_types import type_checked
-from flashkernel.core.arguments import autocast, autocast_dtype, check_finite, check_non_negative, needs_gradients
+from flashkernel.core.arguments import (
+    autocast,
+    autocast_dtype,
+    check_finite,
+    check_non_negative,
+    check_written,
+    is_float,
+    needs_gradients,
+)
 from flashkernel.core.dispatch import choose, requested_backend
 from flashkernel.core.replay import replayed
 from flashkernel.ops.gemm import dense, library, spec, support
@@ -222,7 +230,7 @@ def _check_names(activation: str | Activation | Gate | None, packed: str, out_dt
 
 def _check_weights(x: Tensor, weights: list[Any], biases: list[Tensor], gated: bool) -> list[int]:
     """The sizes of the outputs."""
-    if x.ndim == 0 or not x.is_floating_point():
+    if x.ndim == 0 or not is_float(x):
         raise ValueError(f"linear: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
     most = 2 if gated else library.MAX_WEIGHTS
     if not 1 <= len(weights) <= most:
@@ -245,7 +253,7 @@ def _check_weights(x: Tensor, weights: list[Any], biases: list[Tensor], gated: b
     if biases and len(biases) != len(weights):
         raise ValueError(f"linear: {len(biases)} biases were given for {len(weights)} weights; give each one, or none")
     for bias, size in zip(biases, sizes):
-        if bias is None or bias.ndim != 1 or bias.shape[0] != size or not bias.is_floating_point():
+        if bias is None or bias.ndim != 1 or bias.shape[0] != size or not is_float(bias):
             given = "None" if bias is None else f"{bias.dtype} {tuple(bias.shape)}"
             raise ValueError(f"linear: a bias is {given}; its weight has {size} outputs, so it must be float ({size},)")
         if bias.device != x.device:
@@ -269,7 +277,8 @@ def _check_out(
             f"linear: out is {out.dtype} {tuple(out.shape)} on {out.device}; the output is {dtype} {shape} on "
             f"{inputs[0].device}"  # type: ignore[union-attr]
         )
-    if needs_gradients(out, *inputs):
+    check_written("linear", "out", out, inputs[0])
+    if needs_gradients(*inputs):
         raise ValueError("linear: out takes no gradients; call it under torch.no_grad(), or leave out away")
 
 
@@ -290,7 +299,7 @@ def _check_extras(
         if several or splits is not None:
             raise ValueError("linear: a residual needs one output; leave splits out, or give one weight")
         shape = (*x.shape[:-1], sizes[0])
-        if tuple(residual.shape) != tuple(shape) or residual.device != x.device or not residual.is_floating_point():
+        if tuple(residual.shape) != tuple(shape) or residual.device != x.device or not is_float(residual):
             raise ValueError(
                 f"linear: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}; it must be a "
                 f"float tensor of the output's shape {tuple(shape)} on {x.device}"
@@ -301,7 +310,7 @@ def _check_extras(
                 f"linear: norm_weight has shape {tuple(norm_weight.shape)}; x has {x.shape[-1]} columns, as many as it "
                 "must have, and at least one"
             )
-        if norm_weight.device != x.device or not norm_weight.is_floating_point():
+        if norm_weight.device != x.device or not is_float(norm_weight):
             raise ValueError(
                 f"linear: norm_weight is {norm_weight.dtype} on {norm_weight.device}; it must be a float tensor on "
                 f"{x.device}"

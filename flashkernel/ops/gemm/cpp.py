@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashkernel.blocks.epilogue import Bias, Epilogue, Gate, Operands, Residual
-from flashkernel.blocks.linear_cpp import GEMM_ROWS, LinearCall, dequantized
+from flashkernel.blocks.linear_cpp import DTYPES, GEMM_ROWS, LinearCall, dequantized
 from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm.params import LinearExtras
 from flashkernel.ops.gemm.torch import normalized
@@ -21,6 +21,9 @@ _SLICE_BYTES = 1 << 20  # of a dequantized slice, which stays in the cache
 
 def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: LinearExtras) -> Tensor:
     residual, norm_weight, chain, _, eps, offset, dtype = extras
+    if dtype not in DTYPES or (residual is not None and residual.dtype not in DTYPES):
+        residual = None if residual is None else residual.float()
+        return forward(x, weights, biases, extras._replace(residual=residual, dtype=torch.float32)).to(dtype)
     epilogue = Epilogue.parse(chain)
     gated = epilogue.gated
     outputs = weights[0].shape[0] if gated else sum([weight.shape[0] for weight in weights])

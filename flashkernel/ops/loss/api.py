@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import autocast, autocast_dtype, check_non_negative, check_softcap, needs_gradients
+from flashkernel.core.arguments import (
+    autocast,
+    autocast_dtype,
+    check_non_negative,
+    check_softcap,
+    is_float,
+    needs_gradients,
+)
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.loss import library, spec
@@ -133,10 +140,12 @@ def linear_cross_entropy(
 def _check(
     name: str, values: Tensor, target: Tensor, smoothing: float, z_loss: float, softcap: float, reduction: str
 ) -> None:
-    if values.ndim < 1 or not values.is_floating_point():
+    if values.ndim < 1 or not is_float(values):
         raise ValueError(
             f"{name}: needs a float tensor with at least one dim, not {values.dtype} {tuple(values.shape)}"
         )
+    if values.shape[-1] == 0 and target.numel() > 0:
+        raise ValueError(f"{name}: the input has shape {tuple(values.shape)}, without a class for targets to name")
     whole = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
     if not whole or target.shape != values.shape[:-1]:
         raise ValueError(
@@ -159,6 +168,8 @@ def _indices(target: Tensor) -> Tensor:
 
 
 def _check_linear(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim == 2 and weight.shape[0] == 0:
+        raise ValueError(f"linear_cross_entropy: weight is {tuple(weight.shape)}, without a class for targets to name")
     if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"linear_cross_entropy: weight is {tuple(weight.shape)} and x {tuple(x.shape)}; "

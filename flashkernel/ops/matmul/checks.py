@@ -8,7 +8,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Activation, Gate, activation_width, check_activation
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.core.arguments import needs_gradients
+from flashkernel.core.arguments import check_written, is_float, needs_gradients
 from flashkernel.ops.matmul.reference import as_matrices
 
 QUANTIZATIONS = ("block", "row")
@@ -16,6 +16,10 @@ QUANTIZATIONS = ("block", "row")
 
 def operands(function: str, a: Tensor, *matrices: Tensor) -> int | None:
     """The batch of the output; None for a matrix."""
+    if not matrices:
+        raise ValueError(f"{function}: b is an empty list; give a matrix, or a pair of gate and up")
+    if not is_float(a) and a.dtype not in (FP8, torch.int8):
+        raise ValueError(f"{function}: a is {a.dtype}; it must be float of 16 bits or more, float8_e4m3fn or int8")
     for b in matrices:
         if a.ndim not in (2, 3) or b.ndim not in (2, 3):
             raise ValueError(f"{function}: a is {tuple(a.shape)} and b {tuple(b.shape)}; they must have 2 or 3 dims")
@@ -72,7 +76,7 @@ def extras(
         raise ValueError(f"matmul: {len(biases)} biases for {len(matrices)} matrices; give each of b one, or none")
     for bias, matrix in zip(biases, matrices):
         size = matrix.shape[-1]
-        if bias.ndim != 1 or bias.shape[0] != size or not bias.is_floating_point() or bias.device != a.device:
+        if bias.ndim != 1 or bias.shape[0] != size or not is_float(bias) or bias.device != a.device:
             raise ValueError(
                 f"matmul: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; it must be float ({size},) on "
                 f"{a.device}"
@@ -82,7 +86,7 @@ def extras(
         shapes = [(m, n)] if batch is None else [(m, n), (1, m, n), (batch, m, n)]
         if (
             tuple(residual.shape) not in shapes
-            or not residual.is_floating_point()
+            or not is_float(residual)
             or residual.device != a.device
         ):  # fmt: skip
             raise ValueError(
@@ -126,12 +130,8 @@ def output(
             f"{function}: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; the result is {dtype} "
             f"{shape} on {inputs[0].device}"  # type: ignore[union-attr]
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride())):
-        raise ValueError(
-            f"{function}: {name} is expanded, strides {given.stride()}: several results would be written to one "
-            "element; give a tensor with one for each"
-        )
-    if needs_gradients(given, *inputs):
+    check_written(function, name, given, inputs[0])
+    if needs_gradients(*inputs):
         raise ValueError(f"{function}: {name} takes no gradients; call it under torch.no_grad(), or leave {name} away")
 
 
@@ -142,11 +142,11 @@ def preactivation(
     check_activation("matmul_dact", activation)
     if activation is None:
         raise ValueError("matmul_dact: activation is None; without one the product alone is the gradient: use matmul")
-    if a.dtype.itemsize < 2 or not a.is_floating_point():
+    if not is_float(a):
         raise ValueError(f"matmul_dact: a is {a.dtype}; it must be float of 16 bits or more")
     width = activation_width(activation)
     shape = (a.shape[-2], width * b.shape[-1]) if batch is None else (batch, a.shape[-2], width * b.shape[-1])
-    if tuple(z.shape) != shape or z.dtype.itemsize < 2 or not z.is_floating_point() or z.device != a.device:
+    if tuple(z.shape) != shape or not is_float(z) or z.device != a.device:
         raise ValueError(
             f"matmul_dact: preactivation is {z.dtype} {tuple(z.shape)} on {z.device}; it must be float of 16 bits or "
             f"more, {shape}, on {a.device}"

@@ -14,6 +14,8 @@ from flashkernel.core.arguments import (
     autocast_dtype,
     check_finite,
     check_non_negative,
+    check_written,
+    is_float,
     needs_gradients,
     without_autocast,
 )
@@ -110,7 +112,8 @@ def mlp(
     if main_grads is not None:
         check_main_grads("mlp", main_grads, weights)
     if out is not None:
-        _check_out(out, shape, x.device, needs_gradients(out, *needed))
+        check_written("mlp", "out", out)
+        _check_out(out, shape, x.device, needs_gradients(*needed))
     chosen = choose(
         spec.MLP, backend, x.device, x.dtype, gradients, rows=spec.row_class(x.shape[:-1].numel()),
         weight=layouts(weights),
@@ -174,7 +177,7 @@ def _check_tensors(
     gated: bool,
 ) -> tuple[int, ...]:
     """The output's shape."""
-    if x.ndim == 0 or not x.is_floating_point():
+    if x.ndim == 0 or not is_float(x):
         raise ValueError(f"mlp: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
     most = 2 if gated else 1
     if not 1 <= len(weights) - 1 <= most:
@@ -206,7 +209,7 @@ def _check_tensors(
     for name, given, size in expected:
         if given is None:
             continue
-        if tuple(given.shape) != tuple(size) or given.device != x.device or not given.is_floating_point():
+        if tuple(given.shape) != tuple(size) or given.device != x.device or not is_float(given):
             raise ValueError(
                 f"mlp: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; it must be a float tensor "
                 f"{tuple(size)} on {x.device}"
@@ -217,7 +220,7 @@ def _check_tensors(
 
 
 def _check_out(out: Tensor, shape: tuple[int, ...], device: torch.device, gradients: bool) -> None:
-    if tuple(out.shape) != shape or out.device != device or not out.is_floating_point():
+    if tuple(out.shape) != shape or out.device != device or not is_float(out):
         raise ValueError(
             f"mlp: out is {out.dtype} {tuple(out.shape)} on {out.device}; the output is {shape} on {device}"
         )

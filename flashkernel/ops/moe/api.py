@@ -9,7 +9,7 @@ from flashkernel.blocks.epilogue import Activation, Gate, activation_width, chec
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import Weight
 from flashkernel.core.argument_types import type_checked
-from flashkernel.core.arguments import autocast, autocast_dtype, needs_gradients, without_autocast
+from flashkernel.core.arguments import autocast, autocast_dtype, is_float, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import FLOATS
 from flashkernel.ops.moe import library, spec
@@ -107,7 +107,7 @@ def _check(x: Tensor, routing: Routing, experts: Experts) -> None:
     biases = (("gate_up_bias", experts.gate_up_bias, wide), ("down_bias", experts.down_bias, down.shape[1]))
     for name, bias, size in biases:
         fits = bias is None or (tuple(bias.shape) == (count, size) and bias.device == x.device)
-        if bias is not None and not (fits and bias.is_floating_point()):
+        if bias is not None and not (fits and is_float(bias)):
             raise ValueError(
                 f"moe_experts: {name} is {bias.dtype} {tuple(bias.shape)} on {bias.device}; it must be a float tensor "
                 f"{(count, size)} on {x.device}"

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flashkernel.core.arguments import check_finite, check_non_negative, needs_gradients, promoted
+from flashkernel.core.arguments import check_finite, check_non_negative, is_float, needs_gradients, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.norm import library, spec
@@ -97,14 +97,15 @@ def _check(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
 ) -> None:
     check_non_negative(name, "eps", eps)
-    if x.ndim == 0 or not x.is_floating_point():
+    if x.ndim == 0 or not is_float(x):
         raise ValueError(f"{name}: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
     for label, vector in (("weight", weight), ("bias", bias)):
         if vector is None:
             continue
-        if vector.ndim != 1 or vector.shape[0] != x.shape[-1]:
+        if vector.ndim != 1 or vector.shape[0] != x.shape[-1] or not is_float(vector):
             raise ValueError(
-                f"{name}: {label} has shape {tuple(vector.shape)}; x has {x.shape[-1]} columns, as many as it must have"
+                f"{name}: {label} is {vector.dtype} {tuple(vector.shape)}; x has {x.shape[-1]} columns, so it must be "
+                f"a float tensor ({x.shape[-1]},)"
             )
         if vector.device != x.device:
             raise ValueError(f"{name}: {label} is on {vector.device} but x is on {x.device}; move one of them")

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import GATES
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.blocks.weight import group_shape_of
-from flashkernel.core.arguments import check_finite, check_non_negative, promoted
+from flashkernel.core.arguments import check_finite, check_non_negative, is_float, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import Op
 from flashkernel.core.replay import replayed
@@ -68,7 +68,7 @@ def quantize(
         )
     wanted = scales_shape(x, group)
     if scale is not None and (
-        not scale.is_floating_point() or (tuple(scale.shape) != wanted and scale.ndim > 0) or scale.device != x.device
+        not is_float(scale) or (tuple(scale.shape) != wanted and scale.ndim > 0) or scale.device != x.device
     ):
         raise ValueError(
             f"quantize: scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; x {tuple(x.shape)} by "
@@ -140,11 +140,14 @@ def dequantize(
         raise ValueError(f"dequantize: dtype is {dtype}; it must be float32, float16 or bfloat16")
     group = _group("dequantize", granularity)
     wanted = scales_shape(data, group)
-    for name, given in (("scales", scales), ("zeros", zeros)):
-        if given is not None and (tuple(given.shape) != wanted or given.device != data.device):
+    for name, given, fits in (
+        ("scales", scales, is_float(scales)), ("zeros", zeros, zeros is None or zeros.dtype == torch.int8)
+    ):  # fmt: skip
+        if given is not None and (not fits or tuple(given.shape) != wanted or given.device != data.device):
             raise ValueError(
-                f"dequantize: {name} have the shape {tuple(given.shape)} on {given.device}; data {tuple(data.shape)} "
-                f"by {granularity} has {wanted} on {data.device}"
+                f"dequantize: {name} are {given.dtype} {tuple(given.shape)} on {given.device}; data "
+                f"{tuple(data.shape)} by {granularity} has {'float32' if name == 'scales' else 'int8'} {wanted} on "
+                f"{data.device}"
             )
     chosen = choose(
         spec.DEQUANTIZE, backend, data.device, dtype, code=data.dtype, columns=_columns(group, data.shape[-1])
@@ -194,10 +197,12 @@ def rms_norm_quantize(
     group = _check("rms_norm_quantize", x, dtype, granularity, whole_tensor=False)
     check_non_negative("rms_norm_quantize", "eps", eps)
     check_finite("rms_norm_quantize", "offset", offset)
-    if weight is not None and (tuple(weight.shape) != tuple(x.shape[-1:]) or weight.device != x.device):
+    if weight is not None and (
+        tuple(weight.shape) != tuple(x.shape[-1:]) or weight.device != x.device or not is_float(weight)
+    ):
         raise ValueError(
-            f"rms_norm_quantize: weight has shape {tuple(weight.shape)} on {weight.device}; x has {x.shape[-1]} "
-            f"columns, as many as it must have, on {x.device}"
+            f"rms_norm_quantize: weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}; x has "
+            f"{x.shape[-1]} columns, so it must be a float tensor ({x.shape[-1]},) on {x.device}"
         )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
         raise ValueError(
@@ -286,7 +291,7 @@ def _group(name: str, granularity: str) -> tuple[int, int]:
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, granularity: str, whole_tensor: bool = True) -> tuple[int, int]:
     """(rows, columns) that share a scale."""
-    if x.ndim == 0 or not x.is_floating_point() or x.dtype.itemsize < 2:
+    if x.ndim == 0 or not is_float(x):
         raise ValueError(f"{name}: x must be a float tensor of at least one dim, not {x.dtype} {tuple(x.shape)}")
     if dtype not in _DTYPES:
         raise ValueError(f"{name}: dtype is {dtype}; it must be float8_e4m3fn, float8_e5m2 or int8")

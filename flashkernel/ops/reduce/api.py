@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from flashkernel.core.arguments import check_finite, needs_gradients, without_autocast
+from flashkernel.blocks.mask import check_causal_window
+from flashkernel.core.arguments import check_finite, is_float, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import Op
 from flashkernel.core.replay import replayed
@@ -134,6 +135,7 @@ def softmax(
     """
     _check("softmax", x)
     check_finite("softmax", "scale", scale)
+    check_causal_window("softmax", causal, None)
     _check_mask(x, mask, causal)
     chosen = choose(spec.SOFTMAX, backend, x.device, x.dtype, needs_gradients(x))
     if chosen.composite:
@@ -189,7 +191,7 @@ def weighted_sum(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
         True
     """
     _check("weighted_sum", x)
-    if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or not weight.is_floating_point():
+    if weight.ndim != 1 or weight.shape[0] != x.shape[-1] or not is_float(weight):
         raise ValueError(
             f"weighted_sum: weight is {weight.dtype} of shape {tuple(weight.shape)}; x has {x.shape[-1]} columns, "
             f"so it must be a float tensor of shape ({x.shape[-1]},)"
@@ -215,7 +217,7 @@ def _reduce_rows(op: Op, kind: int, x: Tensor, keepdim: bool, backend: str | Non
 
 
 def _check(name: str, x: Tensor) -> None:
-    if x.ndim == 0 or not x.is_floating_point():
+    if x.ndim == 0 or not is_float(x):
         raise ValueError(
             f"{name}: x must be a float tensor with at least one dim, not {x.dtype} of shape {tuple(x.shape)}"
         )

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks.frequencies import Frequencies
 from flashkernel.blocks.rope import make_rotation, rotary_width
-from flashkernel.core.arguments import promoted
+from flashkernel.core.arguments import is_float, promoted
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.rope import library, spec
@@ -83,7 +83,7 @@ def _overwrite(q: Tensor, k: Tensor | None, result) -> Tensor | tuple[Tensor, Te
 
 
 def _check_heads(q: Tensor, k: Tensor | None) -> None:
-    if q.ndim != 4 or not q.is_floating_point():
+    if q.ndim != 4 or not is_float(q):
         raise ValueError(
             f"rope: q must be a float tensor (batch, seq, heads, head_dim), not {q.dtype} of shape {tuple(q.shape)}"
         )
@@ -123,7 +123,7 @@ def _check_angles(
 
 def _check_table(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
     batch, seq = q.shape[:2]
-    if cos.ndim not in (2, 3) or cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.is_floating_point():
+    if cos.ndim not in (2, 3) or cos.shape != sin.shape or cos.dtype != sin.dtype or not is_float(cos):
         raise ValueError(
             f"rope: cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both must be "
             "float and (max_positions, pairs), or (batch or 1, seq, columns) for the tokens themselves"

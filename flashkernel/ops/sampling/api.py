@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flashkernel.core.arguments import is_float
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.sampling import library, spec
@@ -70,7 +71,7 @@ def sample(
         >>> fk.sample(logits, seeds, positions, top_k=torch.tensor([1, 1], dtype=torch.int32))
         tensor([1, 0])
     """
-    if logits.ndim != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
+    if logits.ndim != 2 or not is_float(logits) or logits.shape[1] == 0:
         raise ValueError(
             f"sample: logits must be a float tensor (rows, vocab) with a token to choose, not {logits.dtype} "
             f"{tuple(logits.shape)}"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK
 from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
-from flashkernel.core.arguments import check_scores, without_autocast
+from flashkernel.core.arguments import check_scores, is_float, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_heads
@@ -129,7 +129,7 @@ def _check_scales(q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor, v_scal
 
 def _check_settings(q: Tensor, sinks: Tensor | None, out_dtype: torch.dtype) -> None:
     if sinks is not None:
-        if tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
+        if tuple(sinks.shape) != (q.shape[2],) or not is_float(sinks) or sinks.device != q.device:
             raise ValueError(
                 f"attention_fp8: sinks are {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; they must be a float "
                 f"for each head, ({q.shape[2]},), on {q.device}"

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
-from flashkernel.core.arguments import check_scores, needs_gradients, without_autocast
+from flashkernel.core.arguments import check_scores, is_float, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_tensors
@@ -84,7 +84,7 @@ def rotary_attention(
 
 def _check_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     for label, table in (("cos", cos), ("sin", sin)):
-        if table.ndim != 2 or not table.is_floating_point() or table.shape != cos.shape:
+        if table.ndim != 2 or not is_float(table) or table.shape != cos.shape:
             raise ValueError(
                 f"rotary_attention: {label} must be a float tensor (positions, rotary_dim / 2), both alike, not "
                 f"{table.dtype} {tuple(table.shape)}"

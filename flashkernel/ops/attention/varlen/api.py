@@ -10,6 +10,7 @@ from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
     check_scores,
+    is_float,
     needs_gradients,
     without_autocast,
 )
@@ -157,7 +158,7 @@ def _check_options(q: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> 
             raise TypeError(f"attention_varlen: there is no argument {name!r}; see those of attention")
     if sinks is None:
         return
-    if not sinks.is_floating_point() or tuple(sinks.shape) != (q.shape[1],) or sinks.device != q.device:
+    if not is_float(sinks) or tuple(sinks.shape) != (q.shape[1],) or sinks.device != q.device:
         raise ValueError(
             f"attention_varlen: sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; it must have one float "
             f"logit a head, ({q.shape[1]},), on {q.device}"

@@ -6,7 +6,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Activation, Gate, activation_width, check_activation, standard
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
-from flashkernel.core.arguments import autocast, autocast_dtype, needs_gradients, without_autocast
+from flashkernel.core.arguments import autocast, autocast_dtype, is_float, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.op import FLOATS
 from flashkernel.core.replay import replayed
@@ -127,7 +127,8 @@ def grouped_weight_gradient(
         >>> torch.allclose(dw[2], x[2:].T @ dz[2:], atol=1e-5), bool((dw[1] == 0).all())
         (True, True)
     """
-    rows = dz.shape[0] if gather is None else gather.shape[0]
+    _check_indices("grouped_weight_gradient", x.device, group_offsets=group_offsets, gather=gather)
+    rows = (x if gather is None else gather).shape[:1].numel()
     if x.ndim != 2 or dz.ndim != 2 or dz.shape[0] != rows or (gather is None and x.shape[0] != rows):
         raise ValueError(
             f"grouped_weight_gradient: x is {tuple(x.shape)} and dz {tuple(dz.shape)}; they must be (tokens, K) and "
@@ -138,7 +139,6 @@ def grouped_weight_gradient(
             f"grouped_weight_gradient: x is {x.dtype} on {x.device} and dz {dz.dtype} on {dz.device}; they must be one "
             "float dtype on one device"
         )
-    _check_indices("grouped_weight_gradient", x.device, group_offsets=group_offsets, gather=gather)
     if not 1 <= group_offsets.shape[0] <= MAX_GROUPS:
         raise ValueError(f"grouped_weight_gradient: {group_offsets.shape[0]} offsets; there are 1 to {MAX_GROUPS}")
     chosen = choose(spec.GROUPED_WEIGHT_GRADIENT, backend, x.device, x.dtype)
@@ -150,9 +150,12 @@ def grouped_weight_gradient(
 
 def _check_indices(function: str, device: torch.device, **indices: Tensor | None) -> None:
     for name, index in indices.items():
-        if index is not None and (index.dtype not in (torch.int32, torch.int64) or index.device != device):
+        if index is None:
+            continue
+        if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64) or index.device != device:
             raise ValueError(
-                f"{function}: {name} is {index.dtype} on {index.device}; it must be int32 or int64 on {device}"
+                f"{function}: {name} is {index.dtype} {tuple(index.shape)} on {index.device}; it must be int32 or "
+                f"int64 with one dim on {device}"
             )
 
 
@@ -218,10 +221,10 @@ def _check_groups(
             f"grouped_matmul: x is {tuple(x.shape)} and weights {tuple(weights.shape)}; they must be (tokens, K) and "
             "(groups, K, N)"
         )
-    if x.dtype != weights.dtype or x.dtype not in (*FLOATS, torch.float64, FP8):
+    if x.dtype != weights.dtype or x.dtype not in (*FLOATS, torch.float64, FP8) or x.device != weights.device:
         raise ValueError(
-            f"grouped_matmul: x is {x.dtype} and weights {weights.dtype}; they must be one float dtype, of 8 bits "
-            "float8_e4m3fn"
+            f"grouped_matmul: x is {x.dtype} on {x.device} and weights {weights.dtype} on {weights.device}; they must "
+            "be one float dtype, of 8 bits float8_e4m3fn, on one device"
         )
     groups = weights.shape[0]
     if groups >= MAX_GROUPS:
@@ -231,17 +234,17 @@ def _check_groups(
             f"grouped_matmul: group_offsets is {tuple(group_offsets.shape)}; for {groups} groups it must be "
             f"({groups + 1},), or ({groups},) row counts"
         )
+    _check_indices("grouped_matmul", x.device, group_offsets=group_offsets, gather=gather, scatter=scatter)
     rows = gather.shape[0] if gather is not None else scatter.shape[0] if scatter is not None else x.shape[0]
     if gather is None and rows != x.shape[0]:
         raise ValueError(f"grouped_matmul: scatter has {rows} indices for {x.shape[0]} rows; give one for each")
-    _check_indices("grouped_matmul", x.device, group_offsets=group_offsets, gather=gather, scatter=scatter)
     shapes = {"gather": (gather, (rows,)), "scatter": (scatter, (rows,)), "row_weights": (row_weights, (rows,)),
               "bias": (bias, (groups, weights.shape[2]))}  # fmt: skip
     for name, (given, shape) in shapes.items():
         if given is None:
             continue
         floats = name in ("row_weights", "bias")
-        if tuple(given.shape) != shape or given.device != x.device or given.is_floating_point() != floats:
+        if tuple(given.shape) != shape or given.device != x.device or (floats and not is_float(given)):
             raise ValueError(
                 f"grouped_matmul: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; it must be "
                 f"{'float' if floats else 'integers'} {shape} on {x.device}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.core.argument_types import type_checked
-from flashkernel.core.arguments import needs_gradients, without_autocast
+from flashkernel.core.arguments import is_float, needs_gradients, without_autocast
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.moe.routing import library, spec
@@ -107,7 +107,7 @@ def moe_sort(
         raise ValueError(
             f"moe_sort: experts are {experts.dtype} {tuple(experts.shape)}; they must be integers (tokens, slots)"
         )
-    if weights.shape != experts.shape or weights.device != experts.device or not weights.is_floating_point():
+    if weights.shape != experts.shape or weights.device != experts.device or not is_float(weights):
         raise ValueError(
             f"moe_sort: weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; they must be float "
             f"{tuple(experts.shape)} on {experts.device}"
@@ -125,7 +125,7 @@ def moe_sort(
 
 
 def _check(logits: Tensor, router: Router, bias: Tensor | None, noise: Tensor | None, token_ids: Tensor | None) -> None:
-    if logits.ndim != 2 or not logits.is_floating_point():
+    if logits.ndim != 2 or not is_float(logits):
         raise ValueError(
             f"moe_route: logits are {logits.dtype} {tuple(logits.shape)}; they must be float (tokens, experts)"
         )
@@ -143,7 +143,7 @@ def _check(logits: Tensor, router: Router, bias: Tensor | None, noise: Tensor | 
         if given is None:
             continue
         floats = name != "token_ids"
-        fits = given.is_floating_point() if floats else given.dtype in (torch.int32, torch.int64)
+        fits = is_float(given) if floats else given.dtype in (torch.int32, torch.int64)
         if tuple(given.shape) != shape or given.device != logits.device or not fits:
             raise ValueError(
                 f"moe_route: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; it must be "
