@@ -24,7 +24,10 @@ WRONG: dict[type, list[Any]] = {
     str: [3, b"triton", ["torch"], torch.float32],
     torch.dtype: ["float16", float, np.float32, 16],
 }
-OTHERS = (fk.moe_balance_loss, fk.moe_balance_bias, fk.quantize_fp8)
+OTHERS = (
+    fk.moe_balance_loss, fk.moe_balance_bias, fk.quantize_fp8, fk.sink_tokens, fk.prefix, fk.documents, fk.block_sparse,
+    fk.column_intervals, fk.window,
+)  # fmt: skip
 FUNCTIONS = [getattr(fk, op.name) for op in registry().values()] + [*OTHERS]
 
 
@@ -114,3 +117,14 @@ def test_a_window_of_more_keys_than_32_bits_hides_none(window: int) -> None:
         for sides in (window, (window, 0), (None, 0)):
             found = fk.attention_varlen(q[0], k[0], v[0], ends, window=sides, backend=backend)
             torch.testing.assert_close(found, packed)
+
+
+def test_masks_of_values_without_meaning() -> None:
+    with pytest.raises(ValueError, match="sink_tokens: count is -1"):
+        fk.sink_tokens(-1)
+    with pytest.raises(ValueError, match=r"block_sparse: layout is torch\.float32"):
+        fk.block_sparse(torch.full((2, 2), 0.5), 4)
+    q, ends = torch.randn(8, 2, 16), torch.tensor([0, 8])
+    for name in ("bias", "alibi_slopes"):
+        with pytest.raises(TypeError, match=f"attention_varlen: {name} is a list; it must be a tensor or None"):
+            fk.attention_varlen(q, q, q, ends, **{name: [1.0, 2.0]})

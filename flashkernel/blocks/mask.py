@@ -41,6 +41,7 @@ from flashkernel.blocks.mask_type import (
     source_of,
     tensor_mask,
 )
+from flashkernel.core.argument_types import type_checked
 from flashkernel.core.arguments import static
 
 __all__ = [
@@ -86,6 +87,7 @@ def causal() -> Mask:
     return Mask(K <= Q + (SK - SQ), "causal")
 
 
+@type_checked
 def window(left: int | None, right: int | None = None) -> Mask:
     """The mask in which a query sees the keys around its own position.
 
@@ -126,6 +128,7 @@ def _window(left: int | None, right: int | None) -> Mask:
     return Mask(parts[0] if len(parts) == 1 else parts[0] & parts[1], f"window({left}, {right})")
 
 
+@type_checked
 @kept
 def sink_tokens(count: int) -> Mask:
     """The mask in which every query sees the first `count` keys (StreamingLLM's attention sinks).
@@ -143,9 +146,12 @@ def sink_tokens(count: int) -> Mask:
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
     count = _limited(static(count))
+    if count < 0:
+        raise ValueError(f"sink_tokens: count is {count}; it must be 0 or more")
     return Mask(count > K, f"sink_tokens({count})")
 
 
+@type_checked
 def prefix(lengths: int | Tensor) -> Mask:
     """The mask in which every query sees the first `lengths` keys; a prefix LM has `prefix(n) | causal()`.
 
@@ -167,6 +173,7 @@ def prefix(lengths: int | Tensor) -> Mask:
     return Mask(Table(lengths)[B] > K, "prefix", requirements("prefix: lengths", batch=lengths.shape[0]))
 
 
+@type_checked
 def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     """The mask in which queries and keys see each other within a document, for sequences packed into one.
 
@@ -190,6 +197,7 @@ def documents(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     return Mask(left == right, "documents", join_requirements(of_queries, of_keys))
 
 
+@type_checked
 def block_sparse(layout: Tensor, block: int) -> Mask:
     """The mask of the pairs whose block is set in a layout.
 
@@ -207,6 +215,10 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
     block = static(block)
+    if block < 1 or layout.is_floating_point():
+        raise ValueError(
+            f"block_sparse: layout is {layout.dtype} and block {block}; they must be torch.bool and at least 1"
+        )
     indices: tuple[Expression, ...] = (Q // block, K // block)
     sizes = {"queries": block * layout.shape[-2], "keys": block * layout.shape[-1]} if layout.ndim >= 2 else {}
     if layout.ndim == 3:
@@ -221,6 +233,7 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
     return Mask(Table(layout.to(torch.int8))[indices] == 1, f"block_sparse({block})", needs)
 
 
+@type_checked
 def column_intervals(start: Tensor, end: Tensor) -> Mask:
     """The mask in which key k is hidden from the queries in [start[k], end[k]) (FlashMask).
 

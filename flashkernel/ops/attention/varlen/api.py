@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, check_causal_window, checked
+from flashkernel.core.argument_types import described
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
@@ -156,6 +157,8 @@ def _check_options(q: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> 
     for name in options:
         if name not in _FURTHER:
             raise TypeError(f"attention_varlen: there is no argument {name!r}; see those of attention")
+        if name in ("bias", "alibi_slopes") and not isinstance(options[name], (Tensor, type(None))):
+            raise TypeError(f"attention_varlen: {name} is {described(options[name])}; it must be a tensor or None")
     if sinks is None:
         return
     if not is_float(sinks) or tuple(sinks.shape) != (q.shape[1],) or sinks.device != q.device:
