@@ -145,6 +145,21 @@ def test_arguments_in_the_same_memory_are_told_apart_or_not_recorded(repeated: l
     assert len(repeated) == 5
 
 
+def test_an_argument_that_is_part_of_another_is_not_recorded(repeated: list[Any]) -> None:
+    """What a call reads of the one looks like the other, which is elsewhere in the next call."""
+
+    def normed(x: Tensor) -> Tensor:
+        return norm.norm(x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+
+    call = replay.replayed(lambda x, y: (normed(x[:, 32:]), normed(y)))
+    for overlapping in (True, True, True, False, False):
+        x = torch.randn(4, 64)
+        y = x[:, 32:] if overlapping else torch.randn(4, 64)[:, 32:]
+        for found, given in zip(call(x, y), (x[:, 32:], y)):
+            torch.testing.assert_close(found, fk.rms_norm(given, backend="torch"))
+    assert [type(entry) for entry in call.launch_cache.entries.values()] == [int]  # it is tried again later
+
+
 def test_one_tensor_in_several_places_is_not_recorded_with_gradients(repeated: list[Any]) -> None:
     """Other calls of these shapes have several tensors."""
     for _ in range(4):

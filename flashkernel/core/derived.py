@@ -7,8 +7,9 @@ begin, their sizes, strides and dtypes, and a key. It keeps nobody's tensors ali
 
 They are made at every call where a kept result could be wrong: while a CUDA graph is captured, which must contain how
 they are made, because it may be replayed with other values; in a compiled graph, whose memory may belong to a CUDA
-graph; and from inference tensors, which count no writes. A write that torch does not count, by a kernel outside of
-torch, through `.data`, or by a CUDA graph that was captured elsewhere, is not seen: pass such values as a new tensor.
+graph; and from inference tensors, which count no writes. A write that torch does not count is not seen: by a kernel
+outside of torch, by a collective of torch.distributed, by NumPy, through `.data`, or by a CUDA graph that was captured
+elsewhere. Pass such values as a new tensor.
 """
 
 from __future__ import annotations

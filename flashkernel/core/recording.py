@@ -42,7 +42,7 @@ _OPERATIONS = {
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default, _aten.ne.Scalar,
 }  # fmt: skip
 _SUMS = {_aten.sum.dim_IntList, _aten.sum.default}
-SHARED_MEMORY = "two of its arguments begin at the same address"
+SHARED_MEMORY = "two of its arguments share memory"
 TRANSIENT_REASONS = {SHARED_MEMORY}  # another call of the same shapes may be recorded all the same
 
 
@@ -229,8 +229,9 @@ class CallRecorder(TorchDispatchMode):
         if slots is None:
             return None
         if len(slots) > 1:  # inputs that are views of one tensor: the address says which one is meant
-            slots = [slot for slot in slots if self.tensors[slot].data_ptr() == x.data_ptr()]
-            if len(slots) != 1:
+            holding = [slot for slot in slots if _holds(self.tensors[slot], x.data_ptr())]
+            slots = [slot for slot in holding if self.tensors[slot].data_ptr() == x.data_ptr()]
+            if len(slots) != 1 or len(holding) != 1:
                 raise CannotRecord(SHARED_MEMORY)
         return slots[0], x.data_ptr() - self.tensors[slots[0]].data_ptr()
 
@@ -281,6 +282,17 @@ class CallRecorder(TorchDispatchMode):
 def _storage(x: Tensor) -> int:
     """The identity of a tensor's storage, unique while it lives."""
     return x.untyped_storage()._cdata
+
+
+def _holds(x: Tensor, address: int) -> bool:
+    """Whether one of a tensor's elements begins at an address."""
+    left, within = divmod(address - x.data_ptr(), x.element_size())
+    if left < 0 or within or x.numel() == 0:
+        return False
+    for stride, size in sorted(zip(x.stride(), x.shape), reverse=True):
+        if stride:
+            left -= stride * min(left // stride, size - 1)
+    return left == 0
 
 
 def _last_used(steps: list[Step], num_inputs: int, result: Any) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, fo
 
 A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
 What follows from arguments alone and is shared by calls, such as the block ranges of a mask with tables, is looked up
-again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that begin at one address,
+again at each replay (core/derived.py). Some calls are uncacheable: those with two arguments that share elements,
 or with torch operations that core/recording.py does not list. `statistics` counts them by reason, and
 FLASHKERNEL_REPLAY=0 switches recording off.
 """

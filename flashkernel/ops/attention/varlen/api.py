@@ -46,7 +46,8 @@ def attention_varlen(
     Sequence n has the queries q[cu_seqlens_q[n] : cu_seqlens_q[n + 1]] and sees the keys of `cu_seqlens_k` likewise.
     Tokens behind the last sequence see nothing. Nothing waits for the device. Hopper's kernels make their tile schedule
     from the lengths by one launch, and all calls with the same tensor of lengths share it until it is written to; pass
-    one tensor to all layers. In a CUDA graph the lengths may change between replays.
+    one tensor to all layers. Writes that torch does not count (collectives of torch.distributed, NumPy, `.data`) go
+    unseen: pass such lengths as a new tensor. In a CUDA graph the lengths may change between replays.
 
     Args:
         q: (tokens, heads, head_dim).
