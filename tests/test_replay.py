@@ -151,12 +151,13 @@ def test_an_argument_that_is_part_of_another_is_not_recorded(repeated: list[Any]
     def normed(x: Tensor) -> Tensor:
         return norm.norm(x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
 
+    torch.manual_seed(0)
     call = replay.replayed(lambda x, y: (normed(x[:, 32:]), normed(y)))
     for overlapping in (True, True, True, False, False):
         x = torch.randn(4, 64)
         y = x[:, 32:] if overlapping else torch.randn(4, 64)[:, 32:]
         for found, given in zip(call(x, y), (x[:, 32:], y)):
-            torch.testing.assert_close(found, fk.rms_norm(given, backend="torch"))
+            torch.testing.assert_close(found, fk.rms_norm(given, backend="torch"), atol=1e-5, rtol=1e-4)
     assert [type(entry) for entry in call.launch_cache.entries.values()] == [int]  # it is tried again later
 
 
@@ -226,6 +227,7 @@ def test_what_is_derived_from_arguments_is_looked_up_at_every_replay(gradients: 
         (twice,) = derived("doubled", [weight], doubled)
         return norm.norm(x, twice, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
 
+    torch.manual_seed(0)
     call, weight = replay.replayed(call), torch.randn(32)
     for number in range(8):
         if number in (5, 6):
@@ -412,14 +414,17 @@ def test_autograd_sees_a_repeated_call(repeated: list[Any]) -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_a_number_in_a_tensor_is_read_at_every_call(name: str, gradients: bool) -> None:
+    torch.manual_seed(0)
     for number in range(1, 6):
         q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=gradients) for _ in range(3))
         found = fk.attention(q, k, v, backend="triton", **{name: torch.tensor(0.1 * number)})
-        torch.testing.assert_close(found, fk.attention(q, k, v, backend="torch", **{name: 0.1 * number}))
+        wanted = fk.attention(q, k, v, backend="torch", **{name: 0.1 * number})
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_results_may_be_written_to_in_place(repeated: list[Any]) -> None:
     """As by a residual that is added to them: also those that are views of what the kernels wrote."""
+    torch.manual_seed(0)
     weight, scale = torch.randn(16, 32, requires_grad=True), torch.ones(32, requires_grad=True)
     for _ in range(4):
         x, residual = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 16)
