@@ -22,8 +22,8 @@ from torch import Tensor
 
 from flashkernel.core.shapes import MODELS
 from flashkernel.engine import LLM, hub
-from flashkernel.engine.dummy_weights import dummy_transformer
 from flashkernel.engine.build import KV_CACHE_DTYPES
+from flashkernel.engine.dummy_weights import dummy_transformer
 from flashkernel.engine.transformer import Transformer
 from flashkernel.lab.bench import free_memory
 from flashkernel.lab.energy import EnergyMeter

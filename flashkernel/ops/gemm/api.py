@@ -164,7 +164,7 @@ def linear(
         x = dense.normalized(x, norm_weight, norm_eps, norm_offset)
         norm_weight = None
     if rounds:
-        x = dense.rounded(x, weights[0], gradients)
+        x = dense.rounded_to_fp8(x, weights[0], gradients)
         weights = [replace(one, activation_dtype=None) for one in weights]
     chain = ";".join([piece.text for piece in standard(len(biases) > 0, activation, scale, residual is not None)])
     dtype = x.dtype if out_dtype is None else out_dtype

@@ -43,7 +43,7 @@ def normalized(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Ten
     return rms_norm(x, norm_weight, eps=eps, offset=offset, backend=backend)  # type: ignore[return-value]
 
 
-def rounded(x: Tensor, weight: Weight, gradients: bool) -> Tensor:
+def rounded_to_fp8(x: Tensor, weight: Weight, gradients: bool) -> Tensor:
     """x rounded to the fp8 that a weight asks for, in its own dtype, for kernels that take it so."""
     if gradients:
         return rounded_activations(x, weight)

@@ -17,7 +17,7 @@ from torch import Tensor
 from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.weight import Weight
 from flashkernel.blocks.weight_formats.grouped import scales_of
-from flashkernel.ops.gemm import library as gemm
+from flashkernel.ops.gemm import in_fp8
 from flashkernel.ops.matmul import grouped_matmul, grouped_weight_gradient
 from flashkernel.ops.moe import tiles
 from flashkernel.ops.moe.params import Experts
@@ -65,7 +65,7 @@ def _product_in_fp8(
 ) -> Tensor:
     assert isinstance(weight, Weight)
     if weight.format == "mxfp4":
-        weight = gemm.in_fp8(weight)
+        weight = in_fp8(weight)
     scales = scales_of(weight).flatten(1)
     data, x_scales = quantize(x, FP8, backend="triton")
     found: Tensor = _grouped(

@@ -22,7 +22,7 @@ from flashkernel.blocks.weight import Weight
 from flashkernel.core import device, tune
 from flashkernel.core.arguments import near, unit_stride
 from flashkernel.core.launch import launch
-from flashkernel.ops.gemm import dense
+from flashkernel.ops.gemm import rounded_to_fp8
 from flashkernel.ops.moe.configs import FEW, FEW_TOKENS
 from flashkernel.ops.moe.params import Experts
 from flashkernel.ops.moe.routing.router import Routing
@@ -174,7 +174,7 @@ def forward(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
 def _rounded(x: Tensor, weight: Tensor | Weight) -> Tensor:
     """x, rounded if the weight asks for it in fp8."""
     if isinstance(weight, Weight) and weight.activation_dtype is not None:
-        return dense.rounded(x, weight, gradients=False)
+        return rounded_to_fp8(x, weight, gradients=False)
     return x
 
 
