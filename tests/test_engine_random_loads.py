@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from tiny_engine import _drained, _other, base_fixture, folder_fixture  # noqa: F401
+from tiny_engine import _drained, _other
 
 from flashkernel.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 from flashkernel.engine.grammar import GrammarError
