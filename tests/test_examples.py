@@ -36,6 +36,7 @@ def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.Mo
         vocab_size=256, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
     )  # fmt: skip
+    torch.manual_seed(0)
     transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
@@ -51,8 +52,8 @@ def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.Mo
     assert experts.gate_up_proj.data.dtype == torch.uint8
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("finetune_gpt_oss")
-    (run,) = example.main([str(tmp_path), "--steps", "8", "--length", "96", "--rank", "4"]).values()
-    assert sum(run.losses[-3:]) < sum(run.losses[:3])
+    (run,) = example.main([str(tmp_path), "--steps", "40", "--length", "96", "--rank", "4"]).values()
+    assert sum(run.losses[-10:]) < sum(run.losses[:10])  # texts differ from step to step by more than a few steps teach
 
 
 def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
