@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays until the end: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Numbers that a file draws as it is imported are the same each time."""
+    if isinstance(collector, pytest.Module):
+        _seed()
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Numbers that a test draws are the same each time, whatever ran before it in its process."""
+    _seed()
+
+
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
