@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -171,7 +171,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """{% generation %} marks an assistant's text for training; it is written like any other."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
