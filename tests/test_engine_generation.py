@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import tiny_models
 import tokenizers
@@ -265,6 +266,39 @@ def test_chat_uses_the_models_template(base: LLM) -> None:
         sly.render_chat(messages)
     with pytest.raises(ValueError, match="without a chat template"):
         Tokenizer(base.tokenizer.backend).render_chat(messages)
+
+
+def test_a_chat_template_is_compiled_once(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is said, and again for another template of the same tokenizer."""
+    assert base.tokenizer is not None
+    compiled: list[str] = []
+    compile_source = jinja2.Environment.compile
+
+    def counting(self: Any, source: Any, *given: Any, **named: Any) -> Any:
+        compiled.append(source)
+        return compile_source(self, source, *given, **named)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    first, second = (f"{mark}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}" for mark in "12")
+    one, same = (Tokenizer(base.tokenizer.backend, chat_template=first) for _ in range(2))
+    for text in ("the sea", "wind"):
+        for tokenizer in (one, same):
+            assert tokenizer.render_chat([{"role": "user", "content": text}]) == "1" + text
+    assert compiled == [first]
+    one.chat_template = second
+    assert one.render_chat([{"role": "user", "content": "wind"}]) == "2wind"
+    assert one.template_variables == {"messages"}
+    one.chat_template = "{{ tools }}"
+    assert one.template_variables == {"tools"}
+
+
+def test_templates_may_use_what_transformers_offers(base: LLM) -> None:
+    assert base.tokenizer is not None
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    made = Tokenizer(base.tokenizer.backend, chat_template=template)
+    assert made.render_chat([{"role": "user", "content": "the sea"}] * 2) == "the sea"
+    made.chat_template = "{{ 'mér' | tojson }} {{ 'mér' | tojson(ensure_ascii=True) }}"
+    assert made.render_chat([{"role": "user", "content": ""}]) == '"mér" "m\\u00e9r"'
 
 
 @pytest.mark.parametrize(

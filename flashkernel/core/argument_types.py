@@ -166,6 +166,17 @@ def _expectation(annotation: Any) -> Expected | None:
     return Expected(frozenset(exact), tuple(kinds), items)
 
 
+def plain_number(value: Any) -> Any:
+    """NumPy's and other libraries' numbers as Python's; anything else as it is."""
+    if type(value) in (bool, int, float) or isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)):
+        return value
+    if _is_numpy_bool(value):
+        return bool(value)
+    if isinstance(value, numbers.Integral):
+        return operator.index(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
 def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 

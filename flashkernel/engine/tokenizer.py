@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +80,10 @@ class Tokenizer:
         """The text of `token_ids`, without special tokens if `skip_special_tokens`."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    @cached_property
+    @property
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads, such as "tools"; none if it cannot be parsed."""
-        import jinja2
-        from jinja2 import meta
-
-        try:
-            return frozenset(meta.find_undeclared_variables(_environment().parse(self.chat_template or "")))
-        except jinja2.TemplateError:  # render_chat says so
-            return frozenset()
+        return _template_variables(self.chat_template or "")
 
     def token_text(self, token_id: int) -> str:
         """The text that the token `token_id` adds to others; half a character becomes a replacement mark."""
@@ -117,7 +111,7 @@ class Tokenizer:
         import jinja2
 
         try:
-            return _environment().from_string(self.chat_template).render(
+            return _compiled_template(self.chat_template).render(
                 messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )  # fmt: skip
@@ -150,19 +144,47 @@ def _chat_template(path: Path, values: Mapping[str, Any]) -> str | None:
     return found
 
 
+@lru_cache(maxsize=32)
+def _compiled_template(template: str) -> Any:
+    """Compiled once: a large template takes tens of milliseconds, and is rendered for every conversation."""
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=32)
+def _template_variables(template: str) -> frozenset[str]:
+    import jinja2
+    from jinja2 import meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    except jinja2.TemplateError:  # render_chat says so
+        return frozenset()
+
+
+@cache
 def _environment() -> Any:
     """A sandbox, because templates come with models, with the functions that Transformers offers them."""
     import jinja2
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks an assistant's text for training; it is written like any other."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def as_json(value: Any, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **how)
+        return json.dumps(value, **{"ensure_ascii": False, **how})
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions: list[Any] = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = as_json
     environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
     return environment
