@@ -258,7 +258,7 @@ def column_intervals(start: Tensor, end: Tensor) -> Mask:
 
 
 def _check_integers(label: str, table: Tensor) -> None:
-    if table.dtype not in INTEGERS:
+    if table.dtype != torch.bool and table.dtype not in INTEGERS:
         raise ValueError(f"{label} is {table.dtype}; it must hold integers, uint8 or int8 to int64")
 
 

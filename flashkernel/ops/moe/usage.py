@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.core.figure import new_figure
 from flashkernel.ops.moe.routing.router import Routing
 
 STATISTICS = ("min_over_max", "entropy", "dropped")
@@ -94,12 +95,8 @@ class ExpertUsage:
             path: The picture's file.
             statistic: As in `statistic`.
         """
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
+        figure = new_figure("ExpertUsage.plot", figsize=(11, 3.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
         values = self.statistic(statistic)
         image = left.imshow(values.T.numpy(), aspect="auto", vmin=0, vmax=1, origin="lower", interpolation="nearest")
         left.set(xlabel="step", ylabel="layer", title=statistic.replace("_", " "))
@@ -112,4 +109,3 @@ class ExpertUsage:
         right.set(xlabel="expert", ylabel="layer", title="share of the slots, last step")
         figure.colorbar(image, ax=right)
         figure.savefig(path, dpi=120)
-        pyplot.close(figure)
