@@ -190,7 +190,7 @@ def _bytes(x: Tensor) -> tuple[int, list[tuple[int, int]]]:
     """(the first byte, [(size, stride in bytes)] with the bytes of an element as a dim)."""
     width = x.element_size()
     dims = [(size, step * width) for size, step in zip(x.shape, x.stride()) if size > 1 and step != 0]
-    return x.storage_offset() * width, [*dims, (width, 1)]
+    return int(x.storage_offset()) * width, [*dims, (width, 1)]
 
 
 def _reach(dims: list[tuple[int, int]]) -> int:
