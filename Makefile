@@ -77,22 +77,41 @@ sanitize:  ## compute-sanitizer over a few cases and a random call of every kern
 	$(SANITIZER) --tool memcheck $(PYTHON) -m flashkernel check --random --seed 1
 	$(SANITIZER) --tool racecheck $(PYTHON) -m flashkernel check $(SANITIZED) --backend triton --backend cuda
 
-SANITIZED_CUDA := attention rotary_attention decode_attention paged_attention linear rope softmax sum --backend cuda \
-  --dtype float16 --case everything --case odd --case plain --case one --case mask-causal --case several-tiles \
-  --case interleaved --case gpt-oss --case dropout --case paged-split --case int8-paged-split --case some-rows
+# Parts of it: make sanitize-cuda SANITIZE_ARCHS=75 SANITIZE_TOOLS="racecheck" SANITIZE_OPS="attention linear"
+SANITIZE_ARCHS ?= own 75# architectures that kernels are built for: this GPU's own, and a T4's
+SANITIZE_TOOLS ?= racecheck initcheck memcheck synccheck# the slowest first
+SANITIZE_OPS ?= $(SANITIZED_CUDA)
+SANITIZED_CUDA := attention attention_varlen decode_attention paged_attention linear rotary_attention rope softmax \
+  weighted_sum logsumexp max sum
+SANITIZED_attention := everything plain uneven-dims mask-causal several-tiles gpt-oss dropout
+SANITIZED_attention_varlen := several-tiles gpt-oss empty-sequences
+SANITIZED_decode_attention := everything one gpt-oss paged-split int8-paged-split
+SANITIZED_paged_attention := everything one several
+SANITIZED_linear := everything plain some-rows
+SANITIZED_rotary_attention := plain interleaved several-tiles
+SANITIZED_rope := q-k interleaved odd-pairs
+SANITIZED_softmax := plain odd mask-causal
+SANITIZED_weighted_sum := plain odd
+SANITIZED_logsumexp := plain odd
+SANITIZED_max := plain odd
+SANITIZED_sum := plain odd
+SANITIZE_RUNS = $(foreach tool,$(SANITIZE_TOOLS),$(foreach op,$(SANITIZE_OPS),\
+  $(foreach arch,$(SANITIZE_ARCHS),sanitize/$(arch)/$(tool)/$(op))))
+part = $(word $(1),$(subst /, ,$@))# of the name of a run
 
 # initcheck does not see what a kernel writes by TMA, as cuBLAS and cuDNN do on Hopper, nor what an excluded kernel writes:
 # it reports torch's kernels that read such results. So the expected results are computed on the CPU, and the GPU runs our
 # kernels, fills and copies alone. A check fills new tensors with NaN, which shows where a kernel reads them too early;
 # what initcheck adds are reads outside of tensors, in memory that torch's allocator holds and memcheck allows.
-sanitize-cuda:  ## the four tools of compute-sanitizer over the CUDA C++ kernels, built for this GPU and for sm_75
-	for arch in "" 75; do \
-	  export FLASHKERNEL_CUDA_ARCH=$$arch; \
-	  for tool in memcheck racecheck synccheck; do \
-	    $(SANITIZER) --tool $$tool $(PYTHON) -m flashkernel check $(SANITIZED_CUDA) || exit 1; \
-	  done; \
-	  $(SANITIZER) --tool initcheck $(PYTHON) -m flashkernel check $(SANITIZED_CUDA) --expected-on cpu || exit 1; \
-	done
+sanitize-cuda:  ## the four tools of compute-sanitizer over the CUDA C++ kernels, built for this GPU and for sm_75: in several processes
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS_GPU) --output-sync=target $(SANITIZE_RUNS)
+
+.PHONY: $(SANITIZE_RUNS)
+$(SANITIZE_RUNS):
+	@echo "$@"
+	@FLASHKERNEL_CUDA_ARCH=$(filter-out own,$(call part,2)) OMP_NUM_THREADS=1 $(SANITIZER) --tool $(call part,3) \
+	  $(PYTHON) -m flashkernel check $(call part,4) --backend cuda --dtype float16 \
+	  $(addprefix --case ,$(SANITIZED_$(call part,4))) $(if $(filter initcheck,$(call part,3)),--expected-on cpu)
 
 bench:  ## measure every operator on this machine's GPU and keep the figures
 	$(PYTHON) -m flashkernel bench --save results/$(GPU)

@@ -84,10 +84,8 @@ def digest(picture: Picture) -> str:
 def draw(name: str, folder: Path = FOLDER) -> Path:
     """Writes one picture: a square for each pair, a frame for each tile."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
 
     picture = PICTURES[name]
     seen, status = visible_pairs(picture), tile_status(picture)
@@ -99,7 +97,8 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
         weight = torch.exp(-picture.slope * distance)[..., None]
         pixels = torch.where(seen[..., None], weight * pixels + (1 - weight), pixels)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "monospace"}):
-        figure, axes = pyplot.subplots(figsize=(3.6, 3.7))
+        figure = Figure(figsize=(3.6, 3.7))
+        axes = figure.subplots()
         axes.imshow(pixels.numpy(), extent=(0, SIZE, SIZE, 0), interpolation="none")
         for edge in range(0, SIZE + 1, TILE):
             axes.axhline(edge, color="#546e7a", linewidth=0.8)
@@ -110,7 +109,6 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": digest(picture)})
-        pyplot.close(figure)
     return path
 
 

@@ -94,12 +94,10 @@ def report(runs: dict[str, Run]) -> Table:
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     for (name, run), style in zip(runs.items(), ("-", "--")):
         axes.plot(run.losses, style, label=name)
     axes.set(xlabel="step", ylabel="loss", title="gpt-oss, the same batches")

@@ -189,13 +189,12 @@ def report(routers: list[dict[str, Any]]) -> Table:
 def plot(routers: list[dict[str, Any]], path: Path, speed: bool = True) -> None:
     """Loss curves (means of ten steps), utilization, and speed."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names, panels = [one["router"] for one in routers], 3 if speed else 2
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
-        figure, axes = pyplot.subplots(1, panels, figsize=(5.5 * panels, 5), layout="constrained")
+        figure = Figure(figsize=(5.5 * panels, 5), layout="constrained")
+        axes = figure.subplots(1, panels)
         for index, one in enumerate(routers):
             windows = [one["losses"][max(0, end - 10) : end] for end in range(1, len(one["losses"]) + 1)]
             means = [sum(window) / len(window) for window in windows]
@@ -211,7 +210,6 @@ def plot(routers: list[dict[str, Any]], path: Path, speed: bool = True) -> None:
             drawn.invert_yaxis()
         about = {"Date": None, "Creator": None, "Description": moe_study.digest(routers)}
         figure.savefig(path, dpi=110, metadata=about if path.suffix == ".svg" else None)
-        pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:

@@ -85,6 +85,31 @@ def test_numpy_numbers_and_subclasses_are_taken() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_numpy_numbers_in_masks_and_score_functions(kind: Callable[[int], Any]) -> None:
+    three, ids = kind(3), fk.Table(torch.tensor([0, 0, 1, 1, 1, 2, 2, 2]))
+    for found, expected in [
+        (fk.custom(lambda b, h, q, k: (q - k) // three < three), lambda q, k: (q - k) // 3 < 3),
+        (fk.custom(lambda b, h, q, k: three + q - k < three * k), lambda q, k: 3 + q - k < 3 * k),
+        (fk.custom(lambda b, h, q, k: (three >= q - k) & np.bool_(True)), lambda q, k: q - k <= 3),
+        (fk.custom(lambda b, h, q, k: fk.where(np.bool_(False), k, ids[three]) <= q), lambda q, k: q - 0 * k >= 1),
+        (fk.window(three, three), lambda q, k: (q - k < 3) & (k - q <= 3)),
+        (fk.sink_tokens(three) | fk.prefix(three), lambda q, k: (k < 3) & (q >= 0)),
+    ]:
+        positions = torch.arange(8)
+        assert torch.equal(found.visible(1, 1, 8, 8)[0, 0], expected(positions[:, None], positions[None, :]))
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    for backend in ("torch", "triton"):
+        found = fk.attention(
+            q, k, v, score=lambda s, b, h, i, j: np.float64(0.5) * s - np.float32(0.25) * abs(i - j), backend=backend
+        )
+        expected = fk.attention(q, k, v, score=lambda s, b, h, i, j: 0.5 * s - 0.25 * abs(i - j), backend="reference")
+        torch.testing.assert_close(found, expected)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    found = fk.attention_varlen(q[0], k[0], v[0], ends, window=(three, kind(0)))
+    assert torch.equal(found, fk.attention_varlen(q[0], k[0], v[0], ends, window=(3, 0)))
+
+
 @pytest.mark.parametrize("function", [fk.attention, fk.decode_attention, fk.paged_attention, fk.attention_varlen])
 @pytest.mark.parametrize("window", ["4", 4.0, True, torch.tensor(4), np.zeros(2), torch.int32, {}], ids=repr)
 def test_windows_of_wrong_types(function: Callable[..., Any], window: Any) -> None:
@@ -122,8 +147,22 @@ def test_a_window_of_more_keys_than_32_bits_hides_none(window: int) -> None:
 def test_masks_of_values_without_meaning() -> None:
     with pytest.raises(ValueError, match="sink_tokens: count is -1"):
         fk.sink_tokens(-1)
-    with pytest.raises(ValueError, match=r"block_sparse: layout is torch\.float32"):
-        fk.block_sparse(torch.full((2, 2), 0.5), 4)
+    for layout in (torch.full((2, 2), 0.5), torch.full((2, 2), 1j)):
+        with pytest.raises(ValueError, match=r"block_sparse: layout is torch\.(float32|complex64)"):
+            fk.block_sparse(layout, 4)
+    for set_ in (2, 256):
+        assert fk.block_sparse(torch.full((2, 2), set_), 4).visible(1, 1, 8, 8).all()
+    whole = torch.arange(8)
+    for ids in (whole.float(), whole.half(), whole.double(), whole.to(torch.float8_e5m2)):
+        for make, given, name in [
+            (fk.documents, (ids,), "documents: query_ids"),
+            (fk.documents, (whole, ids), "documents: key_ids"),
+            (fk.prefix, (ids,), "prefix: lengths"),
+            (fk.column_intervals, (ids, whole), "column_intervals: start"),
+            (fk.column_intervals, (whole, ids), "column_intervals: end"),
+        ]:
+            with pytest.raises(ValueError, match=rf"^{name} is torch\.\w+; it must hold integers"):
+                make(*given)
     q, ends = torch.randn(8, 2, 16), torch.tensor([0, 8])
     for name in ("bias", "alibi_slopes"):
         with pytest.raises(TypeError, match=f"attention_varlen: {name} is a list; it must be a tensor or None"):

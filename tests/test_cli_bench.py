@@ -5,15 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import bench, register, run, save_host_times, use_one_small_operator
 
+import flashkernel as fk
 from flashkernel.lab import results
 from flashkernel.ops.norm.spec import RMS_NORM
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +160,22 @@ class TestTables:
         named = json.loads(run("tables", str(tmp_path / "h200" / "archive"), "-f", "json").stdout)
         assert {one["case"] for one in named} == {"second"}
 
+    @pytest.mark.parametrize(
+        "name, heading, first",
+        [
+            ("h200/serve.json", "first token, ms", "llama-3.2-1b"),
+            ("quality.json", "perplexity", "smollm2"),
+            ("cpu/moe_study.json", "entropy of loads", "softmax"),
+        ],
+    )
+    def test_every_results_file_is_shown(self, name: str, heading: str, first: str, tmp_path: Path) -> None:
+        text = run("tables", str(RESULTS / name)).stdout
+        assert heading in text
+        assert first in text
+        assert json.loads(run("tables", str(RESULTS / name), "-f", "json").stdout)
+        shutil.copy(str(RESULTS / name), tmp_path)
+        assert run("tables", str(tmp_path)).stdout == text
+
     def test_nothing_to_print(self, tmp_path: Path) -> None:
         assert "holds no results" in run("tables", str(tmp_path), code=2).output
 
@@ -202,9 +224,68 @@ class TestPlot:
         assert "empty: no record is both correct and timed" in result.output
         assert (tmp_path / "rms_norm.png").exists()
 
+    def test_nothing_drawn_is_a_failure(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        header = {**dict.fromkeys(results.HEADER, ""), "ceilings": {}, "records": []}
+        (tmp_path / "empty.json").write_text(json.dumps(header))
+        assert "there is nothing to draw" in run("plot", str(tmp_path), "--out", str(tmp_path), code=1).output
+
+    @pytest.mark.parametrize("saved", ["first_use", "training_step", "turing"])
+    def test_every_part_of_a_chart_has_data(self, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Long names of kernels left no space for their bars, memory that was not measured was an empty chart, and a
+        suite was drawn as its first operator."""
+        pytest.importorskip("matplotlib")
+        from flashkernel.lab import plot
+
+        figure = plot.new_figure("a test", layout="constrained")
+        monkeypatch.setattr(plot, "new_figure", lambda *a, **k: figure)
+        file = results.load(RESULTS / "h200" / f"{saved}.json")
+        if saved == "training_step":
+            file["records"] = [replace(record, peak_bytes=None) for record in file["records"]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plot.plot(file, tmp_path / f"{saved}.png")
+        axes = figure.get_axes() or [one for part in figure.subfigs for one in part.get_axes()]
+        operators = {record.op for record in file["records"]}
+        assert len(axes) == {"first_use": 2, "training_step": 1}.get(saved, 2 * len(operators))
+        assert all(one.patches or one.collections for one in axes)
+        assert all(one.get_window_extent().width > 100 for one in axes)
+
+    def test_pyplot_keeps_its_backend_and_no_figure(self, tmp_path: Path) -> None:
+        matplotlib = pytest.importorskip("matplotlib")
+        from matplotlib import pyplot
+
+        pyplot.switch_backend("svg")
+        try:
+            bench("--case", "first", "--save", str(tmp_path))
+            run("plot", str(tmp_path), "--out", str(tmp_path))
+            fk.causal().image(tmp_path / "mask.png", 32)
+            usage = fk.ExpertUsage(layers=1)
+            usage.add(0, fk.moe_route(torch.randn(4, 2), fk.Router("softmax", 1)))
+            usage.plot(tmp_path / "usage.png")
+            assert matplotlib.get_backend() == "svg"
+            assert not pyplot.get_fignums()
+        finally:
+            pyplot.switch_backend("agg")
+
+    @pytest.mark.parametrize("command", ["tables", "plot"])
+    def test_files_that_hold_no_times_say_what_shows_them(self, command: str, tmp_path: Path) -> None:
+        for path, message in {
+            "h200/profiles": f"flashkernel profile --show {RESULTS / 'h200'} prints them",
+            "h200/profiles/hopper.json": f"flashkernel profile --show {RESULTS / 'h200'} prints them",
+            "cuda_resources.json": "the blocks of results:cuda_resources in the docs show it",
+        }.items():
+            more = ("--out", str(tmp_path)) if command == "plot" else ()
+            assert message in run(command, str(RESULTS / path), *more, code=2).output
+        assert not list(tmp_path.iterdir())
+
+    def test_perplexities_alone(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        shutil.copy(RESULTS / "quality.json", tmp_path)
+        assert run("plot", str(tmp_path), "--out", str(tmp_path)).stdout.split() == [str(tmp_path / "quality.png")]
+
     def test_without_matplotlib(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bench("--case", "first", "--save", str(tmp_path))
-        for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         text = run("plot", str(tmp_path), "--out", str(tmp_path / "charts"), code=1).output
         assert "pip install 'flashkernel[plot]'" in text

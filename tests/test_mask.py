@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,3 +140,29 @@ def test_relative_and_bounded_are_found() -> None:
     assert (streaming.relative, streaming.bounded) == (False, True)
     loose = fk.sink_tokens(3) | fk.causal()
     assert (loose.relative, loose.bounded) == (False, False)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_masks_are_copied_and_pickled(
+    mask: Mask, again: Callable[[Mask], Mask], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also into a process that has not made the mask: operators find its expression by its text."""
+    state = pickle.dumps(mask)
+    monkeypatch.setattr(ex, "_traced", {})
+    found = again(pickle.loads(state))
+    assert found.text in ex._traced
+    assert (found.name, found.requires, found.text) == (mask.name, mask.requires, mask.text)
+    assert torch.equal(found.visible(2, 2, 64, 64), mask.visible(2, 2, 64, 64))
+    recalled = Mask(ex.recall(found.text, found.tables))
+    assert torch.equal(recalled.visible(2, 2, 64, 64), mask.visible(2, 2, 64, 64))
+
+
+def test_score_functions_are_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    slopes = fk.Table(torch.tensor([0.5, 0.25]))
+    score = fk.score_function(lambda score, b, h, q, k: score - slopes[h] * abs(q - k))
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    expected = fk.attention(q, k, v, score=score, backend="triton")
+    state = pickle.dumps(score)
+    monkeypatch.setattr(ex, "_traced", {})
+    assert torch.equal(fk.attention(q, k, v, score=pickle.loads(state), backend="triton"), expected)

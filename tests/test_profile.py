@@ -210,6 +210,30 @@ class TestTargets:
         assert all(target.dtype == "bfloat16" for target in found)
         assert not notes
 
+    def test_every_pair_of_operator_and_backend_has_a_target_on_an_h200(self) -> None:
+        """Else no run could complete the committed profiles; cases that are timed as a whole step have no forward."""
+        ops, notes = selection.operators(None), list[str]()
+        found = list(profile_targets.select(ops, None, None, None, KNOWN["h200"], notes.append))
+        assert not notes
+        assert {(target.op, target.implementation) for target in found} == profile_targets.pairs()
+        for target in found:
+            op, case, dtype = target.resolve()
+            assert "fwd" in op.cost(case, dtype), case.name
+
+    def test_missing_targets(self) -> None:
+        targets = [Target(op, case, dtype, "cuda") for op, case, dtype in
+                   (("sum", "a", "float16"), ("sum", "b", "float16"), ("max", "a", "float16"))]  # fmt: skip
+        record = ProfileRecord("sum", "a", {}, "bfloat16", "fwd", "cuda", "ncu", (kernel(),))
+        elsewhere, by_torch = replace(record, implementation="triton"), replace(record, op="max", tool="torch")
+        file = {"records": [record, elsewhere, by_torch]}
+        done = profile_targets.profiled([file])
+        assert profile_targets.missing(targets, done) == targets[2:]
+        assert profile_targets.missing(targets, done, "case") == targets[1:]
+        assert profile_targets.missing(targets, done, "case", "dtype") == targets
+        assert not profile_targets.missing(targets, profile_targets.profiled([file], ("ncu", "torch")))
+        failed = {"records": [record, replace(record, direction="bwd", kernels=(), error="no")]}
+        assert profile_targets.missing(targets, profile_targets.profiled([failed])) == targets
+
     def test_turing_and_its_build_have_no_bfloat16(self) -> None:
         ops, notes = selection.operators(["sum", "attention"]), list[str]()
         (built,) = profile_targets.select(ops[:1], None, ["cuda_sm75"], None, KNOWN["h200"])
@@ -376,6 +400,19 @@ class TestSession:
         found = fake_ncu("a", "interrupts", "never")
         assert [case for case, _ in found] == ["a", "interrupts", "interrupted"]
         assert found[0][1].kernels["fwd"]
+
+    def test_outcomes_are_given_as_each_process_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run that is killed loses the targets of one process only."""
+        monkeypatch.setattr(profile_session, "SESSION_TARGETS", 2)
+        script, started = tmp_path / "ncu", list[str]()
+        text = table(("row_kernel", "LABEL", {}))
+        head, row = text.rsplit("\n", 2)[0] + "\n", text.rsplit("\n", 2)[1] + "\n"
+        script.write_text(FAKE_NCU.format(python=sys.executable, table=head, row=row))
+        script.chmod(0o755)
+        targets = [Target("sum", case, "bfloat16", "triton") for case in "abcde"]
+        found = profile_session.run(targets, CPU, 90, str(script), lambda target: started.append(target.case))
+        before = [(target.case, "".join(started)) for target, _ in found]
+        assert before == [("a", "ab"), ("b", "ab"), ("c", "abcd"), ("d", "abcd"), ("e", "abcde")]
 
     def test_a_tool_that_does_not_start_is_an_error(self, tmp_path: Path) -> None:
         script = tmp_path / "ncu"

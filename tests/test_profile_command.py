@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +70,43 @@ class TestCommand:
         assert [(one["op"], one["meaning"]) for one in shown] == [("rms_norm", "bound by memory: DRAM at 91% of peak")]
         with pytest.raises(ValueError, match="holds no results"):
             results.find(tmp_path)  # profiles are no measurements of speed
+
+    def test_only_what_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each run goes on where the one before was interrupted, until nothing is left."""
+        monkeypatch.setattr("flashkernel.commands.profile._Run._warm_up", lambda self, bar, ceilings: self.work)
+        ran: list[str] = []
+
+        def one_more(targets: Any, *others: Any) -> Iterator[tuple[Target, Outcome]]:
+            ran.append(targets[0].case)
+            yield targets[0], Outcome({"fwd": (KernelProfile("k", 1, 10.0),)})
+            if len(targets) > 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(profile_session, "run", one_more)
+        arguments = ("--case", "*", "--missing", "--tool", "torch")
+        assert "0 of 2; 2 are left" in self.run(tmp_path, *arguments, code=130).stderr
+        assert "1 of 2; 1 are left" in self.run(tmp_path, *arguments).stderr
+        assert "2 of 2; 0 are left" in self.run(tmp_path, *arguments).stderr
+        assert ran == ["first", "second"]
+        (file,) = results.load_folder(tmp_path / results.PROFILES).values()
+        assert [record.case for record in file["records"]] == ["first", "second"]
+        assert "--save" in invoke("profile", "--missing", code=2).stderr
+
+    @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_keeps_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
+        monkeypatch.setattr("flashkernel.commands.profile._Run._warm_up", lambda self, bar, ceilings: self.work)
+
+        def stopped(*given: Any) -> Iterator[tuple[Target, Outcome]]:
+            for target, outcome in profiled(*given):
+                yield target, outcome
+                os.kill(os.getpid(), sent)
+
+        before = signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr(profile_session, "run", stopped)
+        self.run(tmp_path, "--case", "*", code=130)
+        (file,) = results.load_folder(tmp_path / results.PROFILES).values()
+        assert [record.case for record in file["records"]] == ["first"]
+        assert signal.getsignal(signal.SIGTERM) is before
 
     def test_an_interrupt_keeps_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(profile_session, "run", profiled)

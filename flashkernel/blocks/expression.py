@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -116,6 +116,10 @@ class Traced:
         object.__setattr__(self, "cache_key", None if found else text)  # distinguishes calls (core/replay.py)
         if torch.compiler.is_compiling() or text not in _traced:
             _register(text, _encode(self.expression, found))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and unpickled ones are made anew: another process does not know their texts."""
+        return type(self), tuple([getattr(self, one.name) for one in fields(self)])
 
     tables: ClassVar[tuple[Tensor, ...]]
     text: ClassVar[str]

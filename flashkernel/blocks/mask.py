@@ -41,6 +41,7 @@ from flashkernel.blocks.mask_type import (
     source_of,
     tensor_mask,
 )
+from flashkernel.blocks.nodes import INTEGERS
 from flashkernel.core.argument_types import type_checked
 from flashkernel.core.arguments import static
 
@@ -168,6 +169,7 @@ def prefix(lengths: int | Tensor) -> Mask:
     """
     if not isinstance(lengths, Tensor):
         return Mask(ex.lift(lengths) > K, "prefix")
+    _check_integers("prefix: lengths", lengths)
     if lengths.ndim != 1:
         raise ValueError(f"prefix: lengths has shape {tuple(lengths.shape)}; it must be (batch,), or a number")
     return Mask(Table(lengths)[B] > K, "prefix", requirements("prefix: lengths", batch=lengths.shape[0]))
@@ -215,7 +217,7 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
     block = static(block)
-    if block < 1 or layout.is_floating_point():
+    if block < 1 or layout.is_floating_point() or layout.is_complex():
         raise ValueError(
             f"block_sparse: layout is {layout.dtype} and block {block}; they must be torch.bool and at least 1"
         )
@@ -230,7 +232,7 @@ def block_sparse(layout: Tensor, block: int) -> Mask:
     elif layout.ndim != 2:
         raise ValueError(f"block_sparse: layout has {layout.ndim} dims; it must be 2 (blocks), 3 (heads) or 4 (batch)")
     needs = requirements(f"block_sparse of blocks of {block}: layout", **sizes)
-    return Mask(Table(layout.to(torch.int8))[indices] == 1, f"block_sparse({block})", needs)
+    return Mask(Table((layout != 0).to(torch.int8))[indices] == 1, f"block_sparse({block})", needs)
 
 
 @type_checked
@@ -255,8 +257,14 @@ def column_intervals(start: Tensor, end: Tensor) -> Mask:
     return Mask((first > Q) | (last <= Q), "column_intervals", join_requirements(of_first, of_last))
 
 
+def _check_integers(label: str, table: Tensor) -> None:
+    if table.dtype != torch.bool and table.dtype not in INTEGERS:
+        raise ValueError(f"{label} is {table.dtype}; it must hold integers, uint8 or int8 to int64")
+
+
 def _along(label: str, table: Tensor, position: Variable) -> tuple[Expression, tuple[Requirement, ...]]:
     """An entry of a table (positions,) or (batch, positions), and what that needs of a call."""
+    _check_integers(label, table)
     if table.ndim not in (1, 2):
         raise ValueError(f"{label} has shape {tuple(table.shape)}; it must be (positions,) or (batch, positions)")
     sizes = {"queries" if position is Q else "keys": table.shape[-1]}

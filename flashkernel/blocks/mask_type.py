@@ -20,6 +20,7 @@ from flashkernel.blocks.gather_bounds import gather_bounds
 from flashkernel.blocks.intervals import Interval, Truth, bounds
 from flashkernel.blocks.linear import difference, linear
 from flashkernel.blocks.packed_form import PackedForm, packed_form
+from flashkernel.core.figure import new_figure
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _AXES = ("batch", "heads", "queries", "keys")
@@ -211,23 +212,16 @@ class Mask(Traced):
     def image(self, path: Any, seqlen_q: int = 256, seqlen_k: int | None = None, tile: int = 32) -> None:
         """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are colored by
         whether a kernel skips, masks or just computes them."""
-        try:
-            import matplotlib
-
-            matplotlib.use("Agg")
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError("Mask.image needs matplotlib; pip install flashkernel[plot]") from error
+        figure = new_figure("Mask.image", figsize=(6, 6))
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         seen = self.visible(1, 1, seqlen_q, seqlen_k)[0, 0].float().numpy()
         status = self.tiles(1, 1, seqlen_q, seqlen_k, tile, tile)[0, 0].float()
         shade = status.repeat_interleave(tile, 0).repeat_interleave(tile, 1)[:seqlen_q, :seqlen_k].numpy()
-        figure, axes = pyplot.subplots(figsize=(6, 6))
+        axes = figure.subplots()
         axes.imshow(shade, cmap="Blues", vmin=0, vmax=4, interpolation="nearest")
         axes.imshow(seen, cmap="Greys", alpha=0.55 * seen, vmin=0, vmax=1, interpolation="nearest")
         axes.set(title=self.name, xlabel="key", ylabel="query")
         figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 def _as_mask(value: Any, sign: str) -> Mask:

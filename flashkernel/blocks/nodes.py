@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashkernel.core.argument_types import plain_number
 from flashkernel.core.arguments import static
 
 BOOLEAN, INTEGER, FLOAT = "condition", "integer", "float"  # kinds, as error messages call them
@@ -27,6 +28,8 @@ class Expression:
     Conditions compose with & | ~ and compare with == and !=. Where a number is expected, a condition counts as 1 or 0,
     as in Python. // and % round toward minus infinity, as in Python. & and | of integers are bitwise.
     """
+
+    __array_ufunc__ = None  # NumPy's numbers leave their operators to this class
 
     @property
     def kind(self) -> str:
@@ -209,8 +212,9 @@ _OF_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {
     "div": lambda a, b: a / b if b else math.copysign(math.inf, a) if a else math.nan,
 }  # fmt: skip
 NARROW = (torch.uint8, torch.int8, torch.int16)
+INTEGERS = (*NARROW, torch.int32, torch.int64)
 _READABLE = (
-    torch.bool, *NARROW, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, *INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
 
 
@@ -236,7 +240,7 @@ class Table:
                 f"a Table is made of a tensor of one dim or more, of bool, uint8, int8 to int64 or float16 to float64, "
                 f"not of {given}; convert it with .to(dtype), and write a single number as it is"
             )
-        self.tensor = tensor
+        self.tensor = tensor.resolve_neg()
 
     def __getitem__(self, indices: Any) -> Gather:
         given = indices if isinstance(indices, tuple) else (indices,)
@@ -260,6 +264,7 @@ def lift(value: Any) -> Expression:
     """A Python number as an expression."""
     if isinstance(value, Expression):
         return value
+    value = plain_number(value)
     if isinstance(value, (int, float)):
         value = static(value)
     if isinstance(value, int) and not -WIDEST <= value < WIDEST:
@@ -294,6 +299,7 @@ def _arithmetic(name: str, left: Any, right: Any) -> Expression:
 def _integer_division(name: str, sign: str, left: Any, right: Any) -> Expression:
     if isinstance(right, Constant):
         right = right.value
+    right = plain_number(right)
     if isinstance(right, bool) or not isinstance(right, int) or right <= 0:
         given = _kinds(right) if isinstance(right, Expression) else repr(right)
         raise TypeError(f"{sign} takes a positive integer on the right, not {given}")

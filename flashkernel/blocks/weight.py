@@ -419,7 +419,7 @@ def check_main_grads(function: str, main_grads: Sequence[Tensor], weights: Seque
                 f"{function}: a main_grad is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; it must be "
                 f"float32 or {weight.dtype}, {tuple(weight.shape)} on {weight.device}, and require no gradient"
             )
-        check_written(function, "a main_grad", buffer)
+        check_written(function, "a main_grad", buffer, weight)
 
 
 # Each registers itself; they need the names above.

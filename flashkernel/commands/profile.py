@@ -46,6 +46,14 @@ def profile(
     device: OnDevice = None,
     tool: Annotated[Tool, typer.Option(help="auto: Nsight Compute if installed, else torch's profiler.")] = Tool.auto,
     save: Save = None,
+    missing: Annotated[
+        bool,
+        typer.Option(
+            "--missing",
+            help="With --save: leave out the pairs of operator and backend (with --case, the cases) that DIR has "
+            "profiles of.",
+        ),
+    ] = False,
     show: Annotated[
         Path | None, typer.Option("--show", metavar="DIR", help="Print the profiles saved in this results folder.")
     ] = None,
@@ -54,15 +62,18 @@ def profile(
 ) -> None:
     """Profile kernels with Nsight Compute: occupancy, throughput, stalls, registers, roofline, and what bounds them.
 
-    Without --case, the most representative benchmark case is profiled. --save keeps DIR/profiles/<backend>.json.
+    Without --case, the most representative benchmark case is profiled. --save keeps DIR/profiles/<backend>.json; Ctrl-C
+    keeps what was profiled, and the same command with --missing profiles the rest.
     """
     if show is not None:
         return _show(show, names, backend, format)
     with progress.report_errors():
         from flashkernel.lab import profile_session, profile_targets, selection
 
-        if not names and not every:
-            raise ValueError("name the operators to profile, or give --all")
+        if missing and save is None:
+            raise ValueError("--missing goes with --save, whose folder has the profiles")
+        if not names and not every and not missing:
+            raise ValueError("name the operators to profile, or give --all or --missing")
         target = selection.device(device)
         hardware, chosen = selection.hardware(str(target)), selection.operators(names)
         wanted = selection.implementations(chosen, backend)
@@ -71,8 +82,15 @@ def profile(
         ncu = None if tool is Tool.torch or target.type == "cpu" else profile_session.find_ncu()
         if ncu is None and tool is Tool.ncu:
             raise ValueError("ncu is not on the PATH, or the device is no GPU; --tool torch gives names and durations")
+        selected = len(work)
+        if missing and save is not None:
+            work = _missing(work, save, ncu, ["case"] * bool(case) + ["dtype"] * bool(dtype))
     for note in notes:
         progress.log(note)
+    if missing:
+        progress.log(f"{save} has profiles of {selected - len(work)} of {selected}; {len(work)} are left")
+        if not work:
+            return
     if ncu is None and tool is not Tool.torch and target.type != "cpu":
         progress.log("ncu (Nsight Compute) is not on the PATH: torch's profiler gives names and durations, no counters")
     run = _Run(work, target, hardware, ncu, save, commit)
@@ -84,6 +102,15 @@ def profile(
     for record in failed:
         progress.log(f"{record.op} {record.case} {record.implementation} {record.direction}: {record.error}")
     progress.exit_with(stopped, failed=bool(failed) or not (run.records or stopped.code))
+
+
+def _missing(work: Sequence[Target], save: Path, ncu: str | None, fields: Sequence[str]) -> list[Target]:
+    """The targets without a profile in the results folder; of torch's profiler's where there is no ncu."""
+    from flashkernel.lab import profile_targets, results
+
+    files = results.load_folder(save / results.PROFILES).values()
+    done = profile_targets.profiled(files, ("ncu", "torch") if ncu is None else ("ncu",))
+    return profile_targets.missing(work, done, *fields)
 
 
 def _table(records: Sequence[ProfileRecord], device: str) -> Table:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +83,7 @@ def check_random(
     outcomes: list[CallOutcome] = []
     if target.type == "cpu" and not env.interpreting():
         progress.log("on a CPU Triton kernels run under TRITON_INTERPRET=1 only; without it torch is the only backend")
-    with progress.progress_bar(limits.calls, "starting") as bar, progress.keep_results() as stopped, _interruptible():
+    with progress.progress_bar(limits.calls, "starting") as bar, progress.keep_results() as stopped:
         if repeat:  # in this process, where a debugger sees it
             calls = [random_calls.Call(op.name, seed, sizes) for op in chosen]
             found: Iterator[CallOutcome] = (random_calls.run_one(call, target, backends) for call in calls)
@@ -108,16 +106,6 @@ def check_random(
         verb = "support none of the calls" if backends else "supports the calls"
         progress.log(f"nothing was checked: {named} {verb} on this device; flashkernel ops --why says why")
     progress.exit_with(stopped, failed=bool(failed) or nothing)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Treats SIGTERM (as `timeout` sends it) like Ctrl-C: the run prints what it found."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _until(batches: Iterator[list[Call]], seconds: float | None) -> Iterator[list[Call]]:

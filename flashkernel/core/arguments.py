@@ -6,11 +6,13 @@ All of it runs on every call, so it is comparisons and lookups only.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 INFINITY = float("inf")
 Number = TypeVar("Number", int, float)
@@ -91,26 +93,67 @@ def is_float(x: Tensor) -> bool:
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a call with these tensors."""
+    """Whether autograd records a call with these tensors, or carries their forward-mode derivatives along."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
                 return True
-    return False
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(x is not None and has_tangent(x) for x in tensors)
 
 
-def check_written(function: str, name: str, x: Tensor, read: Tensor | None = None) -> None:
-    """ValueError if a tensor that is written to needs a gradient, has an element that several indices share, or is the
-    one that is read meanwhile."""
-    if x is read:
-        raise ValueError(f"{function}: {name} is also what is read; give another tensor")
+def has_tangent(x: Tensor) -> bool:
+    """Whether a tensor has a forward-mode derivative, or a tensor that it wraps inside functorch's transforms."""
+    while True:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            return True
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
+
+
+def check_written(
+    function: str, name: str, x: Tensor, *read: Tensor | None, in_place: Sequence[Tensor | None] = ()
+) -> None:
+    """ValueError if a tensor that is written to needs a gradient, has an element that several indices share, or lies in
+    memory that is read meanwhile.
+
+    Args:
+        function: The public function, for the message.
+        name: The tensor's name there.
+        x: The tensor.
+        read: Tensors that may have none of its memory.
+        in_place: Tensors that are read element by element: they may be x, with the same elements, but no other part of
+            its memory.
+    """
+    for one in read:
+        if one is x:
+            raise ValueError(f"{function}: {name} is also what is read; give another tensor")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{function}: {name} is written to, and needs a gradient; detach it, or use torch.no_grad()")
-    for size, step in zip(x.shape, x.stride()):
-        if step == 0 and size > 1:
+    compiling = torch.compiler.is_compiling()  # strides may be symbols, and a traced function writes to no operand
+    reach = 0  # of the dims with smaller strides
+    for step, size in zip(x.stride(), x.shape) if compiling else sorted(zip(x.stride(), x.shape)):
+        if size > 1 and (step == 0 or (step <= reach and not compiling and x.numel() > 0)):
             raise ValueError(
-                f"{function}: {name} is written to, and is an expanded view of shape {tuple(x.shape)} and strides "
-                f"{x.stride()}; give its .contiguous()"
+                f"{function}: {name} is written to, and is an expanded view, or another whose elements share memory: "
+                f"shape {tuple(x.shape)}, strides {x.stride()}; give its .contiguous()"
+            )
+        reach += (size - 1) * step
+    if compiling:
+        return
+    for one in read:
+        if one is not None and shares_memory(x, one):
+            raise ValueError(
+                f"{function}: {name} lies in the memory of a tensor {tuple(one.shape)} that is read while it is "
+                "written; give memory of its own"
+            )
+    for one in in_place:
+        if one is not None and one is not x and shares_memory(x, one) and not _same_elements(x, one):
+            raise ValueError(
+                f"{function}: {name} lies in the memory of a tensor {tuple(one.shape)} that is added to it, but not "
+                "element for element; give that tensor itself, or memory of its own"
             )
 
 
@@ -127,15 +170,44 @@ def near(x: Tensor) -> Tensor:
 
 
 def shares_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether both lie in one storage, with ranges of bytes that meet."""
-    if x.untyped_storage()._cdata != other.untyped_storage()._cdata:
+    """Whether two tensors share bytes. Columns of one buffer, or every second of them, are known not to; of views whose
+    strides do not tell, it is taken to be so."""
+    if x.untyped_storage()._cdata != other.untyped_storage()._cdata or not x.numel() or not other.numel():
         return False
-    ranges = []
-    for one in (x, other):
-        reach = sum([(size - 1) * stride for size, stride in zip(one.shape, one.stride())])
-        first = one.storage_offset() * one.element_size()
-        ranges.append((first, first + (reach + 1) * one.element_size() if one.numel() else first))
-    return max(ranges[0][0], ranges[1][0]) < min(ranges[0][1], ranges[1][1])
+    pair = [_bytes(one) for one in (x, other)]
+    (start, dims), (other_start, other_dims) = pair
+    if start + _reach(dims) <= other_start or other_start + _reach(other_dims) <= start:
+        return False
+    for pitch in {step for _, dims in pair for _, step in dims}:
+        # The bytes of each, modulo the pitch: an interval, unless a row is longer than what is left of the pitch.
+        (first, end), (other_first, other_end) = [_residues(*one, pitch) for one in pair]
+        if end <= pitch and other_end <= pitch and (end <= other_first or other_end <= first):
+            return False
+    return True
+
+
+def _bytes(x: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """(the first byte, [(size, stride in bytes)] with the bytes of an element as a dim)."""
+    width = x.element_size()
+    dims = [(size, step * width) for size, step in zip(x.shape, x.stride()) if size > 1 and step != 0]
+    return int(x.storage_offset()) * width, [*dims, (width, 1)]
+
+
+def _reach(dims: list[tuple[int, int]]) -> int:
+    return 1 + sum([(size - 1) * step for size, step in dims])
+
+
+def _residues(start: int, dims: list[tuple[int, int]], pitch: int) -> tuple[int, int]:
+    """(first, end) of the bytes modulo a pitch, along the dims whose strides it does not divide."""
+    first = start % pitch
+    return first, first + _reach([(size, step) for size, step in dims if step % pitch])
+
+
+def _same_elements(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of the same elements, index by index, but for dims of size 1."""
+    one, two = [(x.dtype, x.storage_offset(), [dim for dim in zip(x.shape, x.stride()) if dim[0] > 1])
+                for x in (x, other)]  # fmt: skip
+    return one == two
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from torch.autograd import forward_ad
 from flashkernel.core import driver, env, replay_switch, tune
 from flashkernel.core import recording as rec
 from flashkernel.core.argument_types import type_checked
+from flashkernel.core.arguments import shares_memory
 from flashkernel.core.context import assigned
 
 RECORD_AFTER = 64  # calls with one key: shapes of a single decoding step come once per layer, and are not worth it
@@ -41,6 +42,7 @@ RETRY_AFTER = 1024  # further calls, after a recording failed for one of TRANSIE
 MAX_KEYS = 4096  # in one launch cache
 # As a softmax scale in a tensor: the operator is given the number that it held.
 UNUSED_TENSOR = "with gradients, it does not give its operator one of its tensors, whose value it may have read"
+WRITTEN = ("out", "dz_out")  # keyword arguments that public functions write to
 CONSTANT = "_flashkernel_constant"  # attribute of tensors that depend on a call's plain arguments only
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch = torch._C._functorch.peek_interpreter_stack
@@ -114,6 +116,10 @@ class LaunchCache:
         device = "cuda" if index >= 0 else "cpu"
         if _autocast(device):
             parts.append(torch.get_autocast_dtype(device))
+        for name in WRITTEN:  # where a result and an operand share memory, the function itself says whether it may be
+            written = kwargs.get(name)
+            if isinstance(written, Tensor):
+                parts += [written is tensor or shares_memory(written, tensor) for tensor in tensors]
         if self.public and _grad_enabled():
             parts += [tensor.requires_grad for tensor in tensors]
         return tuple(parts)
@@ -154,6 +160,8 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is _PARAMETER:
+            if value.is_neg():
+                return False
             tensors.append(value)
             # Contiguous tensors may differ in the strides of dims of size 1, which no kernel uses.
             strides = value.is_contiguous() or value.stride()

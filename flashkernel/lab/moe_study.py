@@ -45,6 +45,15 @@ def save(
     return path
 
 
+def load(path: Path) -> dict[str, Any]:
+    """The contents of a study's file; ValueError if it is not one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {**found, "device": found["device"], "sizes": found["sizes"], "routers": list(found["routers"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a study of routers ({type(error).__name__}: {error}); move it away") from error
+
+
 def digest(routers: Sequence[Mapping[str, Any]]) -> str:
     """A short hash of the losses, which the picture in the docs names."""
     return hashlib.sha256(json.dumps([[one["router"], one["losses"]] for one in routers]).encode()).hexdigest()[:16]
@@ -54,7 +63,7 @@ def block(results: Path) -> str | None:
     """What `<!-- results:moe_study -->` holds; None if no device has a study."""
     parts = []
     for path in sorted(results.glob(f"*/{MOE_STUDY}")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load(path)
         sizes = found["sizes"]
         what = (
             f"{sizes['layers']} layers, {sizes['experts']} experts of which a token has {sizes['k']}, {sizes['steps']} "

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables, tables
+from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables, serve_records, tables
 from flashkernel.lab.progress import FILE_WIDTH, log
-from flashkernel.lab.results import AnyRecord, GenerationRecord, Record
+from flashkernel.lab.results import GenerationRecord, Record, SavedRecord
+from flashkernel.lab.serve_records import ServeRecord
 
 if TYPE_CHECKING:
     from flashkernel.core.roofline import Ceilings
@@ -48,9 +49,10 @@ def show(format: Format, values: Sequence[Mapping[str, Any]], shown: Iterable[Ta
 
 
 def show_records(
-    format: Format, records: Sequence[AnyRecord], device: str = "", ceilings: Ceilings | None = None
+    format: Format, records: Sequence[SavedRecord], device: str = "", ceilings: Ceilings | None = None
 ) -> None:
-    """Prints measurements: a table for each operator and one for whole models, then the reasons of failures.
+    """Prints measurements: a table for each operator, one for whole models and one for loads of requests, then the
+    reasons of failures.
 
     Args:
         format: a table, JSON or CSV.
@@ -60,6 +62,7 @@ def show_records(
     """
     measured = [record for record in records if isinstance(record, Record)]
     generated = [record for record in records if isinstance(record, GenerationRecord)]
+    served = [record for record in records if isinstance(record, ServeRecord)]
     shown: list[Table] = []
     for op in dict.fromkeys(record.op for record in measured):
         of_op = [record for record in measured if record.op == op]
@@ -77,6 +80,9 @@ def show_records(
             shown.append(tables.rich_table(op, of_op, device, ceilings, tables.MEMORY))
     if generated:
         shown.append(generation_tables.rich_table(generated, device, ceilings))
+    if served:
+        title = f"loads of requests on {device}, times are p50 / p90 / p99"
+        shown.append(tables.rich_from_markdown(serve_records.table(served), title))
     show(format, [record.as_dict() for record in records], shown)
     if format is Format.table:
         for message in (*tables.failure_messages(measured), *generation_tables.failure_messages(generated)):

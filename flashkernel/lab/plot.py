@@ -3,17 +3,20 @@ GEMM ladder. Perplexities have charts of their own (lab/quality_plots.py)."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashkernel.lab import generation_tables, host_tables, ladder_tables
+from flashkernel.core.figure import new_figure
+from flashkernel.lab import first_use_tables, generation_tables, host_tables, ladder_tables
 from flashkernel.lab.packages import require
 from flashkernel.lab.results import GenerationRecord, Record
 from flashkernel.lab.serve_records import ServeRecord
 from flashkernel.lab.tables import Row, columns, rows
 
 MAX_GROUPS = 24  # groups of bars in an operator's chart that can still be read
+WIDTH = 14  # inches of a chart with two parts side by side
 
 
 class PlotError(RuntimeError):
@@ -21,24 +24,25 @@ class PlotError(RuntimeError):
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Draws the chart of one results file as a PNG.
+    """Draws the chart of one results file as a PNG. matplotlib's backend stays what it is.
 
-    Operators get a roofline and percent of the roof by case; training steps ms and GB; whole models ("e2e") tokens/s
-    and ms/token; host times us of flashkernel and of torch; the GEMM ladder TFLOP/s of its rungs.
+    Operators get a roofline and percent of the roof by case, each operator of a suite its own; training steps ms and
+    GB; whole models ("e2e") tokens/s and ms/token; loads of requests ("serve") tokens/s and times; host times us of
+    flashkernel and of torch; first use s and ms; the GEMM ladder TFLOP/s of its rungs.
 
     Args:
         results: a results file as `results.load` returns it.
         path: the PNG file to write.
+
+    Raises:
+        PlotError: The file has nothing that can be drawn.
     """
     require("matplotlib.figure", "flashkernel plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = [record for record in results["records"] if record.comparable]
     if not records:
         raise PlotError(f"{path.stem}: no record is both correct and timed; there is nothing to draw")
-    figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("flashkernel plot", layout="constrained")
+    ops = list(dict.fromkeys(record.op for record in records))
     if isinstance(records[0], ServeRecord):
         _serving(figure, records)
     elif isinstance(records[0], GenerationRecord):
@@ -47,35 +51,68 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         _host(figure, records)
     elif records[0].op == ladder_tables.OP:
         _ladder(figure, records)
+    elif records[0].op == first_use_tables.OP:
+        _first_use(figure, records)
     elif all(record.roof is None for record in records):
         _times(figure, records)
+    elif len(ops) > 1:
+        _operators(figure, {op: [one for one in records if one.op == op] for op in ops}, results["ceilings"])
     else:
         _operator(figure, records, results["ceilings"])
-    figure.suptitle(f"{records[0].op} on {results['device']}")
+    figure.suptitle(f"{ops[0] if len(ops) == 1 else path.stem} on {results['device']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def _operator(figure: Any, records: Sequence[Record], ceilings: Mapping[str, Any]) -> None:
     """The roofline on the left, percent of the roof by case on the right."""
-    groups, names = rows(records)[:MAX_GROUPS], columns(records)
+    found, names = rows(records), columns(records)
+    groups = found[:MAX_GROUPS]
     colors = _colors(names)
-    left, right = _two_axes(figure, len(groups) * (len(names) + 1))
+    left, right = _two_axes(figure, _bar_count(records))
     _roofline(left, records, ceilings, colors)
     _bars(right, [_label(row) for row in groups], _series(groups, names, lambda record: 100 * (record.roof or 0.0)))
     right.axvline(100, color="0.3", linewidth=1)
-    right.set(xlabel="% of the roof", title="percent of the measured roof")
+    some = "" if groups == found else f", the first {len(groups)} of {len(found)}"
+    right.set(xlabel="% of the roof", title=f"percent of the measured roof{some}")
+
+
+def _operators(figure: Any, by_op: Mapping[str, Sequence[Record]], ceilings: Mapping[str, Any]) -> None:
+    """The operators of a suite, one above the other."""
+    heights = [_height(_bar_count(records)) for records in by_op.values()]
+    parts = figure.subfigures(len(by_op), 1, height_ratios=heights)
+    for part, (op, records) in zip(parts, by_op.items()):
+        _operator(part, records, ceilings)
+        part.suptitle(op)
+    figure.set_size_inches(WIDTH, sum(heights))
 
 
 def _times(figure: Any, records: Sequence[Record]) -> None:
-    """Median ms on the left, peak memory in GB on the right."""
+    """Median ms; where peak memory was measured, GB on the right."""
     groups, names = rows(records), columns(records)
-    left, right = _two_axes(figure, len(groups) * (len(names) + 1))
+    with_memory = any(record.peak_bytes for record in records)
+    left, *right = _columns_of_axes(figure, len(groups) * (len(names) + 1), 2 if with_memory else 1)
     labels = [_label(row) for row in groups]
     _bars(left, labels, _series(groups, names, lambda record: record.p50))
     left.set(xlabel="ms (median)", title="time")
-    _bars(right, labels, _series(groups, names, lambda record: (record.peak_bytes or 0) / 1e9))
-    right.set(xlabel="GB", title="peak memory")
+    for axes in right:
+        memory = _series(groups, names, lambda record: None if record.peak_bytes is None else record.peak_bytes / 1e9)
+        _bars(axes, labels, memory)
+        axes.set(xlabel="GB", title="peak memory")
+
+
+def _first_use(figure: Any, records: Sequence[Record]) -> None:
+    """Seconds to compile each kernel on the left, ms to read it from the cache on the right."""
+    kernels = list(dict.fromkeys(record.case for record in records))
+    labels = ["\n".join(textwrap.wrap(kernel, 64)) for kernel in kernels]
+    figure.set_size_inches(WIDTH, _height(2 * len(kernels)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, direction, scale in ((left, first_use_tables.COMPILED, 1e3), (right, first_use_tables.CACHED, 1.0)):
+        times = {record.case: record.p50 / scale for record in records if record.direction == direction and record.p50}
+        _bars(axes, labels, {direction: [times.get(kernel) for kernel in kernels]})
+    right.invert_yaxis()  # both are drawn from the top: a shared axis was turned twice
+    left.set(xlabel="s", title="compile")
+    right.set(xlabel="ms (median)", title="from the cache")
 
 
 def _generation(figure: Any, records: Sequence[GenerationRecord]) -> None:
@@ -227,9 +264,24 @@ def _bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float 
 
 def _two_axes(figure: Any, bars: int) -> tuple[Any, Any]:
     """Two axes side by side, high enough for so many bars."""
-    figure.set_size_inches(14, max(5.0, 0.22 * bars))
-    left, right = figure.subplots(1, 2)
+    left, right = _columns_of_axes(figure, bars, 2)
     return left, right
+
+
+def _columns_of_axes(figure: Any, bars: int, count: int) -> list[Any]:
+    """Axes side by side, high enough for so many bars. What holds a part of a figure sizes the whole itself."""
+    if hasattr(figure, "set_size_inches"):
+        figure.set_size_inches(WIDTH, _height(bars))
+    return list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _height(bars: int) -> float:
+    return max(5.0, 0.22 * bars)
+
+
+def _bar_count(records: Sequence[Record]) -> int:
+    """Bars of an operator's chart, with one of space between groups."""
+    return min(len(rows(records)), MAX_GROUPS) * (len(columns(records)) + 1)
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Runs the profiled process, under Nsight Compute or by itself, and reads what it leaves.
 
-One process profiles many targets, because starting one takes seconds. If a kernel ends it, another process goes on with
-the targets behind. Ctrl-C ends it after the target at hand, and what was profiled until then is kept.
+One process profiles several targets, because starting one takes seconds; but not all, because ncu writes its counters
+when the process ends, and a run that is killed loses those. If a kernel ends a process, another one goes on with the
+targets behind. Ctrl-C ends it after the target at hand, and what was profiled until then is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from flashkernel.lab.profile_records import KernelProfile, merged
 from flashkernel.lab.profile_worker import STOP, Target, label, write_work
 
 NCU = "ncu"
+SESSION_TARGETS = 6  # of one process
 TARGET_TIMEOUT_S = 180.0  # for one target, including the start of its process
 REPORT_TIMEOUT_S = 120.0  # for ncu to write its table after the profiled process has ended
 POLL_S = 0.1
@@ -98,7 +101,8 @@ def run(
     pending = dict(enumerate(targets))
     while pending:
         with tempfile.TemporaryDirectory(prefix="flashkernel-profile-") as folder:
-            session = _Session(Path(folder), pending, device, arch, ncu, lambda index: on_start(targets[index]))
+            batch = dict(islice(pending.items(), SESSION_TARGETS))
+            session = _Session(Path(folder), batch, device, arch, ncu, lambda index: on_start(targets[index]))
             interrupted = session.wait()
             outcomes = session.outcomes()
         if not outcomes and not interrupted:

@@ -7,8 +7,10 @@ case fills a GPU many times over, and a profiler can still repeat it some dozen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -21,14 +23,16 @@ from flashkernel.lab.profile_records import ProfileRecord
 from flashkernel.lab.profile_session import Outcome
 from flashkernel.lab.profile_worker import Target
 
+Pair = tuple[str, str]  # operator, backend
+
 KERNEL_BACKENDS = ("cuda", "triton", "hopper")  # those that launch kernels of this project
 MIN_WORK, MAX_WORK = 0.1, 1.5  # GB moved plus TFLOP computed
 
 
 def work(op: Op, case: Case, dtype: torch.dtype) -> float:
-    """GB moved plus TFLOP computed by the forward pass, at least."""
-    cost = op.cost(case, dtype)["fwd"]
-    return cost.bytes / 1e9 + cost.flops / 1e12
+    """GB moved plus TFLOP computed by the forward pass, at least; 0 for a case that is timed as a whole step alone."""
+    cost = op.cost(case, dtype).get("fwd")
+    return 0.0 if cost is None else cost.bytes / 1e9 + cost.flops / 1e12
 
 
 def preferred_order(amounts: Sequence[float]) -> list[int]:
@@ -107,6 +111,43 @@ def _of_implementation(
             return
     if len(reasons) == len(cases):
         on_note(f"{op.name}: {name} left out: {reasons[0] if reasons else 'no case matches'}")
+
+
+def pairs() -> set[Pair]:
+    """All pairs of an operator and a backend that launches kernels."""
+    from flashkernel.ops import registry
+
+    return {
+        (op.name, backend.name)
+        for op in registry().values()
+        for backend in op.backends
+        if backend.name in KERNEL_BACKENDS
+    }
+
+
+def profiled(profiles: Iterable[Mapping[str, Any]], tools: Collection[str] = ("ncu",)) -> list[ProfileRecord]:
+    """The records of saved profiles by one of these tools; cases of which a direction failed are left out.
+
+    Args:
+        profiles: files of profiles, as `results.load` returns them.
+        tools: profilers that count.
+    """
+    records = [record for file in profiles for record in file["records"] if isinstance(record, ProfileRecord)]
+    failed = {(record.key, record.implementation) for record in records if record.error is not None}
+    return [one for one in records if one.tool in tools and (one.key, one.implementation) not in failed]
+
+
+def missing(targets: Sequence[Target], done: Iterable[ProfileRecord], *fields: str) -> list[Target]:
+    """The targets that no record of `done` agrees with in operator, implementation and these fields.
+
+    Args:
+        targets: what is to be profiled.
+        done: what is profiled.
+        fields: "case", "dtype": which a record must share; else a record of any case and dtype is enough.
+    """
+    agreed = attrgetter("op", "implementation", *fields)
+    found = {agreed(record) for record in done}
+    return [target for target in targets if agreed(target) not in found]
 
 
 def default_dtype(case: Case, implementation: str, hardware: Device) -> torch.dtype:

@@ -5,7 +5,9 @@ Results go to standard output (`flashkernel.lab.output`), so a pipe or a file re
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,12 +90,13 @@ def progress_bar(total: float | None = None, description: str = "") -> Iterator[
 
 @contextmanager
 def keep_results() -> Iterator[Stop]:
-    """Ends the block on Ctrl-C or on a lost GPU, so that what was measured until then is still printed."""
+    """Ends the block on Ctrl-C, on SIGTERM or on a lost GPU: what was measured is still printed."""
     from flashkernel.lab.bench import DeviceLostError
 
     stop = Stop()
     try:
-        yield stop
+        with _interruptible():
+            yield stop
     except KeyboardInterrupt:
         stop.code = INTERRUPTED
         log("interrupted; results measured until now follow")
@@ -113,6 +116,19 @@ def report_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         log(str(error))
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Treats SIGTERM (as `timeout` sends it) like Ctrl-C, where Python lets it: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def exit_with(stop: Stop, failed: bool) -> None:

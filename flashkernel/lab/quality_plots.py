@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashkernel.core.figure import new_figure
 from flashkernel.lab.engine_options import EngineOptions, options_of
 from flashkernel.lab.packages import require
 from flashkernel.lab.plot import PlotError
@@ -133,12 +134,7 @@ def _scatter(axes: Any, points: Sequence[tuple[float, QualityRecord]]) -> None:
 
 def _figure(panels: int) -> Any:
     require("matplotlib.figure", "flashkernel plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained", figsize=(7 * min(panels, 3) if panels > 1 else 8, 5))
-    FigureCanvasAgg(figure)
-    return figure
+    return new_figure("flashkernel plot", layout="constrained", figsize=(7 * min(panels, 3) if panels > 1 else 8, 5))
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashkernel.lab import estimates, first_use_tables, host_tables, profile_tables, results, turing_tables
+from flashkernel.lab import (
+    estimates,
+    first_use_tables,
+    host_tables,
+    profile_tables,
+    profile_targets,
+    results,
+    turing_tables,
+)
 
 BLOCK = re.compile(r"(<!-- report:(?P<name>\w+) -->\n).*?(<!-- /report -->)", re.DOTALL)
 UNMEASURED = "_Not measured yet._"
@@ -43,6 +51,19 @@ def _profiles(files: Files, profiles: Files) -> str | None:
     return f"{profile_tables.markdown(records)}\n\n{profile_tables.CAPTION}." if records else None
 
 
+def _profiles_missing(files: Files, profiles: Files) -> str | None:
+    if not profiles:
+        return None
+    done = {(record.op, record.implementation) for record in profile_targets.profiled(profiles.values())}
+    left = sorted(profile_targets.pairs() - done)
+    if not left:
+        return "None is missing."
+    lines = ["| backend | operators without a profile |", "| --- | --- |"]
+    for name in dict.fromkeys(backend for _, backend in left):
+        lines.append(f"| {name} | {', '.join(op for op, backend in left if backend == name)} |")
+    return "\n".join(lines)
+
+
 def _t4(files: Files, profiles: Files) -> str | None:
     found = estimates.representative(estimates.estimates(files, "t4"))
     return estimates.markdown(found) if found else None
@@ -56,6 +77,7 @@ REPORTS: dict[str, tuple[str, Callable[[Files, Files], str | None]]] = {
     "cuda_launches": ("Measured on one {device}", _cuda_launches),
     "first_use": ("Compiled for {device}", _first_use),
     "profiles": ("Profiled on one {device}", _profiles),
+    "profiles_missing": ("Not yet profiled on one {device}", _profiles_missing),
 }
 
 

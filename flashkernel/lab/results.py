@@ -31,7 +31,11 @@ STATISTICS = ("p50", "mean", "std", "min", "max", "p95", "p99")
 CUDA_RESOURCES = "cuda_resources.json"  # no measurements (lab/cuda_resources.py)
 QUALITY = "quality.json"  # perplexities, of no GPU (lab/quality.py)
 MOE_STUDY = "moe_study.json"  # losses by router (lab/moe_study.py)
-OTHERS = (CUDA_RESOURCES, QUALITY, MOE_STUDY)  # what has no records of speed
+OTHERS = {  # what has no records of speed, and who shows it
+    CUDA_RESOURCES: "the blocks of results:cuda_resources in the docs show it",
+    QUALITY: "flashkernel tables and flashkernel plot show it",
+    MOE_STUDY: "flashkernel tables shows it",
+}
 ARCHIVE = "archive"  # the folder of superseded measurements
 PROFILES = "profiles"  # the folder of profiles, a file for each implementation
 HEADER = ("device", "versions", "commit", "date", "command", "ceilings")
@@ -260,7 +264,7 @@ def load_folder(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: load(path) for path in sorted(folder.glob("*.json")) if path.name not in OTHERS}
 
 
-def find(path: Path) -> dict[str, dict[str, Any]]:
+def find(path: Path, required: bool = True) -> dict[str, dict[str, Any]]:
     """Current results at a path, by name: "rms_norm", or "h200/rms_norm" where `path` holds a folder for each device.
 
     A folder named "archive" keeps superseded measurements; it is read only if `path` names it or a file in it. Profiles
@@ -268,15 +272,24 @@ def find(path: Path) -> dict[str, dict[str, Any]]:
 
     Args:
         path: a results file, a device's folder, or a folder of such folders.
+        required: whether a folder without results is an error.
+
+    Raises:
+        ValueError: There are no times; the message says what shows the file, or what makes some.
     """
+    if path.name in OTHERS:
+        raise ValueError(f"{path} holds no times; {OTHERS[path.name]}")
+    found = {path.stem: load(path)} if path.is_file() else load_folder(path)
+    if any(isinstance(record, ProfileRecord) for file in found.values() for record in file["records"]):
+        device = path.parent.parent if path.is_file() else path.parent
+        raise ValueError(f"{path} holds profiles; flashkernel profile --show {device} prints them")
     if path.is_file():
-        return {path.stem: load(path)}
-    found = load_folder(path)
+        return found
     for folder in sorted(
         folder for folder in path.glob("*/") if folder.is_dir() and folder.name not in (ARCHIVE, PROFILES)
     ):
         found.update({f"{folder.name}/{name}": file for name, file in load_folder(folder).items()})
-    if not found:
+    if not found and required:
         raise ValueError(f"{path} holds no results; flashkernel bench --save {path} makes some")
     return found
 

@@ -196,6 +196,20 @@ def markdown(records: Sequence[Record], statistic: str = "p50") -> str:
     return "\n".join(lines)
 
 
+def rich_from_markdown(text: str, title: str) -> Table:
+    """A markdown table for the terminal, under a title; the cells are shown as they are."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    headings, rules, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+    table = Table(title=escape(title), title_justify="left")
+    for heading, rule in zip(headings, rules):
+        table.add_column(escape(heading), justify="right" if rule.endswith(":") else "left")
+    for row in cells:
+        table.add_row(*map(escape, row))
+    return table
+
+
 def as_csv(values: Sequence[Mapping[str, Any]]) -> str:
     """Flat CSV: nested mappings become columns such as `ms.p50`, axes one column."""
     flat = [_flattened(value) for value in values]

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flashkernel.lab import profile_targets
-from flashkernel.lab.profile_records import ProfileRecord
 from flashkernel.lab.results import GenerationRecord, Record
 from flashkernel.lab.suites import EAGER, MAX_AUTOTUNE
 
@@ -153,20 +152,8 @@ def _faster(records: Sequence[Record]) -> tuple[str, str]:
 
 
 def _profiled(profiles: Files) -> tuple[str, str]:
-    from flashkernel.ops import registry
-
-    wanted = {
-        (op.name, backend.name)
-        for op in registry().values()
-        for backend in op.backends
-        if backend.name in profile_targets.KERNEL_BACKENDS
-    }
-    found = {
-        (record.op, record.implementation)
-        for file in profiles.values()
-        for record in file["records"]
-        if isinstance(record, ProfileRecord) and record.tool == "ncu" and record.error is None
-    }
+    wanted = profile_targets.pairs()
+    found = {(record.op, record.implementation) for record in profile_targets.profiled(profiles.values())}
     if not found:
         return NOT_MEASURED, NOT_MEASURED
     return f"{len(wanted & found)} of {len(wanted)} pairs of operator and backend", _verdict(wanted <= found)

@@ -78,7 +78,8 @@ def linear(
             for each weight, of its shape, in float32 or its dtype. The weights then get no gradient of their own. The
             products are torch's, in eager mode.
         out: where the output is written and returned, instead of a new tensor; it may be the residual itself, which
-            saves a pass over it. Only for a single output, and without gradients.
+            saves a pass over it, and lies in the memory of no other operand. Only for a single output, and without
+            gradients.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
@@ -120,8 +121,8 @@ def linear(
     _check_extras(x, sizes, residual, norm_weight, splits, several)
     plain = [one for one in weights if isinstance(one, Tensor)]
     if out is not None:
-        _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None,
-                   x, residual, norm_weight, *biases, *plain)  # fmt: skip
+        read = [norm_weight, *biases, *[one for weight in weights for one in _tensors(weight)]]
+        _check_out(out, out_dtype, (*x.shape[:-1], sizes[0]), several or splits is not None, x, read, residual)
     first = weights[0].data if type(weights[0]) is Weight else weights[0]
     formats: dict[str, Any] = {}
     if quantized:
@@ -267,18 +268,24 @@ def _check_weights(x: Tensor, weights: list[Any], biases: list[Tensor], gated: b
     return [sizes[0] if len(sizes) == 2 else sizes[0] // 2]
 
 
+def _tensors(weight: Any) -> Sequence[Tensor]:
+    """A weight's tensors: itself, or those of a quantized one."""
+    return weight.tensors if isinstance(weight, Weight) else (weight,)
+
+
 def _check_out(
-    out: Tensor, dtype: torch.dtype | None, shape: tuple[int, ...], several: bool, *inputs: Tensor | None
-) -> None:
+    out: Tensor, dtype: torch.dtype | None, shape: tuple[int, ...], several: bool, x: Tensor,
+    read: list[Tensor | None], residual: Tensor | None,
+) -> None:  # fmt: skip
     if several:
         raise ValueError("linear: out needs one output; leave splits out, or give one weight")
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != inputs[0].device:  # type: ignore[union-attr]
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != x.device:
         raise ValueError(
             f"linear: out is {out.dtype} {tuple(out.shape)} on {out.device}; the output is {dtype} {shape} on "
-            f"{inputs[0].device}"  # type: ignore[union-attr]
+            f"{x.device}"
         )
-    check_written("linear", "out", out, inputs[0])
-    if needs_gradients(*inputs):
+    check_written("linear", "out", out, x, *read, in_place=(residual,))
+    if needs_gradients(x, *read, residual):
         raise ValueError("linear: out takes no gradients; call it under torch.no_grad(), or leave out away")
 
 

@@ -380,5 +380,6 @@ LINEAR = Op(
     baselines=(Baseline("eager", f"{_PACKAGE}.baselines:eager"), Baseline("compile", f"{_PACKAGE}.baselines:compiled")),
 )
 # Its cases have gradients, which the C++ kernels do not; the cases of `linear` cover these.
-QUANTIZED_LINEAR = quantized_linear(tuple(backend for backend in LINEAR.backends if backend.name != "cpp"))
+_OF_FLOATS = ("cuda", "cpp")  # whose kernels read no quantized tensors
+QUANTIZED_LINEAR = quantized_linear(tuple(one for one in LINEAR.backends if one.name not in _OF_FLOATS))
 OPS = (LINEAR, QUANTIZED_LINEAR)

@@ -71,7 +71,8 @@ def matmul(
         return_preactivation: also return Z = a @ b + bias, what goes into the activation, in a's dtype (bfloat16 of
             8-bit operands). `matmul_dact` takes it.
         out: where the output is written and returned, instead of a new tensor; it may be the residual itself, so that
-            a product is added to an existing buffer. The output then has its dtype. Without gradients only.
+            a product is added to an existing buffer. The output then has its dtype. Without gradients only. It may lie
+            in no operand's memory.
         backend: the backend to run on ("triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
@@ -117,7 +118,10 @@ def matmul(
     out_scale = checks.quantization(a, batch, out_dtype, out_scale, out_quantize, out)
     if out is not None:
         shape = (a.shape[-2], n) if batch is None else (batch, a.shape[-2], n)
-        checks.output("matmul", "out", out, out_dtype, shape, a, *matrices, *biases, residual)
+        checks.output(
+            "matmul", "out", out, out_dtype, shape, a, *matrices, *biases, a_scale, b_scale, out_scale,
+            in_place=residual,
+        )  # fmt: skip
     gradients = needs_gradients(a, *matrices, *biases, residual)
     if gradients and out_dtype == FP8:
         raise ValueError("matmul: an output in float8_e4m3fn has no gradient; call it under torch.no_grad()")
@@ -206,7 +210,8 @@ def matmul_dact(
     checks.columns("matmul_dact", (b,), None, packed)
     width = checks.preactivation(a, b, batch, preactivation, activation)
     if dz_out is not None:
-        checks.output("matmul_dact", "dz_out", dz_out, preactivation.dtype, tuple(preactivation.shape), a)
+        shape = tuple(preactivation.shape)
+        checks.output("matmul_dact", "dz_out", dz_out, preactivation.dtype, shape, a, b, in_place=preactivation)
     if needs_gradients(a, b, preactivation, dz_out):
         raise ValueError("matmul_dact: it has no gradient; call it under torch.no_grad()")
     chosen = choose(spec.MATMUL_DACT, backend, a.device, a.dtype, gated=packed if width == 2 else "")

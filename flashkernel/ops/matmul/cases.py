@@ -50,6 +50,18 @@ def scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]
     return kinds[kind]
 
 
+def resized(axes: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes with other sizes, and scales for these; how b is packed is no size."""
+    given = {**axes, **changed, **{name: axes[name] for name in ("b_parts", "z_parts") if name in axes}}
+    if axes["out_scales"]:
+        given["out_scales"] = (*given["out_scales"][:-2], given["m"], 1)
+    for kind in ("block", "row", "batch", "tensor"):
+        before = scale_axes(axes, kind)
+        if all(axes[name] == size for name, size in before.items()):
+            return {**given, **scale_axes(given, kind)}
+    return given
+
+
 def gated_axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:
     """Gate and up in one b."""
     return {**axes_of(m, n, k, a, b), "b_parts": 2}

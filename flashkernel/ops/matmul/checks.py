@@ -122,16 +122,17 @@ def quantization(
 
 
 def output(
-    function: str, name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *inputs: Tensor | None
-) -> None:
-    """A tensor that a product is written to."""
+    function: str, name: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *inputs: Tensor | None,
+    in_place: Tensor | None,
+) -> None:  # fmt: skip
+    """A tensor that a product of `inputs` is written to; it may be `in_place`, which is read element by element."""
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != inputs[0].device:  # type: ignore[union-attr]
         raise ValueError(
             f"{function}: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; the result is {dtype} "
             f"{shape} on {inputs[0].device}"  # type: ignore[union-attr]
         )
-    check_written(function, name, given, inputs[0])
-    if needs_gradients(*inputs):
+    check_written(function, name, given, *inputs, in_place=(in_place,))
+    if needs_gradients(*inputs, in_place):
         raise ValueError(f"{function}: {name} takes no gradients; call it under torch.no_grad(), or leave {name} away")
 
 

@@ -72,7 +72,7 @@ def mlp(
         main_grads: buffers that the backward pass adds the gradients of the weights to, as Megatron's `main_grad`: one
             for each weight, in the order gate_up (or gate, up), down, of its shape, in float32 or its dtype. The
             weights then get no gradient of their own. In eager mode only.
-        out: where the output is written and returned; it may be the residual itself. Without gradients only.
+        out: where the output is written and returned; it may be the residual itself, and x. Without gradients only.
         backend: the backend to run on ("hopper", "triton", "torch", ...); None picks the best one that serves the call.
 
     Returns:
@@ -112,7 +112,9 @@ def mlp(
     if main_grads is not None:
         check_main_grads("mlp", main_grads, weights)
     if out is not None:
-        check_written("mlp", "out", out)
+        read = [one for weight in weights for one in (weight.tensors if isinstance(weight, Weight) else (weight,))]
+        read += [*biases, down_bias, norm_weight]  # x is read before: y = x + mlp(x) may be in place
+        check_written("mlp", "out", out, *read, in_place=(residual,))
         _check_out(out, shape, x.device, needs_gradients(*needed))
     chosen = choose(
         spec.MLP, backend, x.device, x.dtype, gradients, rows=spec.row_class(x.shape[:-1].numel()),

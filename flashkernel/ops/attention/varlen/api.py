@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, check_causal_window, checked
-from flashkernel.core.argument_types import described
+from flashkernel.core.argument_types import described, plain_number
 from flashkernel.core.arguments import (
     autocast,
     autocast_dtype,
@@ -142,6 +142,7 @@ def _checked_window(causal: bool, window: Any) -> Any:
     if not isinstance(window, tuple):
         return check_causal_window("attention_varlen", causal, window)
     check_causal_window("attention_varlen", causal, None)
+    window = tuple([plain_number(side) for side in window])
     if len(window) != 2 or any(side is not None and (type(side) is not int or side < 0) for side in window):
         raise ValueError(
             f"attention_varlen: window is {window}; a pair is (left, right), the keys before and behind a query's own, "
