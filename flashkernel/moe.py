@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashkernel.blocks.epilogue import activation_width
+from flashkernel.blocks.epilogue import activation_width, check_activation
+from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.ops.moe import Router, Routing, moe_balance_bias, moe_balance_loss, moe_experts, moe_route
 
 
@@ -48,6 +50,8 @@ class MoE(nn.Module):
         ['gate_up_proj', 'down_proj', 'gate.weight']
     """
 
+    balance_bias: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -68,12 +72,20 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router() if router is None else router
-        if self.router.k > num_experts:
-            raise ValueError(f"MoE: k is {self.router.k} and there are {num_experts} experts; lower k")
+        reason = self.router.declines(num_experts)
+        if reason is not None:
+            raise ValueError(f"MoE: {reason}")
+        check_activation("MoE", activation)
+        if activation is None:
+            raise ValueError("MoE: activation is None; experts have one between their products")
+        if packed not in PACKINGS:
+            raise ValueError(f"MoE: packed is {packed!r}; it must be 'halves' or 'interleaved'")
         if balance_rate and self.router.kind != "sigmoid":
             raise ValueError(f"MoE: balance_rate is for a 'sigmoid' router; this one is {self.router.kind!r}")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"MoE: capacity_factor is {capacity_factor}; it must be above 0, or None")
+        if not 0 <= balance_rate < math.inf:
+            raise ValueError(f"MoE: balance_rate is {balance_rate}; it must be a finite number, 0 or above")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(f"MoE: capacity_factor is {capacity_factor}; it must be above 0 and finite, or None")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         wide = intermediate_size * activation_width(activation)
         self.num_experts, self.activation, self.packed = num_experts, activation, packed
@@ -104,12 +116,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """The weighted sum of each token's experts; x is (..., hidden). `token_ids` (...) is what "hash" routes by."""
+        if x.ndim == 0 or x.shape[-1] != self.gate.in_features:
+            raise ValueError(f"MoE: x is {tuple(x.shape)}; it must be (..., {self.gate.in_features})")
         flat = x.reshape(-1, x.shape[-1])
         self.logits = self.gate(flat).float()
         noise = None
         if self.noise is not None and self.training:
             noise = F.softplus(self.noise(flat).float()) * torch.randn_like(self.logits)
-        bias: Any = self.balance_bias
+        bias = self.balance_bias
         ids = None if token_ids is None or self.router.kind != "hash" else token_ids.reshape(-1)
         self.routing = moe_route(self.logits, self._router(flat.shape[0]), bias=bias, noise=noise, token_ids=ids)
         if bias is not None and self.training:
@@ -119,6 +133,19 @@ class MoE(nn.Module):
             activation=self.activation, packed=self.packed, recompute=self.recompute, backend=self.backend,
         )  # fmt: skip
         return y.view(x.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles: without the last call's routing and logits, which belong to its autograd graph."""
+        return {**self.__dict__, "routing": None, "logits": None}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """As of every module, but the balance bias stays in float32: half precision rounds its small steps away."""
+        before = self.balance_bias
+        super()._apply(fn, recurse)
+        after = self.balance_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.balance_bias = before.to(after.device)
+        return self
 
     def _router(self, tokens: int) -> Router:
         if self.capacity_factor is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from flashkernel.core.roofline import Ceilings
 from flashkernel.lab import checks, doctor, results, selection
 from flashkernel.lab.bench import BenchOptions, bench, directions_of
 from flashkernel.lab.results import Record
+from flashkernel.ops import registry
 from flashkernel.ops.norm.spec import RMS_NORM
 
 CPU = torch.device("cpu")
@@ -198,6 +200,40 @@ class TestSelection:
         assert selection.explain_case(RMS_NORM, small, torch.float32, KNOWN["h200"]).chosen == "triton"
         inputs = selection.shapes_only(RMS_NORM, small, torch.float32)
         assert sum(value.numel() for value in inputs.values()) <= 2**14
+
+    @pytest.mark.parametrize("op", registry().values(), ids=registry())
+    def test_benchmarks_of_every_operator_are_scaled(self, op: Op) -> None:
+        """To sizes that the operator takes, with axes that follow from others: scales, packing, experts of a token."""
+        kinds = {re.sub(r"\d+", "", case.name): case for case in op.benches}  # those of one kind differ in their sizes
+        for case in kinds.values():
+            small = selection.scaled(op, case, 2**16)
+            for one in (small, small.at(**small.check_axes)):
+                inputs = selection.shapes_only(op, one, torch.float32)
+                assert sum(value.numel() for value in inputs.values()) <= 2**16, one.name
+                assert selection.explain_case(op, one, torch.float32, KNOWN["h200"]).verdicts
+            kept = {axis for axis, value in case.axes.items() if isinstance(value, (str, bool, float))}
+            assert all(small.axes[axis] == case.axes[axis] for axis in kept)
+            assert all(cost.bytes > 0 for cost in op.cost(small, torch.float32).values())
+
+    def test_scales_follow_the_sizes(self) -> None:
+        matmul = registry()["matmul"]
+        case = next(case for case in matmul.benches if case.name == "fp8-block-4096x4096x4096")
+        changed = selection.with_axes(case, ["m=300", "k=260"], matmul)
+        assert changed.axes["a_scales"] == (300, 3)
+        assert changed.axes["b_scales"] == (3, 32)
+        assert selection.explain_case(matmul, changed, torch.bfloat16, KNOWN["h200"]).chosen == "hopper"
+
+    def test_sizes_of_16_stay_multiples_of_it(self) -> None:
+        """torch._grouped_mm, among others, takes no rows that start between 16 bytes."""
+        grouped = registry()["grouped_matmul"]
+        small = selection.scaled(grouped, grouped.benches[0], 2**16)
+        assert [small.axes[axis] % 16 for axis in ("n", "k")] == [0, 0]
+        assert small.name == "32x65536x2880x2880~64x32x32x32"
+
+    def test_more_slots_than_experts_are_no_case(self) -> None:
+        experts = registry()["moe_experts"]
+        with pytest.raises(ValueError, match="4 slots of a token for 3 experts"):
+            selection.shapes_only(experts, experts.benches[0].at(num_experts=3, slots=4), torch.float32)
 
     def test_scaling_merges_equals(self) -> None:
         cases = [Case(f"{rows}", {"rows": rows, "width": 64}) for rows in (2**12, 2**16, 8)]

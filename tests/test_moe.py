@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -132,6 +135,67 @@ def test_bad_logits(backend: str) -> None:
     assert equal.experts.tolist() == [[0, 1]] * 2
 
 
+def test_fields_of_a_router_have_types() -> None:
+    """A `normalize` of 1 was True on one backend and False on another."""
+    router = fk.Router("softmax", np.int64(2), normalize=np.bool_(False), scale=np.float32(2))  # type: ignore[arg-type]
+    assert router == fk.Router("softmax", 2, normalize=False, scale=2.0)
+    assert fk.Router.parse(router.text) == router
+    wrong: list[dict[str, Any]] = [
+        {"k": 2.5}, {"k": "2"}, {"k": True}, {"normalize": 1}, {"seed": 1.5}, {"capacity": 2.0}, {"mass": "all"},
+    ]  # fmt: skip
+    for options in wrong:
+        (name,) = options
+        with pytest.raises(TypeError, match=f"Router: {name} is"):
+            fk.Router(**options)
+
+
+@by_backend
+@pytest.mark.parametrize("tokens", [3, 80])
+def test_slots_without_a_row_are_ignored(tokens: int, backend: str) -> None:
+    """Whatever their weights are, and whatever the rows of others hold: results and gradients are finite."""
+    experts = torch.arange(2 * tokens).view(tokens, 2) % 4
+    experts[1, 1], experts[2] = -1, 9
+    weights = torch.rand(tokens, 2)
+    weights[1, 1] = weights[2] = math.nan
+    inputs = [torch.randn(tokens, 16), *_layer(4, bias=True), weights]
+    x, gate_up, down, gate_up_bias, down_bias, weights = [one.requires_grad_() for one in inputs]
+    routing = fk.moe_sort(experts, weights, num_experts=4, backend=backend)
+    y = fk.moe_experts(x, routing, gate_up, down, gate_up_bias, down_bias, backend=backend)
+    assert bool((y[2] == 0).all())
+    found = torch.autograd.grad(y.square().sum(), (x, gate_up, down, gate_up_bias, down_bias, weights))
+    assert all(one.isfinite().all() for one in found)
+    assert bool((found[-1][2] == 0).all())
+
+    values = [one.detach().double().requires_grad_() for one in (x, gate_up, down, gate_up_bias, down_bias)]
+    wide, up, out, up_bias, out_bias = values
+    rows = []
+    for token in range(tokens):
+        total = torch.zeros(16, dtype=torch.float64)
+        for slot in range(2):
+            expert = int(experts[token, slot])
+            if 0 <= expert < 4:
+                gate, value = (up[expert] @ wide[token] + up_bias[expert]).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * value
+                total = total + weights[token, slot].item() * (out[expert] @ hidden + out_bias[expert])
+        rows.append(total)
+    expected = torch.stack(rows)
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+    for one, other in zip(found, torch.autograd.grad(expected.square().sum(), values)):
+        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+
+
+@by_backend
+def test_a_bad_row_does_not_reach_tokens_that_were_dropped(backend: str) -> None:
+    """x of the first token is NaN; the third one finds no room, and its routing weights have no gradient."""
+    x, logits = torch.randn(3, 16), torch.zeros(3, 4).requires_grad_()
+    x[0] = math.nan
+    routing = fk.moe_route(logits, fk.Router("softmax", 1, normalize=False, capacity=2), backend=backend)
+    y = fk.moe_experts(x, routing, *_layer(4), backend=backend)
+    (found,) = torch.autograd.grad(y[1:].sum(), logits)
+    assert found[1:].isfinite().all()
+    assert bool((found[2] == 0).all())
+
+
 def test_wrong_routers_and_arguments() -> None:
     logits = torch.randn(4, 8)
     with pytest.raises(ValueError, match="k is 9 and a token cannot have more than 8 experts; lower k"):
@@ -161,8 +225,42 @@ def test_wrong_routers_and_arguments() -> None:
         fk.moe_experts(torch.randn(4, 16), routing, *reversed(_layer(8)))
     with pytest.raises(ValueError, match="gate_up_bias is"):
         fk.moe_experts(torch.randn(4, 16), routing, *_layer(8), torch.zeros(8, 3))
-    with pytest.raises(ValueError, match="MoE: k is 3 and there are 2 experts"):
+    with pytest.raises(ValueError, match="MoE: k is 3 and a token cannot have more than 2 experts"):
         fk.MoE(8, 8, 2, fk.Router("softmax", 3))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("6 experts do not divide into 4 groups", {"router": fk.Router("softmax", 2, groups=4, top_groups=2)}),
+        ("packed is 'quarters'", {"packed": "quarters"}),
+        ("activation is 'tanh'", {"activation": "tanh"}),
+        ("activation is None", {"activation": None}),
+        ("balance_rate is -1", {"router": fk.Router("sigmoid"), "balance_rate": -1}),
+        ("balance_rate is for a 'sigmoid' router", {"balance_rate": 0.1}),
+        ("capacity_factor is inf", {"capacity_factor": math.inf}),
+        ("capacity_factor is 0", {"capacity_factor": 0}),
+    ],
+)
+def test_a_module_is_refused_when_it_is_made(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"MoE: {message}"):
+        fk.MoE(8, 8, 6, **options)
+
+
+def test_balance_of_another_routing_is_refused() -> None:
+    routing = fk.moe_route(torch.randn(6, 4))
+    for kind in ("switch", "cv", "z"):
+        for shape in ((6, 8), (6, 2), (5, 4)):
+            with pytest.raises(ValueError, match="the routing is of 6 tokens and 4 experts; logits are of"):
+                fk.moe_balance_loss(torch.randn(shape), routing, kind)
+    with pytest.raises(ValueError, match="logits are"):
+        fk.moe_balance_loss(torch.randn(2, 3, 4), routing)
+    with pytest.raises(ValueError, match="bias is"):
+        fk.moe_balance_bias(torch.zeros(3), routing)
+    with pytest.raises(ValueError, match="bias is"):
+        fk.moe_balance_bias(torch.zeros(4, dtype=torch.int64), routing)
+    with pytest.raises(ValueError, match="rate is nan"):
+        fk.moe_balance_bias(torch.zeros(4), routing, math.nan)
 
 
 @by_backend
@@ -316,6 +414,21 @@ def test_usage_is_gathered_and_drawn(tmp_path: Path) -> None:
     torch.testing.assert_close(usage.statistic("entropy")[0, 0], expected)
     with pytest.raises(ValueError, match="there is no statistic 'mean'"):
         usage.statistic("mean")
+    none, one = fk.ExpertUsage(layers=1), fk.ExpertUsage(layers=1)
+    none.add(0, fk.moe_route(torch.empty(0, 4)))
+    one.add(0, fk.moe_route(torch.randn(5, 1), fk.Router("softmax", 1)))
+    for edge in (none, one):
+        assert [edge.statistic(name).item() for name in ("min_over_max", "entropy", "dropped")] == [1, 1, 0]
+    with pytest.raises(ValueError, match="layer is 2; there are layers 0 to 1"):
+        usage.add(2, fk.moe_route(logits))
+    with pytest.raises(ValueError, match="the routing is of 3 experts, and those before of 4"):
+        usage.add(0, fk.moe_route(torch.randn(2, 3)))
+    usage.add(0, fk.moe_route(logits))
+    with pytest.raises(ValueError, match=r"layers have \[4, 3\] steps"):
+        usage.plot(tmp_path / "usage.png")
+    usage.add(1, fk.moe_route(logits))
+    with pytest.raises(ValueError, match="at least one"):
+        fk.ExpertUsage(layers=2).loads  # noqa: B018
     pytest.importorskip("matplotlib")
     usage.plot(tmp_path / "usage.png")
     assert (tmp_path / "usage.png").stat().st_size > 1000
@@ -346,9 +459,48 @@ def test_the_module_trains(options: dict[str, Any]) -> None:
     assert missing == []
     if "balance_rate" in options:
         assert layer.balance_bias.abs().sum() > 0
-    copy = fk.MoE(16, 12, 4, **options)
-    copy.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(copy.eval()(x, token_ids=ids), layer.eval()(x, token_ids=ids))
+    other = fk.MoE(16, 12, 4, **options)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other.eval()(x, token_ids=ids), layer.eval()(x, token_ids=ids))
+
+
+def test_a_module_is_copied_and_pickled_after_a_call() -> None:
+    """As averages of weights over the steps are kept."""
+    layer = fk.MoE(16, 12, 4)
+    x = torch.randn(5, 16)
+    y = layer(x)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin.routing is None
+        torch.testing.assert_close(twin(x), y)
+    assert layer.routing is not None
+    with pytest.raises(ValueError, match=r"x is \(5, 15\); it must be \(..., 16\)"):
+        layer(x[:, 1:])
+
+
+def test_the_balance_bias_stays_in_float32() -> None:
+    """In bfloat16 a step of 0.001 is lost beside 0.5."""
+    layer = fk.MoE(16, 12, 4, fk.Router("sigmoid", 2), balance_rate=1e-3)
+    layer.balance_bias.fill_(0.5)
+    layer = layer.bfloat16()
+    assert layer.gate.weight.dtype == torch.bfloat16
+    assert layer.balance_bias.dtype == torch.float32
+    assert "balance_bias" in layer.state_dict()
+    layer(torch.randn(9, 16).bfloat16())
+    assert layer.routing is not None
+    if layer.routing.counts.unique().numel() > 1:
+        assert bool((layer.balance_bias != 0.5).any())
+    assert layer.to("meta").balance_bias.device.type == "meta"
+
+
+def test_balance_losses_in_float64() -> None:
+    logits = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    for kind in ("switch", "cv", "z"):
+
+        def loss(given: Tensor, kind: str = kind) -> Tensor:
+            return fk.moe_balance_loss(given, fk.moe_route(given, fk.Router("softmax", 2, normalize=False)), kind)
+
+        assert loss(logits).dtype == torch.float64
+        assert torch.autograd.gradcheck(loss, (logits,))
 
 
 def test_experts_interface_by_name() -> None:

@@ -12,6 +12,7 @@ import numbers
 import operator
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache, wraps
 from types import UnionType
 from typing import Any, NamedTuple, TypeVar
@@ -125,12 +126,17 @@ def type_checked(function: _Function) -> _Function:
 
 
 def _unusual(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested)
+    return isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_neg())
 
 
 def _taken(expected: Expected, function: str, name: str, value: Any) -> Any:
     value = expected.take(function, name, value)
     if _unusual(value):
+        if value.layout is torch.strided and value.is_neg():
+            raise TypeError(
+                f"{function}: {name} is a view with its sign reversed (as .conj().imag is), whose memory has other "
+                "values; it must be a plain tensor: its .resolve_neg() is"
+            )
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         advice = "pad it" if value.is_nested else "its .to_dense() is"
         raise TypeError(f"{function}: {name} is a tensor in layout {kind}; it must be a dense one: {advice}")
@@ -164,6 +170,24 @@ def _expectation(annotation: Any) -> Expected | None:
     if float in exact:
         exact.add(int)
     return Expected(frozenset(exact), tuple(kinds), items)
+
+
+def check_fields(instance: Any) -> None:
+    """As `type_checked`, for the fields of a frozen dataclass that its caller gives: call it in __post_init__."""
+    if torch.compiler.is_compiling():
+        return
+    kind: Any = type(instance)
+    hints = _hints(kind)
+    for one in fields(instance):
+        known = expectation(hints[one.name]) if one.init else None
+        value = getattr(instance, one.name) if known is not None else None
+        if known is not None and type(value) not in known.exact:
+            object.__setattr__(instance, one.name, _taken(known, kind.__name__, one.name, value))
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def plain_number(value: Any) -> Any:

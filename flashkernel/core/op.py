@@ -232,6 +232,8 @@ class Op:
     )  # axis -> least, most, step: for random cases
     # For a function that writes to its inputs: the tensors written, to be compared as its outputs are.
     written: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
+    # For axes that follow from others, as those of scales: given a case's axes, and some of them changed, all axes.
+    resized: Callable[[Axes, Axes], Axes] | None = None
     # Makes a random case valid, whose axes, options and optional inputs are drawn independently.
     random_case: Callable[[Rng, Case], Case] | None = None
     random_share: int = 1  # random calls for each one of an operator with few options
@@ -262,6 +264,10 @@ class Op:
         length = self.sum_length(case)
         floor = self.tolerance.floor if self.tolerance.floor32 is None else self.tolerance.floor32
         return replace(self.tolerance, floor32=floor + (length / 64 if dtype.itemsize == 2 else math.sqrt(length) / 8))
+
+    def with_sizes(self, axes: Axes, changed: Axes) -> dict[str, Any]:
+        """A case's axes with some of them changed, and with them those that follow from these."""
+        return dict({**axes, **changed} if self.resized is None else self.resized(axes, changed))
 
     def backend(self, name: str) -> Backend:
         for backend in self.backends:

@@ -18,6 +18,8 @@ from flashkernel.lab import builds
 
 CPU_ELEMENTS = 2**20  # input elements of a benchmark case on a CPU; the declared shapes would take hours
 MIN_ROWS = 64
+ALIGNED = 16
+WHOLE = 64  # tiles and groups of quantized weights divide it, or are multiples
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -174,7 +176,7 @@ def with_axes(case: Case, settings: Sequence[str], op: Op) -> Case:
         if not all(size.isdigit() for size in sizes):
             raise UnknownNameError(f"{setting!r} has no size for axis {axis}; write {axis}=128 or {axis}=2x64")
         changed[axis] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
-    return case.at(**changed)
+    return replace(case, axes=op.with_sizes(case.axes, changed))
 
 
 def scaled(op: Op, case: Case, most: int) -> Case:
@@ -184,15 +186,21 @@ def scaled(op: Op, case: Case, most: int) -> Case:
     """
     axes = dict(case.axes)
     while _elements(op, case, axes) > most:
-        smaller = next((found for found in _halvings(axes) if _possible(op, replace(case, axes=found))), None)
-        if smaller is None:
+        smaller = (op.with_sizes(axes, found) for found in _halvings(axes))
+        found = next((one for one in smaller if one != axes and _possible(op, replace(case, axes=one))), None)
+        if found is None:
             break
-        axes = smaller
+        axes = found
     if axes == dict(case.axes):
         return case
-    sizes = "x".join("x".join(map(str, size)) if isinstance(size, tuple) else str(size) for size in axes.values())
-    kept = {axis: size for axis, size in case.check_axes.items() if count(size) <= count(axes[axis])}
-    return replace(case, name=f"{case.name}~{sizes}", axes=axes, check_axes=kept)
+    sizes = "x".join("x".join(map(str, size)) if isinstance(size, tuple) else str(size)
+                     for size in axes.values() if _is_size(size) and size not in ((), 0))  # fmt: skip
+    checked = {axis: size for axis, size in case.check_axes.items()
+               if _is_size(size) and count(size) <= count(axes[axis])}  # fmt: skip
+    checked = {axis: size for axis, size in op.with_sizes(axes, checked).items() if size != axes[axis]}
+    if not _possible(op, replace(case, axes={**axes, **checked})):  # some of the sizes to be checked were larger
+        checked = {}
+    return replace(case, name=f"{case.name}~{sizes}", axes=axes, check_axes=checked)
 
 
 def scaled_once(op: Op, available: Sequence[Case], most: int) -> list[Case]:
@@ -214,29 +222,40 @@ def _elements(op: Op, case: Case, axes: Mapping[str, Any]) -> int:
     return sum(math.prod(spec.shape(axes)) for spec in given)
 
 
+def _is_size(value: Any) -> bool:
+    """Whether an axis is a size, or several; others say what kind a call is of: a name, a switch, a share, None."""
+    return isinstance(value, tuple) or (isinstance(value, int) and not isinstance(value, bool))
+
+
 def _largest(size: Any) -> int:
     return max(size, default=1) if isinstance(size, tuple) else int(size)
 
 
 def _halvings(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the axes with one size halved, in order of preference.
+    """Yields changes of the axes, in order of preference: one size halved, or to whole tiles of quantized weights.
 
     Where axes are tuples, equal sizes may be one dimension named twice (as in a mask); they are also halved together.
     """
-    first = next(iter(axes))
-    by_size = sorted(axes, key=lambda name: -_largest(axes[name]))
+    first, sizes = next(iter(axes)), [axis for axis, size in axes.items() if _is_size(size)]
+    by_size = sorted(sizes, key=lambda name: -_largest(axes[name]))
     for axis in dict.fromkeys([first, *by_size] if count(axes[first]) > MIN_ROWS else by_size):
         largest = _largest(axes[axis])
         if largest > 1:
-            yield {**axes, axis: _halved(axes[axis], largest)}
+            yield {axis: _halved(axes[axis], largest)}
             if _has_tuples(axes):
-                yield {name: _halved(size, largest) for name, size in axes.items()}
+                yield {name: _halved(axes[name], largest) for name in sizes}
+            if isinstance(axes[axis], int) and largest // 2 > WHOLE:
+                yield {axis: largest // 2 // WHOLE * WHOLE}
 
 
 def _halved(size: Any, largest: int) -> Any:
+    """Multiples of 16 stay multiples where they are larger: products of 16-bit matrices want them."""
     if isinstance(size, tuple):
         return tuple(_halved(entry, largest) for entry in size)
-    return largest // 2 if size == largest else size
+    if size != largest:
+        return size
+    half = largest // 2
+    return half if largest % ALIGNED or half <= ALIGNED else half // ALIGNED * ALIGNED
 
 
 def _has_tuples(axes: Mapping[str, Any]) -> bool:
@@ -244,11 +263,12 @@ def _has_tuples(axes: Mapping[str, Any]) -> bool:
 
 
 def _possible(op: Op, case: Case) -> bool:
-    """True if the operator accepts these sizes; sizes that are independent of each other are always accepted."""
-    if not _has_tuples(case.axes) and not case.options:
+    """True if the operator accepts these sizes, and has something to do; sizes that are independent of each other are
+    always accepted."""
+    if not case.options and all(_is_size(size) and not isinstance(size, tuple) for size in case.axes.values()):
         return True
     try:
         explain_case(op, case, torch.float32, devices.properties(torch.device("cpu")))
     except ValueError:
         return False
-    return True
+    return all(cost.flops >= 0 and cost.bytes > 0 for cost in op.cost(case, torch.float32).values())

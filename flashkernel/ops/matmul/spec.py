@@ -16,7 +16,7 @@ from flashkernel.core.declare import Workload, declare
 from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, count, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
-from flashkernel.ops.matmul.cases import CASES, axes_of, gated_axes, random_case, scale_axes, scaled
+from flashkernel.ops.matmul.cases import CASES, axes_of, gated_axes, random_case, resized, scale_axes, scaled
 from flashkernel.ops.matmul.grouped.spec import (
     GROUPED_MATMUL,
     GROUPED_WEIGHT_GRADIENT,
@@ -188,6 +188,7 @@ MATMUL = declare(
     ),
     workload=Workload(CASES, _benches(), _cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
+    resized=resized,
     random_case=random_case,
     random_share=3,
     sum_length=lambda case: case.axes["k"],
@@ -296,6 +297,7 @@ MATMUL_DACT = declare(
     written=_dact_written,
     workload=Workload(_DACT_CASES, _dact_benches(), _dact_cost),
     ranges={"m": (0, 70, 1), "n": (0, 70, 1), "k": (0, 90, 1)},
+    resized=resized,
     random_case=_random_dact,
     baselines=(Baseline("eager", f"{_PACKAGE}.baselines:eager_dact"),),
 )

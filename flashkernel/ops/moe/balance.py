@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from flashkernel.core.argument_types import type_checked
+from flashkernel.core.arguments import is_float
 from flashkernel.ops.moe.routing.router import Routing
 
 BALANCE_LOSSES = ("switch", "cv", "z")
@@ -29,30 +32,40 @@ def moe_balance_loss(logits: Tensor, routing: Routing, kind: str = "switch") -> 
         kind: "switch", "cv" or "z".
 
     Returns:
-        A float32 scalar; 0 without tokens.
+        A scalar, float32 (of float64 logits float64); 0 without tokens.
 
     Example:
         >>> import torch, flashkernel as fk
         >>> logits = torch.zeros(4, 2).requires_grad_()
         >>> routing = fk.moe_route(logits, fk.Router("softmax", 1))  # of equal logits the first: expert 0 gets all
-        >>> [round(float(fk.moe_balance_loss(logits, routing, kind)), 3) for kind in ("switch", "cv", "z")]
+        >>> [round(fk.moe_balance_loss(logits, routing, kind).item(), 3) for kind in ("switch", "cv", "z")]
         [1.0, 1.0, 0.48]
     """
     if kind not in BALANCE_LOSSES:
         raise ValueError(f"moe_balance_loss: kind is {kind!r}; it must be one of {', '.join(BALANCE_LOSSES)}")
+    if logits.ndim != 2 or not is_float(logits):
+        raise ValueError(
+            f"moe_balance_loss: logits are {logits.dtype} {tuple(logits.shape)}; they must be float (tokens, experts)"
+        )
     tokens, experts = logits.shape
-    wide = logits.float()
+    routed = routing.positions.shape[0], routing.counts.shape[0]
+    if routed != (tokens, experts):
+        raise ValueError(
+            f"moe_balance_loss: the routing is of {routed[0]} tokens and {routed[1]} experts; logits are of "
+            f"{tokens} and {experts}"
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if tokens == 0:
         return wide.sum()
     if kind == "z":
         return torch.logsumexp(wide, 1).square().mean()
     if kind == "switch":
-        share = routing.counts.float() / routing.counts.sum().clamp(min=1)
+        share = routing.counts.to(wide.dtype) / routing.counts.sum().clamp(min=1)
         return experts * (share * torch.softmax(wide, 1).mean(0)).sum()
     used = routing.experts >= 0
     index = torch.where(used, routing.experts, 0).flatten().long()
     weights = torch.where(used, routing.weights, 0).flatten()
-    importance = torch.zeros(experts, device=logits.device).scatter_add(0, index, weights)
+    importance = weights.new_zeros(experts).scatter_add(0, index, weights)
     return importance.var(correction=0) / (importance.mean().square() + 1e-20)
 
 
@@ -64,7 +77,8 @@ def moe_balance_bias(bias: Tensor, routing: Routing, rate: float = 1e-3) -> Tens
     bias += rate * sign(mean load - load), as DeepSeek-V3 does once a step. Nothing waits for the GPU.
 
     Args:
-        bias: (experts,) float, the `bias` of `moe_route`; changed in place.
+        bias: (experts,) float, the `bias` of `moe_route`; changed in place. In float32: half precision rounds small
+            steps away.
         routing: of the step.
         rate: how far it moves.
 
@@ -77,5 +91,13 @@ def moe_balance_bias(bias: Tensor, routing: Routing, rate: float = 1e-3) -> Tens
         >>> fk.moe_balance_bias(torch.zeros(3), routing, 0.5)
         tensor([-0.5000,  0.5000,  0.5000])
     """
-    load = routing.counts.to(bias.dtype)
-    return bias.add_(torch.sign(load.mean() - load), alpha=rate)
+    experts = routing.counts.shape[0]
+    if tuple(bias.shape) != (experts,) or not is_float(bias):
+        raise ValueError(
+            f"moe_balance_bias: bias is {bias.dtype} {tuple(bias.shape)}; it must be float ({experts},), for the "
+            f"{experts} experts of the routing"
+        )
+    if not math.isfinite(rate):
+        raise ValueError(f"moe_balance_bias: rate is {rate}; it must be a finite number")
+    load = routing.counts.double()
+    return bias.add_(torch.sign(load.mean() - load).to(bias.dtype), alpha=rate)

@@ -38,6 +38,8 @@ def _weights(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> 
 
 def _chosen(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
     """Different experts for each token; a share "unused" of the slots has none. A skewed choice, as routers make."""
+    if shape[1] > axes["num_experts"]:
+        raise ValueError(f"{shape[1]} slots of a token for {axes['num_experts']} experts; they must be different ones")
     popularity = torch.randn((1, axes["num_experts"]), generator=generator, device=generator.device)
     keys = torch.rand((shape[0], axes["num_experts"]), generator=generator, device=generator.device)
     chosen = (popularity - torch.log(-torch.log(keys.clamp(1e-9, 1 - 1e-6)))).argsort(1, descending=True)[:, : shape[1]]

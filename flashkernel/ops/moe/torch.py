@@ -47,8 +47,10 @@ def combined(y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     if y.shape[0] == 0:
         return total.to(dtype)
     for positions, weights in zip(routing.positions.unbind(1), routing.weights.unbind(1)):
-        rows = y[positions.clamp(min=0).long()].to(wide)
-        total = total + torch.where((positions >= 0)[:, None], rows * weights[:, None], 0)
+        # Both factors are 0 where there is no row: the derivative of a product has the other one, which may be NaN.
+        used = positions >= 0
+        rows = torch.where(used[:, None], y[positions.clamp(min=0).long()].to(wide), 0)
+        total = total + rows * torch.where(used, weights, 0)[:, None]
     return total.to(dtype)
 
 

@@ -46,32 +46,47 @@ class ExpertUsage:
             layer: Its number.
             routing: Of the step.
         """
+        if not 0 <= layer < len(self._counts):
+            raise ValueError(f"ExpertUsage: layer is {layer}; there are layers 0 to {len(self._counts) - 1}")
+        experts = routing.counts.shape[0]
+        before = {one.shape[0] for steps in self._counts for one in steps[:1]} or {experts}
+        if before != {experts}:
+            raise ValueError(f"ExpertUsage: the routing is of {experts} experts, and those before of {before.pop()}")
         self._counts[layer].append(routing.counts.detach().clone())
         self._kept[layer].append(routing.offsets[-1].detach().clone())
 
     @property
     def loads(self) -> Tensor:
         """(steps, layers, experts), float32 on the CPU: tokens that chose each expert."""
-        return torch.stack([torch.stack(steps) for steps in self._counts], 1).float().cpu()
+        return self._gathered(self._counts)
 
     def statistic(self, name: str) -> Tensor:
         """Returns a statistic (steps, layers), float32 on the CPU.
 
         Args:
             name: "min_over_max": the smallest load over the largest, 1 if all are equal. "entropy": of the shares, over
-                the largest possible, likewise. "dropped": the share of the chosen slots that found no room.
+                the largest possible, likewise. "dropped": the share of the chosen slots that found no room. Of a step
+                without tokens 1, 1 and 0.
         """
         if name not in STATISTICS:
             raise ValueError(f"ExpertUsage: there is no statistic {name!r}; there are {', '.join(STATISTICS)}")
         loads = self.loads
-        total = loads.sum(2).clamp(min=1)
+        total, equal = loads.sum(2), torch.ones(loads.shape[:2])
         if name == "min_over_max":
-            return loads.amin(2) / loads.amax(2).clamp(min=1)
+            return torch.where(total > 0, loads.amin(2) / loads.amax(2).clamp(min=1), equal)
         if name == "entropy":
-            share = loads / total[..., None]
-            return torch.special.entr(share).sum(2) / max(math.log(loads.shape[2]), 1e-9)
-        kept = torch.stack([torch.stack(steps) for steps in self._kept], 1).float().cpu()
-        return 1 - kept / total
+            most = math.log(loads.shape[2])
+            share = loads / total.clamp(min=1)[..., None]
+            return torch.where(total > 0, torch.special.entr(share).sum(2) / most, equal) if most else equal
+        return (total - self._gathered(self._kept)) / total.clamp(min=1)
+
+    @staticmethod
+    def _gathered(counts: list[list[Tensor]]) -> Tensor:
+        """[steps, layers, ...] in float32 on the CPU."""
+        steps = [len(of_layer) for of_layer in counts]
+        if len(set(steps)) > 1 or not steps[0]:
+            raise ValueError(f"ExpertUsage: layers have {steps} steps; each must have the same number, at least one")
+        return torch.stack([torch.stack(of_layer) for of_layer in counts], 1).float().cpu()
 
     def plot(self, path: str | Path, statistic: str = "min_over_max") -> None:
         """Draws a heat map of a statistic over layers and steps, and one of the last step's loads over experts.

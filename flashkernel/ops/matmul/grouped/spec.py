@@ -110,6 +110,15 @@ def _scale_axes(axes: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]
     return kinds[kind]
 
 
+def _resized(axes: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes with other sizes, and scales for these."""
+    given = {**axes, **changed}
+    for kind in ("column", "group", "tensor"):
+        if all(axes[name] == size for name, size in _scale_axes(axes, kind).items()):
+            return {**given, **_scale_axes(given, kind)}
+    return given
+
+
 def _scaled(name: str, axes: dict[str, Any], kind: str, present: tuple[str, ...] = (), **options: Any) -> Case:
     """An FP8 product. Its tensor cores keep about 13 bits of partial sums: float32 is not better than float16."""
     return Case(
@@ -259,6 +268,7 @@ GROUPED_MATMUL = declare(
     ),
     workload=Workload(_CASES, _BENCHES, _cost),
     ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
+    resized=_resized,
     random_case=_random_groups,
     random_share=2,
     sum_length=_sum_length,
@@ -307,6 +317,7 @@ GROUPED_WEIGHT_GRADIENT = declare(
     benches=(_bench("32x65536x2880x2880", 65536, 32, 2880, 2880),),
     cost=_gradient_cost,
     ranges={"rows": (0, 90, 1), "groups": (0, 6, 1), "n": (0, 60, 2), "k": (0, 70, 1)},
+    resized=_resized,
     random_case=_random_gradient,
     baselines=(Baseline("grouped_mm", f"{_PACKAGE}.baselines:weight_gradient_grouped_mm"),),
 )

@@ -132,12 +132,9 @@ def _check(logits: Tensor, router: Router, bias: Tensor | None, noise: Tensor | 
     tokens, experts = logits.shape
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"moe_route: {experts} experts; there must be from 1 to {MAX_EXPERTS}")
-    allowed = experts // router.groups * router.top_groups
-    if router.k > allowed:
-        limit = f"{experts} experts" if router.groups == 1 else f"the {allowed} experts of {router.top_groups} groups"
-        raise ValueError(f"moe_route: k is {router.k} and a token cannot have more than {limit}; lower k")
-    if experts % router.groups:
-        raise ValueError(f"moe_route: {experts} experts do not divide into {router.groups} groups of one size")
+    reason = router.declines(experts)
+    if reason is not None:
+        raise ValueError(f"moe_route: {reason}")
     shapes = {"bias": (bias, (experts,)), "noise": (noise, (tokens, experts)), "token_ids": (token_ids, (tokens,))}
     for name, (given, shape) in shapes.items():
         if given is None:

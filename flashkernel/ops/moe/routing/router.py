@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flashkernel.core.argument_types import check_fields
 from flashkernel.core.tune import ceil_div
 
 KINDS = ("softmax", "sigmoid", "dynamic", "random", "hash", "expert_choice")
@@ -66,6 +67,7 @@ class Router:
     )  # the other fields, for torch's operators; `parse` reads it
 
     def __post_init__(self) -> None:
+        check_fields(self)
         error = self._error()
         if error is not None:
             raise ValueError(f"Router: {error}")
@@ -91,6 +93,16 @@ class Router:
             return f"capacity is {self.capacity}; it must be at least 1, or None"
         if not abs(self.scale) < float("inf"):
             return f"scale is {self.scale}; it must be a finite number"
+        return None
+
+    def declines(self, experts: int) -> str | None:
+        """Why it cannot choose among so many `experts`; None where it can."""
+        if experts % self.groups:
+            return f"{experts} experts do not divide into {self.groups} groups of one size"
+        allowed = experts // self.groups * self.top_groups
+        if self.k > allowed:
+            limit = f"{experts} experts" if self.groups == 1 else f"the {allowed} experts of {self.top_groups} groups"
+            return f"k is {self.k} and a token cannot have more than {limit}; lower k"
         return None
 
     @property
