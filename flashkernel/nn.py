@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from flashkernel.blocks.activation import NATIVE, apply_gate
 from flashkernel.blocks.activation_modules import activation_of
-from flashkernel.blocks.epilogue import ACTIVATIONS, GATES
-from flashkernel.blocks.gate_up import split_gate_up
+from flashkernel.blocks.epilogue import ACTIVATIONS, GATES, check_activation
+from flashkernel.blocks.gate_up import PACKINGS, split_gate_up
 from flashkernel.blocks.weight import Weight
 from flashkernel.blocks.weight_module import WeightBuffers
+from flashkernel.core.arguments import is_float
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.mlp import mlp
 
@@ -70,6 +71,11 @@ class FusedLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_activation("FusedLinear", activation)
+        if packed not in PACKINGS:
+            raise ValueError(f"FusedLinear: packed is {packed!r}; it must be 'halves' or 'interleaved'")
+        if activation in GATES and out_features % 2:
+            raise ValueError(f"FusedLinear: {out_features} outputs do not divide into gate and up; give an even number")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.activation, self.packed, self.backend = activation, packed, backend
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -77,6 +83,9 @@ class FusedLinear(nn.Linear):
     @classmethod
     def from_linear(cls, layer: nn.Linear, **options: Any) -> FusedLinear:
         """Returns a FusedLinear with the parameters of a torch.nn.Linear: the same tensors, not copies.
+
+        A layer that does more than a torch.nn.Linear is refused: a subclass with a forward of its own (quantized,
+        with an adapter), one with hooks, one whose weight is no plain tensor.
 
         Args:
             layer: The layer.
@@ -91,6 +100,19 @@ class FusedLinear(nn.Linear):
         """
         if not isinstance(layer, nn.Linear):
             raise TypeError(f"FusedLinear.from_linear: the layer is a {type(layer).__name__}; it must be a nn.Linear")
+        fused = isinstance(layer, FusedLinear)
+        own = type(layer).forward not in (nn.Linear.forward, FusedLinear.forward) or "forward" in layer.__dict__
+        if own or _hooks(layer) or (fused and layer.activation is not None):
+            raise TypeError(
+                f"FusedLinear.from_linear: a {type(layer).__name__} with "
+                f"{'hooks' if _hooks(layer) else 'a forward of its own' if own else 'an activation'} is more than a "
+                "linear layer, and would lose that; give a plain nn.Linear"
+            )
+        if type(layer.weight) not in (nn.Parameter, Tensor) or not is_float(layer.weight):
+            raise TypeError(
+                f"FusedLinear.from_linear: the weight is a {type(layer.weight).__name__} in {layer.weight.dtype}; it "
+                "must be a float tensor: give a flashkernel.Weight to flashkernel.linear"
+            )
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, device="meta", **options)
         made.weight, made.bias = layer.weight, layer.bias
         return made.train(layer.training)
@@ -163,7 +185,9 @@ class FusedMLP(nn.Module):
         """Returns a FusedMLP with the layers of an MLP of Transformers: the same modules, not copies.
 
         It knows MLPs built as those of Llama, Qwen, Gemma, Phi-3 and GPT-2 are, by the names of their layers and the
-        class of their activation. A dropout at the end stays.
+        class of their activation. A dropout at the end stays. Layers that are more than linear (quantized, with
+        adapters or hooks) are called. An MLP with other parts, with sizes that do not fit, or that computes something
+        else is refused; the latter is seen on two random rows, where its weights are plain floats in memory.
 
         Args:
             module: The MLP.
@@ -185,7 +209,13 @@ class FusedMLP(nn.Module):
                 f"{'; '.join(', '.join((*wide, down)) for wide, down in _LAYOUTS)}"
             )
         gated = len(layout[0]) == 2 or layout[0] == ("gate_up_proj",)
+        _check_parts(module, layout)
         activation = options.pop("activation", None) or _activation_of(module, gated)
+        if (activation in GATES) != gated and activation in (*GATES, *ACTIVATIONS):
+            raise ValueError(
+                f"FusedMLP.from_mlp: activation is {activation!r}; with {' and '.join(layout[0])} it must be one of "
+                f"{', '.join(GATES if gated else ACTIVATIONS)}"
+            )
         made = cls(1, 1, activation=activation, device="meta", **options)
         for name in (*made._layout[0], made._layout[1]):
             delattr(made, name)
@@ -194,7 +224,9 @@ class FusedMLP(nn.Module):
             setattr(made, name, getattr(module, name))
         if isinstance(getattr(module, "dropout", None), nn.Dropout):
             made.dropout = module.dropout
-        return made.train(module.training)
+        made.training = module.training  # its layers keep their own modes
+        _check_computes(made, module)
+        return made
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """down(activation(up(x))) + residual, or activation(gate(x)) * up(x) in its middle."""
@@ -231,6 +263,67 @@ class FusedMLP(nn.Module):
         return f"activation={self.activation!r}"
 
 
+def _hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def _check_parts(module: nn.Module, layout: tuple[tuple[str, ...], str]) -> None:
+    """TypeError for an MLP with parts or hooks that would be lost, ValueError for layers that do not fit together."""
+    kind, names = type(module).__name__, (*layout[0], layout[1])
+    inside = dict(module.named_children())
+    known = (*names, *_ACTIVATION_NAMES, "dropout")
+    stored = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    others = [name for name in inside if name not in known] + [name for name, _ in stored]
+    if others:
+        raise TypeError(f"FusedMLP.from_mlp: a {kind} also has {', '.join(others)}; it is more than an MLP")
+    for name, part in (("itself", module), *inside.items()):
+        if name not in names and _hooks(part):
+            raise TypeError(f"FusedMLP.from_mlp: a {kind} has hooks ({name}) that would not be called; remove them")
+    plain = {name: found[0] for name in names if (found := _weight_and_bias(inside.get(name))) is not None}
+    given = ", ".join(f"{name} {weight.dtype} {tuple(weight.shape)}" for name, weight in plain.items())
+    floats = [weight for weight in plain.values() if isinstance(weight, Tensor)]
+    if len({(weight.dtype, weight.device) for weight in floats}) > 1 or not all(is_float(one) for one in floats):
+        raise ValueError(f"FusedMLP.from_mlp: the layers are {given}; they must be of one float dtype on one device")
+    wide = [plain[name].shape for name in layout[0] if name in plain]
+    down = plain[layout[1]].shape if layout[1] in plain else None
+    share = 2 if layout[0] == ("gate_up_proj",) else 1
+    if any(one != wide[0] for one in wide) or (wide and down is not None and wide[0][0] != share * down[1]):
+        raise ValueError(f"FusedMLP.from_mlp: the layers are {given}; their sizes do not fit together")
+
+
+def _check_computes(made: FusedMLP, module: nn.Module) -> None:
+    """TypeError for an MLP that computes something else than these layers with this activation, on two random rows."""
+    parts = [_weight_and_bias(getattr(made, name)) for name in (*made._layout[0], made._layout[1])]
+    weights = [part[0] for part in parts if part is not None]
+    if len(weights) < len(parts) or any(not isinstance(one, Tensor) or one.device.type == "meta" for one in weights):
+        return
+    first = weights[0]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, first.shape[1], generator=generator).to(first.device, first.dtype)  # type: ignore[arg-type]
+    modes = [(one, one.training) for one in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            expected = module(x)
+            found = getattr(made, made._layout[1])(
+                made._activated([getattr(made, name)(x) for name in made._layout[0]])
+            )
+    finally:
+        for one, training in modes:
+            one.training = training
+    same = isinstance(expected, Tensor) and expected.shape == found.shape
+    if same and bool(found.isfinite().all()):  # weights that are still to be loaded may hold anything
+        limit = (1e-4 if x.dtype.itemsize > 2 else 3e-2) * found.abs().amax()
+        same = bool((expected - found).abs().le(limit).all())
+    if not same:
+        raise TypeError(
+            f"FusedMLP.from_mlp: a {type(module).__name__} computes something else than {made.activation} between "
+            f"{', '.join(made._layout[0])} and {made._layout[1]}; its result differs on two random rows"
+        )
+
+
 def _activation_of(module: nn.Module, gated: bool) -> str:
     inner = next((getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name)), None)
     found = activation_of(inner, gated)
@@ -244,10 +337,10 @@ def _activation_of(module: nn.Module, gated: bool) -> str:
 
 def _weight_and_bias(layer: Any) -> tuple[Tensor | Weight, Tensor | None] | None:
     """(weight (out, in), bias) of a layer that is a linear layer and nothing more; None for any other."""
-    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
+    if layer is None or _hooks(layer) or "forward" in layer.__dict__:
         return None
     kind = type(layer)
-    if kind is nn.Linear or (kind is FusedLinear and layer.activation is None):
+    if kind is nn.Linear or (kind is FusedLinear and layer.activation is None and not layer.fuse_wgrad_accumulation):
         return (layer.weight, layer.bias) if type(layer.weight) in (nn.Parameter, Tensor) else None
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return layer.weight.t(), layer.bias  # stored (in, out)

@@ -329,7 +329,10 @@ def test_visible_pairs_are_counted() -> None:
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"softcap": -1.0}, "softcap is -1.0"),
-        ({"mask": documents(torch.zeros(20, dtype=torch.int32, device="meta"))}, "a table of .* is on meta but q is on cpu"),
+        (
+            {"mask": documents(torch.zeros(20, dtype=torch.int32, device="meta"))},
+            "a table of .* is on meta but q is on cpu",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_inputs(change: dict[str, Any], message: str) -> None:

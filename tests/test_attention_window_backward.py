@@ -99,7 +99,8 @@ def test_what_it_serves() -> None:
     narrow = causal() & window(128)
     assert served(q, k, k, _params(narrow)) == 128
     assert served(q, k, k, _params(window(129, 0))) == 129
-    for mask in (None, causal(), window(128), causal() & window(130), narrow & documents(torch.zeros(256, dtype=torch.int32)),
+    ids = torch.zeros(256, dtype=torch.int32)
+    for mask in (None, causal(), window(128), causal() & window(130), narrow & documents(ids),
                  (window(128) | sink_tokens(1)) & causal(), ~narrow):  # fmt: skip
         assert served(q, k, k, _params(mask)) == 0
     assert served(q[:, :255], k, k, _params(narrow)) == 0

@@ -124,3 +124,110 @@ def test_what_is_no_mlp() -> None:
         fk.FusedMLP.from_mlp(odd)
     with pytest.raises(ValueError, match="activation is 'swish'"):
         fk.FusedMLP(4, 8, activation="swish")
+
+
+def test_a_linear_layer_that_is_more_is_refused() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    hooked, patched = nn.Linear(4, 4), nn.Linear(4, 4)
+    hooked.register_full_backward_hook(lambda module, given, taken: None)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    coded = nn.Linear(4, 4)
+    coded.weight = nn.Parameter(coded.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    for layer, message in (
+        (Doubled(4, 4), "a Doubled with a forward of its own"),
+        (torch.nn.utils.weight_norm(nn.Linear(4, 4)), "with hooks"),
+        (hooked, "with hooks"),
+        (patched, "a forward of its own"),
+        (fk.FusedLinear(4, 4, activation="silu"), "with an activation"),
+        (nn.LazyLinear(4), "UninitializedParameter|hooks"),
+        (coded, "Parameter in torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            fk.FusedLinear.from_linear(layer)
+    with pytest.raises(ValueError, match="FusedLinear: activation is 'swish'"):
+        fk.FusedLinear.from_linear(nn.Linear(4, 4), activation="swish")
+    with pytest.raises(ValueError, match="5 outputs do not divide"):
+        fk.FusedLinear(4, 5, activation="swiglu")
+    with pytest.raises(ValueError, match="packed is 'quarters'"):
+        fk.FusedLinear(4, 4, activation="swiglu", packed="quarters")
+
+
+class _Gated(nn.Module):
+    """An MLP with a part of its own in its forward."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 12), nn.Linear(8, 10 if wrong == "sizes" else 12)
+        self.down_proj = nn.Linear(14 if wrong == "down" else 12, 8)
+        self.act_fn, self.wrong = nn.SiLU(), wrong
+        if wrong == "norm":
+            self.norm = nn.LayerNorm(12)
+        if wrong == "factor":
+            self.factor = nn.Parameter(torch.ones(1))
+        if wrong == "dtype":
+            self.down_proj.half()
+        if wrong == "hooks":
+            self.act_fn.register_forward_hook(lambda module, given, y: 2 * y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act_fn(self.gate_proj(x))
+        if self.wrong == "sparse":  # as Gemma 3n's
+            gate = torch.relu(gate - gate.mean(-1, keepdim=True))
+        return self.down_proj(gate * self.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("sizes", "their sizes do not fit"), ("down", "their sizes do not fit"), ("norm", "also has norm"),
+        ("factor", "also has factor"), ("dtype", "of one float dtype on one device"), ("hooks", "hooks .act_fn."),
+        ("sparse", "computes something else than swiglu"),
+    ],
+)  # fmt: skip
+def test_an_mlp_that_is_another_is_refused(wrong: str, message: str) -> None:
+    fk.FusedMLP.from_mlp(_Gated())
+    with pytest.raises((TypeError, ValueError), match=message):
+        fk.FusedMLP.from_mlp(_Gated(wrong))
+
+
+def test_the_activation_given_fits_the_layers() -> None:
+    with pytest.raises(ValueError, match="activation is 'gelu'; with gate_proj and up_proj it must be one of swiglu"):
+        fk.FusedMLP.from_mlp(_Gated(), activation="gelu")
+    with pytest.raises(TypeError, match="computes something else than geglu"):
+        fk.FusedMLP.from_mlp(_Gated(), activation="geglu")
+    with pytest.raises(ValueError, match="with c_fc it must be one of gelu"):
+        fk.FusedMLP.from_mlp(_mlps()["gpt2"], activation="swiglu")
+    layer: Any = _Gated()
+    del layer.act_fn
+    layer.act_fn = torch.nn.functional.silu  # a function says nothing of itself
+    with pytest.raises(TypeError, match="name the one it stands for"):
+        fk.FusedMLP.from_mlp(layer)
+    _same(fk.FusedMLP.from_mlp(layer, activation="swiglu"), layer, torch.randn(3, 8))
+
+
+def test_the_check_leaves_the_module_as_it_was() -> None:
+    layer = _mlps()["gpt2"].train()
+    layer.dropout.eval()  # type: ignore[union-attr,operator]
+    state = torch.get_rng_state()
+    ours = fk.FusedMLP.from_mlp(layer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert layer.training
+    assert not layer.dropout.training  # type: ignore[union-attr]
+    assert ours.dropout is layer.dropout
+    half = _mlps()["llama"].bfloat16()
+    fk.FusedMLP.from_mlp(half)
+    fk.FusedMLP.from_mlp(_mlps()["qwen3"].to("meta"))
+    unset = _Gated()
+    torch.nn.init.constant_(unset.up_proj.weight, torch.nan)  # to be loaded later
+    fk.FusedMLP.from_mlp(unset)
+
+
+def test_hooks_of_gradients_are_called() -> None:
+    ours: Any = fk.FusedMLP.from_mlp(_mlps()["llama"])
+    seen: list[int] = []
+    ours.up_proj.register_full_backward_hook(lambda module, given, taken: seen.append(1))
+    ours(torch.randn(3, 32, requires_grad=True)).sum().backward()
+    assert seen == [1]

@@ -12,6 +12,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
 from running_server import NAME, Running, comes, other, serve  # noqa: E402
+from scripted_model import scripted  # noqa: E402
 from served_model import (  # noqa: E402, F401
     GREEDY,
     USER,
@@ -108,6 +109,34 @@ def test_a_stream_as_it_looks_on_the_wire(running: Running) -> None:
     assert lines[-2:] == ["data: [DONE]", ""]
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-2])
     assert text.isascii()
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_events_with_text_alone_are_as_the_others(base: LLM, path: str, usage: bool) -> None:
+    """They are written from a template: names with quotes in them, characters that end lines for some readers."""
+    text = 'sea "\\ \u2028\u2029 \N{WATER WAVE}\n\x00'
+    name = 'a "name" of text'
+    llm = scripted(base, text)
+    with serve(llm, served_model_name=name) as running:
+        said = {"messages": USER} if path.startswith("chat") else {"prompt": "the sea"}
+        options = {"stream_options": {"include_usage": True}} if usage else {}
+        body = {"model": name, **said, "max_tokens": 60, "stream": True, **options}
+        status, wire, _ = running.call("POST", f"/v1/{path}", body)
+        whole = running.call("POST", f"/v1/{path}", {"model": name, **said, "max_tokens": 60})[1]["choices"][0]
+    assert (status, wire.isascii()) == (200, True)
+    events = [json.loads(line.removeprefix("data: ")) for line in wire.split("\n\n")[:-2]]
+    ends = [event for event in events if event["choices"]]
+    assert len(events) - len(ends) == usage
+    assert {tuple(event) for event in ends} == {("id", "object", "created", "model", "choices", *["usage"] * usage)}
+    assert {(event["id"], event["model"]) for event in events} == {(events[0]["id"], name)}
+    assert all(event["usage"] is None for event in ends if usage)
+    choices = [event["choices"][0] for event in ends]
+    assert {tuple(choice) for choice in choices} == {tuple(choices[-1])}, "the same fields in all"
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    pieces = [choice["delta"].get("content", "") if said.get("messages") else choice["text"] for choice in choices]
+    assert sum(map(bool, pieces)) > 5
+    assert "".join(pieces) == (whole["message"]["content"] if said.get("messages") else whole["text"]) == text
 
 
 def test_texts_end_at_stop_strings(client: Any, base: LLM) -> None:

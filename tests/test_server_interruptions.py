@@ -20,10 +20,10 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
 from running_server import NAME, comes, other, serve, slow  # noqa: E402
-from served_model import GREEDY, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
+from served_model import GREEDY, USER, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
 
 from flashkernel.engine import LLM  # noqa: E402
-from flashkernel.engine.server import ServerArgs  # noqa: E402
+from flashkernel.engine.server import ServerArgs, formatters, protocol  # noqa: E402
 from flashkernel.engine.server.api_server import ApiServer  # noqa: E402
 
 
@@ -53,37 +53,92 @@ def test_a_client_that_leaves_frees_its_pages(base: LLM) -> None:
         assert text == _expected(base, "the sea", 3).outputs[0].text
 
 
-def test_a_client_that_does_not_read(base: LLM) -> None:
-    llm = other(base)
-    api = ApiServer(llm, ServerArgs(served_model_name=NAME, client_timeout=1.0))
-    app = api.application()
-    sent: list[Any] = []
+async def _call(api: ApiServer, path: str, body: dict[str, Any], send: Any) -> None:
+    """A call of the application without a network; the client stays until the response has ended."""
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
 
     async def receive() -> Any:
-        if not sent:
-            sent.append(None)
-            return {"type": "http.request", "body": json.dumps({**_long(), "stream": True}).encode()}
+        for message in messages:
+            return message
         await asyncio.Event().wait()
 
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    await asyncio.wait_for(api.application()(scope, receive, send), 20)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read(base: LLM, stream: bool) -> None:
+    llm = other(base)
+    api = ApiServer(llm, ServerArgs(served_model_name=NAME, client_timeout=1.0))
+    sent: list[str] = []
+
     async def send(message: Any) -> None:
-        sent.append(message)
+        sent.append(message["type"])
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-
     async def call() -> None:
         api.engine.start()
-        await asyncio.wait_for(app(scope, receive, send), 20)
+        await _call(api, "/v1/completions", {**_long(), "stream": stream}, send)
         await api.engine.stop()
 
     asyncio.run(call())
-    assert [message["type"] for message in sent[1:]] == ["http.response.start", "http.response.body"]
+    assert sent == ["http.response.start", "http.response.body"]
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
+    assert not api.engine._collectors, "it takes no place from others"
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "said"),
+    [
+        ("/v1/completions", "max_tokens", {"prompt": "the sea"}),
+        ("/v1/chat/completions", "max_tokens", {"messages": USER}),
+        ("/v1/responses", "max_output_tokens", {"input": "the sea"}),
+    ],
+)
+def test_a_streamed_token_costs_little(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, path: str, limit: str, said: dict[str, Any]
+) -> None:
+    """Timers, parsers and templates are made once for a stream, whatever its length."""
+    counts: dict[str, int] = {}
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counting(*given: Any, **named: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return original(*given, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(asyncio.BaseEventLoop, "call_at")
+    count(protocol.ChatRequest, "parser")
+    count(formatters.ResponseFormatter, "_object")
+    api = ApiServer(other(base), ServerArgs(served_model_name=NAME))
+
+    async def send(message: Any) -> None:
+        assert message["type"] != "http.response.start" or message["status"] == 200
+        sent.append(message)
+
+    async def calls() -> None:
+        nonlocal sent
+        api.engine.start()
+        for tokens in (8, 120):
+            counts.clear()
+            sent = []
+            body = {"model": NAME, **said, limit: tokens, "ignore_eos": True, "stream": True}
+            await _call(api, path, body, send)
+            found.append((len(sent), dict(counts)))
+        await api.engine.stop()
+
+    sent: list[Any] = []
+    found: list[tuple[int, dict[str, int]]] = []
+    asyncio.run(calls())
+    (few, first), (many, second) = found
+    assert many > few, "more is said"
+    assert first == second
 
 
 def test_requests_that_take_too_long(base: LLM) -> None:

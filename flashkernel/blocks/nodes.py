@@ -240,7 +240,7 @@ class Table:
                 f"a Table is made of a tensor of one dim or more, of bool, uint8, int8 to int64 or float16 to float64, "
                 f"not of {given}; convert it with .to(dtype), and write a single number as it is"
             )
-        self.tensor = tensor
+        self.tensor = tensor.resolve_neg()
 
     def __getitem__(self, indices: Any) -> Gather:
         given = indices if isinstance(indices, tuple) else (indices,)

@@ -126,12 +126,17 @@ def type_checked(function: _Function) -> _Function:
 
 
 def _unusual(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested)
+    return isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_neg())
 
 
 def _taken(expected: Expected, function: str, name: str, value: Any) -> Any:
     value = expected.take(function, name, value)
     if _unusual(value):
+        if value.layout is torch.strided and value.is_neg():
+            raise TypeError(
+                f"{function}: {name} is a view with its sign reversed (as .conj().imag is), whose memory has other "
+                "values; it must be a plain tensor: its .resolve_neg() is"
+            )
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         advice = "pad it" if value.is_nested else "its .to_dense() is"
         raise TypeError(f"{function}: {name} is a tensor in layout {kind}; it must be a dense one: {advice}")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 INFINITY = float("inf")
 Number = TypeVar("Number", int, float)
@@ -92,12 +93,24 @@ def is_float(x: Tensor) -> bool:
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a call with these tensors."""
+    """Whether autograd records a call with these tensors, or carries their forward-mode derivatives along."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
                 return True
-    return False
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(x is not None and has_tangent(x) for x in tensors)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether a tensor has a forward-mode derivative, or a tensor that it wraps inside functorch's transforms."""
+    while True:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            return True
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
 
 
 def check_written(

@@ -17,12 +17,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flashkernel.core.argument_groups import ArgumentGroups
+from flashkernel.core.arguments import has_tangent
 from flashkernel.core.launch import is_observed, tuple_like
 from flashkernel.core.replay import LaunchCache, notify_applied
-from flashkernel.core.tracing import compiled_graph
+from flashkernel.core.tracing import assume_constant_result, compiled_graph
 
 NAMESPACE = "flashkernel"
 _PLAIN = (Tensor, torch.nn.Parameter)
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+_in_functorch = torch._C._are_functorch_transforms_active
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
@@ -36,6 +39,45 @@ def traced(tensor: Tensor) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def _on_plain_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on tensors whose memory has their values.
+
+    That of a view such as .conj().imag has the other sign; public functions refuse such views, but gradients may be
+    some. What functorch saved in a transform that has ended is a wrapper. torch.library resolves both for a registered
+    operator.
+    """
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(one) for one in value]
+        return _unwrap_if_dead(value).resolve_neg() if isinstance(value, Tensor) else value
+
+    def on_plain(*args: Any) -> Any:
+        return function(*[resolved(value) for value in args])
+
+    return on_plain
+
+
+def _refuse_forward_mode(name: str) -> None:
+    raise NotImplementedError(
+        f"flashkernel::{name}: kernels have no forward-mode derivatives (torch.func.jvp, jacfwd and hessian, "
+        'torch.autograd.forward_ad); differentiate in reverse mode, or call the function with backend="reference"'
+    )
+
+
+def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+    for value in args:
+        for x in value if isinstance(value, list) else (value,):
+            if isinstance(x, Tensor) and has_tangent(x):
+                _refuse_forward_mode(name)
+
+
+@assume_constant_result
+def _traced_in_forward_mode() -> bool:
+    """Whether torch.compile traces a function inside torch.func.jvp, where it cannot ask a tensor for its tangent."""
+    return forward_ad._current_level >= 0
 
 
 def empty_gradients(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -84,7 +126,7 @@ class KernelOp:
         self.arguments = ArgumentGroups(forward)
         self.flatten = self.arguments.flatten if self.arguments.grouped else None
         flat = self.arguments.flat(forward)
-        self.forward = LaunchCache(flat, name, torch_alone=torch_alone)
+        self.forward = LaunchCache(_on_plain_tensors(flat), name, torch_alone=torch_alone)
         schema = torch.library.infer_schema(flat, mutates_args=mutates)
 
         def in_graph(*args):
@@ -93,11 +135,14 @@ class KernelOp:
 
         self.registered = torch.library.custom_op(f"{NAMESPACE}::{name}", in_graph, mutates_args=mutates, schema=schema)
         self.registered.register_fake(self.arguments.flat(fake))
+        if not mutates:
+            self.registered.register_vmap(_one_by_one(self.registered))
         self.function = None
         if gradient is not None:
             setup, pull_back = _flat_autograd(self.arguments, gradient)
             self.registered.register_autograd(pull_back, setup_context=setup)
             self.function = _autograd_function(name, self.forward, setup, pull_back)
+            self.functional = _functional(name, self.registered, setup, pull_back)
             # Function.apply without its check for functorch, which costs as much as the call: `traced` checks for it.
             self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
@@ -105,7 +150,7 @@ class KernelOp:
         if self.flatten is not None:
             args = self.flatten(*args)
         if traced(args[0]):
-            return self.registered(*args)
+            return self._transformed(args)
         if self.function is not None and torch.is_grad_enabled():
             for value in args:
                 if isinstance(value, Tensor) and value.requires_grad:
@@ -114,11 +159,54 @@ class KernelOp:
                     return outputs
         return self.forward(args, {})
 
+    def _transformed(self, args):
+        """A call that is not plain eager execution."""
+        if torch.compiler.is_compiling():
+            if _traced_in_forward_mode():
+                _refuse_forward_mode(self.name)
+            return self.registered(*args)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(self.name, args)
+        if self.function is not None and _in_functorch():
+            return self.functional.apply(*args)
+        return self.registered(*args)
+
     def may_overwrite(self, ctx, gradient: Tensor) -> bool:
         """Whether a backward pass may write to what was saved: it is not read later, in eager mode, unless the graph
         is kept. An operator of torch.library returns what it saves."""
         eager = getattr(ctx, "_forward_cls", None) is self.function
         return eager and not traced(gradient) and not _keeps_graph()
+
+
+def _one_by_one(operator: Callable[..., Any]):
+    """The rule by which torch.vmap runs an operator: once for each entry of the batch."""
+
+    def entry(value, dim, index):
+        if isinstance(value, (list, tuple)):
+            return [entry(one, of_one, index) for one, of_one in zip(value, dim)] if dim is not None else value
+        return value if dim is None else value.select(dim, index)
+
+    def rule(info, in_dims, *args):
+        found = [operator(*entry(args, in_dims, index)) for index in range(info.batch_size)]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        return tuple([torch.stack(one) for one in zip(*found)]), (0,) * len(found[0])
+
+    return rule
+
+
+def _functional(name, operator, setup_context, backward):
+    """An operator as an autograd.Function that torch.func.grad and vmap can transform."""
+
+    def run_backward(ctx, *gradients):
+        return tuple([None if isinstance(value, list) else value for value in backward(ctx, *gradients)])
+
+    body = {
+        "forward": staticmethod(lambda *args: operator(*args)), "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(once_differentiable(run_backward)), "generate_vmap_rule": True,
+        "jvp": staticmethod(lambda ctx, *tangents: _refuse_forward_mode(name)),
+    }  # fmt: skip
+    return type(f"{name}_functional", (torch.autograd.Function,), body)
 
 
 def _flat_autograd(arguments: ArgumentGroups, gradient: Gradient):

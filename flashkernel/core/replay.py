@@ -160,6 +160,8 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is _PARAMETER:
+            if value.is_neg():
+                return False
             tensors.append(value)
             # Contiguous tensors may differ in the strides of dims of size 1, which no kernel uses.
             strides = value.is_contiguous() or value.stride()

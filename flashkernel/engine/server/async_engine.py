@@ -39,7 +39,7 @@ class OutputCollector:
     def put(self, output: StepOutput) -> None:
         """Adds an output."""
         self._outputs.append(output)
-        if output.finished:
+        if output.request_output is not None:
             self.unfinished.discard(output.request_id)
         self._ready.set()
 
@@ -176,17 +176,22 @@ class AsyncEngine:
             self._stopping.set()
 
     def _deliver(self, outputs: list[StepOutput], now: float) -> None:
+        before: dict[float | None, int] = {}  # when their last token came -> tokens
         for output in outputs:
             collector = self._collectors.get(output.request_id)
             if collector is not None:
                 if output.token_id is not None:
-                    self.metrics.token(collector.last_token_time.get(output.request_id), now)
+                    last = collector.last_token_time.get(output.request_id)
+                    before[last] = before.get(last, 0) + 1
                     collector.last_token_time[output.request_id] = now
                 collector.put(output)
             if output.request_output is not None:
                 self.metrics.finished(output.request_output)
                 if output.request_output.error is not None:
                     log.error("request %s: %s", output.request_id, output.request_output.error)
+        for last, count in before.items():
+            if last is not None:
+                self.metrics.tokens(now - last, count)
 
     def _fail_all(self) -> None:
         for collector in set(self._collectors.values()):

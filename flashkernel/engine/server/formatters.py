@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,6 +16,14 @@ from flashkernel.engine.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity
 PromptLogprobs = Sequence[TokenLogprob | None]  # None for a token that nothing stands before
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of a token that is no whole character
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def server_sent_event(value: dict[str, Any]) -> str:
+    """One server-sent event, named if it has a type. In plain ASCII, for readers that take other characters for ends of
+    lines."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {_json(value)}\n\n"
 
 
 class ResponseFormatter:
@@ -27,6 +36,8 @@ class ResponseFormatter:
         self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
         self.choices_per_prompt = 1
         self.needs_prompts = False
+        self.chunks_have_usage = False  # a usage of null, in each chunk before the one that has it
+        self._text_events: dict[int, tuple[str, str]] = {}  # by choice: what stands before and after a chunk's text
         self._prompts: list[tuple[str, list[int]]] = []
 
     def take_prompts(self, prompts: Sequence[tuple[str, list[int]]]) -> None:
@@ -63,11 +74,28 @@ class ResponseFormatter:
         """The chunk before the text of a choice; None if there is none."""
         return None
 
-    def chunk(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> dict[str, Any]:
-        """A chunk of a stream."""
-        return self._object(self.chunk_object, [self.delta(index, text, logprobs, reason)])
+    def events(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None) -> str:
+        """The events of new text; "" while a parser holds it back."""
+        raise NotImplementedError
+
+    def event(self, chunk: dict[str, Any]) -> str:
+        """The event of a chunk."""
+        has_usage = self.chunks_have_usage and "choices" in chunk and "usage" not in chunk
+        return server_sent_event({**chunk, "usage": None} if has_usage else chunk)
+
+    def _text_event(self, index: int, text: str) -> str:
+        """The event of a chunk that has text alone. All but the text is the same each time and encoded once."""
+        if index not in self._text_events:
+            mark = f"text of {self.id}"  # which nothing else in the chunk is
+            chunk = self._object(self.chunk_object, [self._text_choice(index, mark)])
+            before, _, after = self.event(chunk).partition(_json(mark))
+            self._text_events[index] = before, after
+        before, after = self._text_events[index]
+        return f"{before}{_json(text)}{after}"
+
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """A choice of a chunk that has text alone."""
+        raise NotImplementedError
 
     ends_with_done = True  # a stream's last event is [DONE]
 
@@ -75,12 +103,6 @@ class ResponseFormatter:
         """The chunks before the text of a choice; `scores` are log probabilities of its prompt."""
         first = self.first_chunk(index)
         return [] if first is None else [first]
-
-    def chunks(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> list[dict[str, Any]]:
-        """The chunks of new text; none while a parser holds it back."""
-        return [self.chunk(index, text, logprobs, reason)]
 
     def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
         """The chunks at the end of a stream."""
@@ -94,12 +116,6 @@ class ResponseFormatter:
         self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
         """A choice of the whole response."""
-        raise NotImplementedError
-
-    def delta(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> dict[str, Any]:
-        """A choice of a chunk."""
         raise NotImplementedError
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,7 +168,13 @@ class CompletionFormatter(ResponseFormatter):
         found = None if logprobs is None else self._logprobs(index, [one.token_id for one in logprobs], logprobs)
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
-    delta = choice
+    def events(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None) -> str:
+        if logprobs is None and reason is None and self._request.generates:
+            return self._text_event(index, text)
+        return self.event(self._object(self.chunk_object, [self.choice(index, text, logprobs, reason)]))
+
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return self.choice(index, text, None, None)
 
     def _echo(self, index: int, scores: PromptLogprobs | None) -> dict[str, Any]:
         """The prompt as the beginning of a choice."""
@@ -228,24 +250,28 @@ class ChatFormatter(ResponseFormatter):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._object(self.chunk_object, [choice])
 
-    def chunks(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> list[dict[str, Any]]:
-        choice = self.delta(index, text, logprobs, reason)
-        held_back = not choice["delta"] and logprobs is None and reason is None
-        return [] if held_back else [self._object(self.chunk_object, [choice])]
+    def events(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None) -> str:
+        parsed = self._feed(index, text, reason)
+        if logprobs is None and reason is None and not parsed.reasoning and not parsed.tool_calls:
+            return self._text_event(index, parsed.content) if parsed.content else ""  # a parser may hold it back
+        choice = {
+            "index": index, "delta": self._delta(index, parsed), "logprobs": self._logprobs(logprobs),
+            "finish_reason": "tool_calls" if reason == "stop" and self._called.get(index) else reason,
+        }  # fmt: skip
+        return self.event(self._object(self.chunk_object, [choice]))
 
-    def delta(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> dict[str, Any]:
-        parser = self._parsers.setdefault(index, self._parser())
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+
+    def _feed(self, index: int, text: str, reason: str | None) -> Parsed:
+        """The parts of new text; the last text has a reason."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._parser()
         parsed = parser.feed(text)
         if reason is not None:
             parsed.add(parser.finish())
-        delta = self._delta(index, parsed)
-        if reason == "stop" and self._called.get(index):
-            reason = "tool_calls"
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": reason}
+        return parsed
 
     def _delta(self, index: int, parsed: Parsed) -> dict[str, Any]:
         delta: dict[str, Any] = {}

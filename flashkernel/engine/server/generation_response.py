@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import anyio
 from anyio import to_thread
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from flashkernel.engine.llm import LLM, Prompt
 from flashkernel.engine.llm_engine import PromptTooLong
@@ -19,11 +18,11 @@ from flashkernel.engine.outputs import RequestOutput, StepOutput
 from flashkernel.engine.server import errors
 from flashkernel.engine.server.async_engine import AsyncEngine, OutputCollector
 from flashkernel.engine.server.errors import ApiError, ClientDisconnected
-from flashkernel.engine.server.formatters import PromptLogprobs, ResponseFormatter
+from flashkernel.engine.server.formatters import PromptLogprobs, ResponseFormatter, server_sent_event
 from flashkernel.engine.server.protocol import GenerationRequest
 from flashkernel.engine.server.server_args import ServerArgs
 
-DONE = b"data: [DONE]\n\n"
+DONE = "data: [DONE]\n\n"
 
 
 class GenerationResponse:
@@ -37,6 +36,7 @@ class GenerationResponse:
         engine.check_count(request.num_choices)  # before so many ids are made
         self._params = request.sampling_params()
         formatter.choices_per_prompt = request.choices_per_prompt
+        formatter.chunks_have_usage = request.include_usage
         self._request_ids = [f"{formatter.id}-{index}" for index in range(request.num_choices)]
         self._finished: dict[int, RequestOutput] = {}  # by index of the choice
         self._started: set[int] = set()
@@ -45,10 +45,11 @@ class GenerationResponse:
         async with self._engine.generate(self._request_ids, self._add, self._args.timeout) as collector:
             watcher = asyncio.create_task(self._watch(receive, collector))
             try:
-                if self._request.streaming:
-                    await self._stream(collector, send)
-                else:
-                    await self._send_whole(collector, scope, receive, send)
+                with _given_up_after(self._args.client_timeout, send) as limited:
+                    if self._request.streaming:
+                        await self._stream(collector, limited)
+                    else:
+                        await self._send_whole(collector, scope, receive, limited)
             finally:
                 watcher.cancel()
 
@@ -121,28 +122,20 @@ class GenerationResponse:
                     await self._send_chunks(collector, outputs, send)
                 end = self._end()
             except ApiError as error:
-                end = _event(error.body())
-            await self._send(send, end, more=False)
+                end = server_sent_event(error.body()).encode()
+            await send({"type": "http.response.body", "body": end, "more_body": False})
         except ClientDisconnected:
             pass
 
     async def _send_chunks(self, collector: OutputCollector, outputs: list[StepOutput], send: Send) -> None:
-        body = b"".join(map(_event, self._chunks(collector, outputs)))
+        body = "".join(self._events(collector, outputs))
         if body:
-            await self._send(send, body)
-
-    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
-        """Sends a part of the body; ClientDisconnected if the client does not read."""
-        try:
-            with anyio.fail_after(self._args.client_timeout):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise ClientDisconnected from None
+            await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
 
     def _end(self) -> bytes:
         outputs = [self._finished[index] for index in sorted(self._finished)]
-        events = map(_event, self._formatter.last_chunks(outputs, self._request.include_usage))
-        return b"".join(events) + (DONE if self._formatter.ends_with_done else b"")
+        events = map(self._formatter.event, self._formatter.last_chunks(outputs, self._request.include_usage))
+        return "".join([*events, DONE if self._formatter.ends_with_done else ""]).encode()
 
     def _keep_finished(self, collector: OutputCollector, outputs: list[StepOutput]) -> None:
         """Keeps finished requests; ApiError if one failed or was aborted."""
@@ -156,25 +149,30 @@ class GenerationResponse:
                 raise errors.shutting_down()
             self._finished[collector.indices[output.request_id]] = finished
 
-    def _chunks(self, collector: OutputCollector, outputs: list[StepOutput]) -> Iterator[dict[str, Any]]:
-        """One chunk for each choice that has new text; if the client is slow, a chunk has several tokens."""
+    def _events(self, collector: OutputCollector, outputs: list[StepOutput]) -> Iterator[str]:
+        """The events of each choice that has new text; if the client is slow, an event has several tokens."""
+        if len(outputs) == 1:
+            yield self._event(collector.indices[outputs[0].request_id], outputs)
+            return
         by_choice: dict[int, list[StepOutput]] = {}
         for output in outputs:
             by_choice.setdefault(collector.indices[output.request_id], []).append(output)
         for index, new in by_choice.items():
-            if index not in self._started:
-                self._started.add(index)
-                yield from map(self._with_usage, self._formatter.first_chunks(index, _prompt_logprobs(new[0])))
-            text = "".join(output.text for output in new)
-            logprobs = [output.logprob for output in new if output.logprob is not None]
-            finished = (output.request_output for output in new if output.request_output is not None)
-            reason = next((output.outputs[0].finish_reason for output in finished), None)
-            if text or logprobs or reason is not None:
-                yield from map(self._with_usage, self._formatter.chunks(index, text, logprobs or None, reason))
+            yield self._event(index, new)
 
-    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """With `include_usage` every chunk but the last has a usage of null."""
-        return {**chunk, "usage": None} if self._request.include_usage and "choices" in chunk else chunk
+    def _event(self, index: int, new: list[StepOutput]) -> str:
+        """The events of new outputs of one choice; "" if there is nothing to say."""
+        first = ""
+        if index not in self._started:
+            self._started.add(index)
+            first = "".join(map(self._formatter.event, self._formatter.first_chunks(index, _prompt_logprobs(new[0]))))
+        text = "".join([output.text for output in new])
+        logprobs = [output.logprob for output in new if output.logprob is not None]
+        done = new[-1].request_output
+        reason = None if done is None else done.outputs[0].finish_reason
+        if text or logprobs or reason is not None:
+            return first + self._formatter.events(index, text, logprobs or None, reason)
+        return first
 
 
 def _prompt_logprobs(first: StepOutput) -> PromptLogprobs | None:
@@ -182,8 +180,33 @@ def _prompt_logprobs(first: StepOutput) -> PromptLogprobs | None:
     return first.prompt_logprobs if first.request_output is None else first.request_output.prompt_logprobs
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    """One server-sent event, named if it has a type. In plain ASCII, for readers that take other characters for ends of
-    lines."""
-    name = b"event: " + value["type"].encode() + b"\n" if "type" in value else b""
-    return name + b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+@contextmanager
+def _given_up_after(seconds: float, send: Send) -> Iterator[Send]:
+    """`send` for use inside, where a message that the client does not read within `seconds` ends the block.
+
+    One timer looks after all messages: a timeout for each costs more than sending it.
+    """
+    loop = asyncio.get_running_loop()
+    began: float | None = None  # when the message that is being sent was given
+    timer: asyncio.TimerHandle
+
+    async def sending(message: Message) -> None:
+        nonlocal began
+        began = loop.time()
+        await send(message)
+        began = None
+
+    def look() -> None:
+        nonlocal timer
+        left = seconds if began is None else began + seconds - loop.time()
+        if left > 0:
+            timer = loop.call_later(left, look)
+        else:
+            scope.cancel()
+
+    timer = loop.call_later(seconds, look)
+    try:
+        with anyio.CancelScope() as scope:
+            yield sending
+    finally:
+        timer.cancel()

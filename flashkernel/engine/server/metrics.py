@@ -5,10 +5,12 @@ Names and meanings are vLLM's, with the prefix `flashkernel_`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from flashkernel.engine.llm_engine import LLMEngine
@@ -48,6 +50,25 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(f"flashkernel_{name}", about, value)
 
 
+class TokenLatencies(Collector):
+    """A histogram that takes equal observations together, as those of one step are. For one thread."""
+
+    def __init__(self, name: str, about: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._about, self._bounds = name, about, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        """Observes `count` tokens that took so long."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        yield HistogramMetricFamily(
+            self._name, self._about, buckets=list(zip(names, accumulate(self._counts))), sum_value=self._sum
+        )
+
+
 class Metrics:
     """The metrics of one server."""
 
@@ -59,9 +80,10 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._requests.labels(reason)  # reported as zero from the start
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_S)
-        self._next = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a streamed request", NEXT_TOKEN_S
+        self._next = TokenLatencies(
+            "flashkernel_inter_token_latency_seconds", "Between two tokens of a streamed request", NEXT_TOKEN_S
         )
+        self.registry.register(self._next)
         self._mean = self._histogram(
             "request_time_per_output_token_seconds", "Mean time of a request's tokens after its first", NEXT_TOKEN_S
         )
@@ -81,10 +103,9 @@ class Metrics:
         """Counts an HTTP response."""
         self._responses.labels(path, str(status)).inc()
 
-    def token(self, before: float | None, now: float) -> None:
-        """Observes a token of a streamed request; `before` is the time of the one before it."""
-        if before is not None:
-            self._next.observe(now - before)
+    def tokens(self, latency: float, count: int) -> None:
+        """Observes tokens of streamed requests that came `latency` seconds after the ones before them."""
+        self._next.observe(latency, count)
 
     def finished(self, output: RequestOutput) -> None:
         """Observes a finished request."""

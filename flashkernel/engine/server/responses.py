@@ -193,14 +193,8 @@ class ResponsesFormatter(ChatFormatter):
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response(None, ())) for kind in kinds]
 
-    def chunks(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None
-    ) -> list[dict[str, Any]]:
-        parser = self._parsers.setdefault(index, self._parser())
-        new = parser.feed(text)
-        if reason is not None:
-            new.add(parser.finish())
-        return self._add(new)
+    def events(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None) -> str:
+        return "".join(map(self.event, self._add(self._feed(index, text, reason))))
 
     def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
         events = self._end()
