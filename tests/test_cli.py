@@ -266,6 +266,26 @@ class TestStep:
         assert "pip install 'flashkernel[hf]'" in text
         assert "Traceback" not in text
 
+    def test_nothing_timed_is_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "gpt-oss-20b", Model(64, 64, 4, 2, 16, 2, 64))
+        arguments = ("--tokens", "24", "--layers", "2", "--experts", "2", "--steps", "1", "--impl", "none-such")
+        assert "step: nothing was timed" in run("step", *arguments, code=1).stderr
+
+    def test_a_folder_that_cannot_be_made_ends_before_the_steps(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("transformers")
+        from flashkernel.lab import training
+
+        def steps(*given: Any, **options: Any) -> Any:
+            raise AssertionError("a step was taken")
+
+        monkeypatch.setattr(training, "measure", steps)
+        (tmp_path / "file").write_text("")
+        for folder in ("file", "file/results"):
+            assert "file" in run("step", "--tokens", "24", "--save", str(tmp_path / folder), code=2).stderr
+
     def test_unknown_model(self) -> None:
         assert "gpt-oss, llama-3.2-1b" in run("step", "--model", "none-such", code=2).output
 
