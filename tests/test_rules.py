@@ -208,6 +208,15 @@ def _shapes(op: Op, case: Case) -> list[tuple[int, ...]]:
     return [spec.shape(case.axes) for spec in given]
 
 
+def test_a_backward_pass_reads_its_saved_tensors_once() -> None:
+    """Activation checkpointing computes them when they are read, and refuses a second time."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                read = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "saved_tensors"]
+                assert len(read) <= 1, f"{path.name}: {node.name} reads ctx.saved_tensors {len(read)} times"
+
+
 def test_public_names_have_docstrings() -> None:
     for name in flashkernel.__all__:
         value = getattr(flashkernel, name)
