@@ -1,9 +1,10 @@
 """Training steps (forward and backward) of a Transformers model, timed for each implementation.
 
 The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, or Llama-3.2-1B.
-Implementations differ in attention; `hf_patch` also replaces norms, MLP or experts, RoPE and loss. Weights are random. The batch is one sequence, or several of different lengths packed into one, with the `position_ids`,
-`cu_seq_lens` and labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must
-agree; a step with another loss is marked wrong and its time is not compared.
+Implementations differ in attention; `hf_patch` also replaces norms, MLP or experts, RoPE and loss. Weights are random.
+The batch is one sequence, or several of different lengths packed into one, with the `position_ids`, `cu_seq_lens` and
+labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must agree; a step with
+another loss is marked wrong and its time is not compared.
 """
 
 from __future__ import annotations
