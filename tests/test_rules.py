@@ -7,14 +7,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flashkernel
 from flashkernel.core import dispatch
-from flashkernel.core.op import LAYOUTS, Case, Op, resolve
+from flashkernel.core.op import LAYOUTS, Call, Case, Op, UnknownFactError, resolve
 from flashkernel.ops import registry
 
 ROOT = Path(flashkernel.__file__).parent
@@ -157,6 +159,24 @@ def test_a_backend_may_be_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(lambda x: flashkernel.rms_norm(x, backend="triton"), backend="eager", fullgraph=True)(x)
 
 
+@pytest.mark.parametrize("question", ["supports", "deprioritized"])
+def test_a_fact_that_no_call_has_is_an_error_that_names_it(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelled name in a backend's `supports` was a KeyError, with neither operator nor backend."""
+
+    def asks(call: Call) -> str | None:
+        return None if call.facts["widht"] else "too wide"
+
+    op = registry()["rms_norm"]
+    answers: dict[str, Any] = {"supports": lambda call: None, question: asks}
+    first = replace(op.backends[0], auto_devices=("cpu", "cuda"), **answers)
+    monkeypatch.setattr("flashkernel.ops.norm.spec.RMS_NORM", replace(op, backends=(first, *op.backends[1:])))
+    monkeypatch.setitem(Op.declared, "rms_norm", op)
+    wrong = r"rms_norm: backend 'triton' asks for the fact 'widht', .* gives to choose\(\): .*width"
+    for call in (flashkernel.rms_norm, lambda x: flashkernel.explain(flashkernel.rms_norm, x)):
+        with pytest.raises(UnknownFactError, match=wrong):
+            call(torch.randn(2, 8))
+
+
 @by_name
 def test_a_declaration_is_whole(op: Op) -> None:
     assert op.summary
@@ -201,6 +221,15 @@ def test_cases_cover_what_every_operator_owes(op: Op) -> None:
 def _shapes(op: Op, case: Case) -> list[tuple[int, ...]]:
     given = [spec for name, spec in op.inputs.items() if not spec.optional or name in case.present]
     return [spec.shape(case.axes) for spec in given]
+
+
+def test_a_backward_pass_reads_its_saved_tensors_once() -> None:
+    """Activation checkpointing computes them when they are read, and refuses a second time."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                read = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "saved_tensors"]
+                assert len(read) <= 1, f"{path.name}: {node.name} reads ctx.saved_tensors {len(read)} times"
 
 
 def test_public_names_have_docstrings() -> None:

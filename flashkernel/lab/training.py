@@ -1,10 +1,10 @@
 """Training steps (forward and backward) of a Transformers model, timed for each implementation.
 
-The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, where
-implementations differ in attention; or Llama-3.2-1B, where `hf_patch` also replaces norms, MLP, RoPE and loss. Weights
-are random. The batch is one sequence, or several of different lengths packed into one, with the `position_ids`,
-`cu_seq_lens` and labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must
-agree; a step with another loss is marked wrong and its time is not compared.
+The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, or Llama-3.2-1B.
+Implementations differ in attention; `hf_patch` also replaces norms, MLP or experts, RoPE and loss. Weights are random.
+The batch is one sequence, or several of different lengths packed into one, with the `position_ids`, `cu_seq_lens` and
+labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must agree; a step with
+another loss is marked wrong and its time is not compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OP = "training_step"
 ATTENTION, PATCH = "fkernel", "hf_patch"
 OURS = (ATTENTION, PATCH)
 IMPLEMENTATIONS = {  # Transformers refuses sdpa for gpt-oss
-    "gpt-oss": (ATTENTION, "flex_attention", "eager"),
+    "gpt-oss": (PATCH, ATTENTION, "flex_attention", "eager"),
     "llama-3.2-1b": (PATCH, "sdpa"),
 }
 PEER = "flash_attention_4"  # Transformers' own name; measured where its package is installed
@@ -153,7 +153,7 @@ def measure(
             "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name in OURS else "baseline",
         }  # fmt: skip
         try:
-            seconds, peak, loss = _run(name, config, batch, device, steps, on_step)
+            seconds, peak, loss = _run(name, model, config, batch, device, steps, on_step)
         except (torch.OutOfMemoryError, ImportError, ValueError, RuntimeError) as error:
             yield Record(**common, correct=False, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
@@ -172,8 +172,9 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def _run(
-    implementation: str, config: Any, batch: dict[str, Any], device: torch.device, steps: int, on_step: OnStep
-) -> tuple[list[float], int | None, float]:
+    implementation: str, model_name: str, config: Any, batch: dict[str, Any], device: torch.device, steps: int,
+    on_step: OnStep,
+) -> tuple[list[float], int | None, float]:  # fmt: skip
     """Returns (seconds of each step after the warm-up, peak memory in bytes, the first loss)."""
     from transformers import AutoModelForCausalLM
 
@@ -184,7 +185,7 @@ def _run(
     tokens = batch["input_ids"].numel()
     on_step(f"{implementation}, {tokens} tokens: building the model", 0)
     torch.manual_seed(0)
-    attention = "sdpa" if implementation == PATCH else implementation
+    attention = IMPLEMENTATIONS[model_name][-1] if implementation == PATCH else implementation
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype_of(device))
     if implementation == PATCH:
