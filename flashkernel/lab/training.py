@@ -84,12 +84,12 @@ def packed_lengths(tokens: int, sequences: int) -> list[int]:
 
 def make_batch(vocab: int, tokens: int, sequences: int, device: torch.device) -> dict[str, Any]:
     """The arguments of a step: tokens and labels, and of packed sequences where each begins."""
-    batch = torch.randint(0, vocab, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    batch = torch.randint(0, vocab, (1, tokens), generator=torch.Generator().manual_seed(1), device="cpu").to(device)
     if sequences == 1:
         return {"input_ids": batch, "labels": batch}
     lengths = packed_lengths(tokens, sequences)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None].to(device)
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
     return {
         "input_ids": batch, "labels": batch.masked_fill(positions == 0, -100), "position_ids": positions,
         "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths),
