@@ -4,7 +4,7 @@ Without one, a small gpt-oss (grouped heads, windows, learned sinks, experts) is
 attention. Both runs start from the same weights and see the same batches: this project's own documents, byte by byte.
 The two loss curves must lie on each other; time and memory must not.
 
-    python examples/finetune_gpt_oss.py openai/gpt-oss-20b      # a downloaded folder, on a GPU with 24 GB or more
+    python examples/finetune_gpt_oss.py openai/gpt-oss-20b      # downloaded, or a folder; a GPU with 24 GB or more
     python examples/finetune_gpt_oss.py                         # on a GPU: 4 layers, 300 steps of 2048 tokens
     python examples/finetune_gpt_oss.py --tiny                  # on a CPU: 2 layers, 30 steps of 128 tokens
 """
@@ -23,6 +23,7 @@ from rich.table import Table
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import flashkernel.hf  # registers "fkernel"
+from flashkernel.engine import ModelError
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("eager", "fkernel")
@@ -105,24 +106,36 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def positive(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, help="gpt-oss as it was released: LoRA on packed sequences")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("folder", nargs="?", help="gpt-oss as it was released: LoRA on packed sequences")
+    parser.add_argument("--rank", type=positive, default=16, help="of the adapters")
     parser.add_argument("--tiny", action="store_true", help="a model and a text length for a CPU")
-    parser.add_argument("--steps", type=int, help="training steps; 300, or 30 with --tiny")
-    parser.add_argument("--length", type=int, help="tokens a step; 2048, or 128 with --tiny")
+    parser.add_argument("--steps", type=positive, help="training steps; 300, or 30 with --tiny")
+    parser.add_argument("--length", type=positive, help="tokens a step; 2048, or 128 with --tiny")
     parser.add_argument("--out", type=Path, default=Path("gpt_oss_loss.png"), help="where the plot goes")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if chosen.folder is not None:
         import lora_gpt_oss
 
-        run = lora_gpt_oss.train(chosen.folder, chosen.rank, chosen.steps or 50, chosen.length or 4096, device)
+        try:
+            run = lora_gpt_oss.train(chosen.folder, chosen.rank, chosen.steps or 50, chosen.length or 4096, device)
+        except (FileNotFoundError, ModelError) as error:
+            parser.error(str(error))
         Console().print(lora_gpt_oss.report(run))
         return {"lora": run}
     tiny = chosen.tiny or device.type == "cpu"
     steps, length = chosen.steps or (30 if tiny else 300), chosen.length or (128 if tiny else 2048)
+    if length >= len(corpus()):
+        parser.error(f"--length: the text has {len(corpus())} tokens")
     flashkernel.hf.register()
     runs = {name: train(name, tiny, steps, length, device) for name in IMPLEMENTATIONS}
     console = Console()

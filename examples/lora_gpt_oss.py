@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import flashkernel.hf
+from flashkernel.engine import hub
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -73,10 +74,10 @@ def add_adapters(model: Any, rank: int) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.requires_grad]
 
 
-def documents(folder: Path) -> list[list[int]]:
-    """The project's documents as token ids, by the folder's tokenizer; as bytes without one."""
+def documents(folder: str | Path) -> list[list[int]]:
+    """The project's documents as token ids, by the model's tokenizer; as bytes without one."""
     texts = [path.read_text() for path in sorted(ROOT.rglob("*.md")) if ".venv" not in path.parts]
-    file = folder / "tokenizer.json"
+    file = (hub.resolve(folder) if hub.is_repository(folder) else Path(folder)) / "tokenizer.json"
     if not file.is_file():
         return [list(text.encode()) for text in texts]
     from tokenizers import Tokenizer
@@ -106,7 +107,7 @@ def packed(texts: list[list[int]], length: int, generator: torch.Generator, devi
     }  # fmt: skip
 
 
-def train(folder: Path, rank: int, steps: int, length: int, device: torch.device) -> Run:
+def train(folder: str | Path, rank: int, steps: int, length: int, device: torch.device) -> Run:
     """Trains the adapters; the model's own weights do not change."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel.blocks.epilogue import Gate
 from flashkernel.compat.flash_attn import flash_attn_func
-from flashkernel.core.check import named
+from flashkernel.core.check import execute, named, wanted_gradients
 from flashkernel.core.op import Op
 from flashkernel.ops import registry
 
@@ -204,18 +204,26 @@ LOWER = {
     "grouped_weight_gradient": ("x", "dz"),
     "moe_experts": ("x", "gate_up", "down"),
     "quantized_linear": ("x",),
+    "rotary_attention": ("q", "k", "v"),
 }
 
 
+def _under_autocast() -> list[Any]:
+    ways = [("torch", False), ("torch", True), ("reference", False), ("triton", False)]
+    return [pytest.param(op, *way, id="-".join([op.name, way[0], *["compiled"] * way[1]]))
+            for op in registry().values() for way in ways
+            if way[0] in {one.name for one in op.backends} and (way[0] != "triton" or op.name in LOWER)]  # fmt: skip
+
+
 @on_devices
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("op", registry().values(), ids=registry())
-def test_autocast_does_what_a_cast_before_would(op: Op, device: str, compiled: bool) -> None:
+@pytest.mark.parametrize(("op", "backend", "compiled"), _under_autocast())
+def test_autocast_does_what_a_cast_before_would(op: Op, device: str, backend: str, compiled: bool) -> None:
     """Operators of torch's lower-precision list take operands cast to its dtype; all others go on as without it."""
     case = op.cases[0]
     given = op.make_inputs(case, torch.float32, device)
-    lower = {name: x.bfloat16() if name in LOWER.get(op.name, ()) else x for name, x in given.items()}
-    options = {**case.options, "backend": "torch"}
+    dtype = torch.float16 if backend == "triton" else torch.bfloat16  # which Triton's interpreter computes wrongly
+    lower = {name: x.to(dtype) if name in LOWER.get(op.name, ()) else x for name, x in given.items()}
+    options = {**case.options, "backend": backend}
     function = op.call
     if compiled:
         torch._dynamo.reset()
@@ -223,11 +231,42 @@ def test_autocast_does_what_a_cast_before_would(op: Op, device: str, compiled: b
     function = op.observed(function)
     with torch.no_grad():
         expected = named(function(**lower, **options))
-        with _autocast(device):
+        with torch.autocast(device, dtype=dtype):
             found = named(function(**given, **options))
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value), name
+
+
+def _pairs(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    assert found.keys() == expected.keys()
+    return [(found[name], expected[name]) for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [pytest.param(op, one.name, id=f"{op.name}-{one.name}") for op in registry().values() for one in op.backends
+     if one.name in ("torch", "reference", "cpp", "triton")],
+)  # fmt: skip
+def test_torchs_default_device_is_not_asked(op: Op, backend: str) -> None:
+    """Tensors on the CPU while torch.set_default_device names another device, gradients included."""
+    served = 0
+    for case in op.cases[: 1 if backend == "triton" else None]:
+        dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
+        inputs = op.make_inputs(case, dtype)
+        options, wanted = {**case.options, "backend": backend}, wanted_gradients(op, case, inputs)
+        given, again = ({name: x.clone() for name, x in inputs.items()} for _ in range(2))
+        try:
+            expected = execute(op.call, given, options, wanted)
+        except fk.BackendError:
+            continue
+        with torch.device("meta"):
+            found = execute(op.call, again, options, wanted)
+        for one, other in [*_pairs(found.outputs, expected.outputs), *_pairs(found.gradients, expected.gradients)]:
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
+        served += 1
+    if not served:
+        pytest.skip("the backend serves no case here")
 
 
 @pytest.mark.parametrize(("name", "backend"), [("attention", "torch"), ("attention", "triton"), ("linear", "triton")])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from running_server import NAME, other, serve
 from served_model import base_fixture, folder_fixture  # noqa: F401
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import flashkernel
 from flashkernel.cli import app
 from flashkernel.core import build_counter
+from flashkernel.core import device as devices
 from flashkernel.core.shapes import MODELS, Model
 from flashkernel.engine import LLM
 from flashkernel.engine.dummy_weights import tiny_transformer
@@ -173,12 +175,43 @@ def test_a_baseline_of_other_formats_is_no_baseline() -> None:
         (["--rate", "0"], "a rate is 0; it must be above 0"),
         (["--rate-share", "0.7"], "--save names the folder that has it"),
         (["--import", "nothing.json"], "it cannot be read"),
+        (["--temperature", "-1"], "Invalid value for"),
+        (["--ttft-limit", "-1"], "Invalid value for"),
+        (["--kv-cache-tokens", "0"], "Invalid value for"),
+        (["--base-url", "localhost:8000"], "it must be an address such as http://127.0.0.1:8000/v1"),
+        (["--base-url", "ftp://localhost/v1"], "it must be an address such as http://127.0.0.1:8000/v1"),
+        (["--base-url", "http://localhost:port"], "it must be an address such as http://127.0.0.1:8000/v1"),
+        (["--base-url", "http://127.0.0.1:1/v1"], "nothing answers at http://127.0.0.1:1/v1"),
     ],
 )
 def test_wrong_options_are_told(options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "serve", *options])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_long_run_on_a_cpu_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starts(*given: Any) -> Any:
+        raise ValueError("starts")
+
+    monkeypatch.setattr("flashkernel.commands.bench_serve._engine", starts)
+    text = " ".join(_bench("--device", "cpu").stderr.split())
+    tokens = 2 * sum(sum(map(sum, Load.named(name).lengths)) for name in serving.LOADS)
+    assert f"on a CPU the engine reads and writes {tokens:,} tokens, which may take hours" in text
+    assert text.endswith("starts")
+    assert "hours" not in _bench("--device", "cpu", "--prompts", "5:9", "--requests", "2").stderr
+
+
+def test_a_chart_names_the_device_or_the_server(base: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = []
+    monkeypatch.setattr("flashkernel.lab.plot.plot", lambda found, path: titles.append(found["device"]))
+    options = ("--prompts", "3:4", "--answers", "2:3", "--requests", "2", "--passes", "1", "--plot", str(tmp_path))
+    monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(32, 64, 4, 2, 8, 2, 128))
+    assert _bench("--device", "cpu", "--kv-cache-tokens", "512", *options).exit_code == 0
+    with serve(other(base)) as running:
+        peer = ("--url", running.url, "--served-model-name", NAME, "--vocab-size", "50")
+        assert _bench(*peer, *options).exit_code == 0
+    assert titles == [devices.properties(torch.device("cpu")).name, running.url]
 
 
 def _speed(load: str, seconds: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ import flashkernel.ops
 from flashkernel.core import cpp
 from flashkernel.core.op import Op
 from flashkernel.core.shapes import MODELS, Model
-from flashkernel.lab import results
+from flashkernel.lab import results, training
 from flashkernel.ops.norm.spec import RMS_NORM
 
 COMMANDS = (
@@ -219,6 +219,18 @@ class TestStep:
             ("hf_patch", "backend", True), ("sdpa", "baseline", True),
         }  # fmt: skip
 
+    @pytest.mark.parametrize("sequences", ["1", "3"])
+    def test_gpt_oss_with_all_kernels(self, sequences: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Transformers refuses to build it with sdpa, which Llama's is patched over."""
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "gpt-oss-20b", Model(64, 64, 4, 2, 16, 2, 64))
+        assert training.implementations("gpt-oss")[:2] == ("hf_patch", "fkernel")
+        arguments = ("--tokens", "24", "--layers", "2", "--experts", "2", "--steps", "1", "--sequences", sequences)
+        result = run("step", *arguments, "--impl", "hf_patch", "--impl", "eager", "--save", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        records = results.load(tmp_path / "training_step.json")["records"]
+        assert {(one.implementation, one.comparable) for one in records} == {("hf_patch", True), ("eager", True)}
+
     def test_packed_sequences(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """FlashAttention-4 is measured where it is installed; asked for and missing, it is a record with the error."""
         pytest.importorskip("transformers")
@@ -265,6 +277,26 @@ class TestStep:
         text = run("step", code=1).output
         assert "pip install 'flashkernel[hf]'" in text
         assert "Traceback" not in text
+
+    def test_nothing_timed_is_a_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "gpt-oss-20b", Model(64, 64, 4, 2, 16, 2, 64))
+        arguments = ("--tokens", "24", "--layers", "2", "--experts", "2", "--steps", "1", "--impl", "none-such")
+        assert "step: nothing was timed" in run("step", *arguments, code=1).stderr
+
+    def test_a_folder_that_cannot_be_made_ends_before_the_steps(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("transformers")
+        from flashkernel.lab import training
+
+        def steps(*given: Any, **options: Any) -> Any:
+            raise AssertionError("a step was taken")
+
+        monkeypatch.setattr(training, "measure", steps)
+        (tmp_path / "file").write_text("")
+        for folder in ("file", "file/results"):
+            assert "file" in run("step", "--tokens", "24", "--save", str(tmp_path / folder), code=2).stderr
 
     def test_unknown_model(self) -> None:
         assert "gpt-oss, llama-3.2-1b" in run("step", "--model", "none-such", code=2).output

@@ -12,6 +12,7 @@ import jinja2
 import pytest
 import tiny_models
 import tokenizers
+import torch
 from tiny_engine import LENGTHS, _drained, _greedy, _other, _set_ahead, _tokens
 from typer.testing import CliRunner
 
@@ -33,6 +34,14 @@ def test_seeds_repeat_in_any_company(base: LLM, ahead: bool) -> None:
     assert together != other
     unseeded = [_tokens(llm, prompts[:1], _greedy(12, **warm))[0] for _ in range(3)]
     assert len(set(unseeded)) > 1, "without a seed every draw is new"
+
+
+def test_torchs_default_device_is_not_asked(folder: Path, base: LLM) -> None:
+    prompts = [[1, 5, 7, 9, 4, 3], [2, 3]]
+    expected = [one.outputs[0].token_ids for one in base.generate(prompts, _greedy(12))]
+    with torch.device("meta"):
+        llm = LLM(folder, device="cpu", kv_cache_tokens=1024, block_size=16)
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, _greedy(12))] == expected
 
 
 def test_streams_say_what_generate_says(base: LLM, ahead: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import pickle
 from pathlib import Path
@@ -528,6 +529,54 @@ def test_experts_interface_by_name() -> None:
     torch.testing.assert_close(results[1][0], results[0][0])
     for one, other in zip(results[1][1], results[0][1]):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss.GptOss", "mixtral.Mixtral", "qwen3_moe.Qwen3Moe", "deepseek_v3.DeepseekV3", "gemma4.Gemma4Text",
+     "lfm2_moe.Lfm2Moe", "nemotron_h.NemotronH"],
+)  # fmt: skip
+def test_stacks_of_experts_of_transformers(name: str) -> None:
+    """Gate and up in halves, interleaved or without a gate, stored (in, out) or (out, in): values and gradients."""
+    transformers = pytest.importorskip("transformers", minversion="5.17")
+    import flashkernel.hf
+
+    flashkernel.hf.register()
+    family, _, prefix = name.partition(".")
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(transformers, f"{prefix}Config")(
+        hidden_size=16, intermediate_size=12, moe_intermediate_size=12, num_experts=4, num_local_experts=4,
+        n_routed_experts=4,
+    )  # fmt: skip
+    module = getattr(modeling, f"{prefix}Experts")(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    x, weights = torch.randn(9, 16, generator=generator), torch.rand(9, 2, generator=generator)
+    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)])
+    results = []
+    for implementation in ("eager", "fkernel"):
+        config._experts_implementation = implementation
+        inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_(), *module.parameters()]
+        y = module(inputs[0], chosen, inputs[1])
+        results.append([y.detach(), *torch.autograd.grad(y.square().mean(), inputs)])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_whose_gate_no_kernel_computes_are_refused() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.17")
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+
+    import flashkernel.hf
+
+    flashkernel.hf.register()
+    config = transformers.MiniMaxM3VLTextConfig(
+        hidden_size=16, intermediate_size=12, moe_intermediate_size=12, num_local_experts=4
+    )
+    config._experts_implementation = "fkernel"
+    with pytest.raises(ValueError, match='MiniMaxM3VLExperts has an activation that no kernel computes; choose "gr'):
+        MiniMaxM3VLExperts(config)(torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 
 
 def test_compiled_in_one_graph() -> None:

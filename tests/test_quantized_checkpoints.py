@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashkernel import Weight
 from flashkernel.engine import LLM, ModelError, SamplingParams
@@ -214,6 +216,21 @@ def test_plain_experts_of_gpt_oss_become_mxfp4(tmp_path: Path) -> None:
     assert (unpacked - expected).abs().max() < 0.26 * expected.abs().max()
 
 
+class _FloatStacks(TorchDispatchMode):
+    """Inside, collects the shapes of float tensors that hold a stack of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.ndim > 2 and one.shape[0] == 4:
+                self.shapes.append(tuple(one.shape))
+        return made
+
+
 def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """`*_blocks` and `*_scales` are kept, or dequantized with quantization="plain": the tokens are the same."""
     import transformers
@@ -235,7 +252,9 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     _change(tmp_path, pack)
     found = []
     for quantization in ("plain", None):
-        llm = LLM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512, quantization=quantization)
+        with _FloatStacks() as stacks:
+            llm = LLM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512, quantization=quantization)
+        assert any(math.prod(shape) >= 4 * 32 * 64 for shape in stacks.shapes) == (quantization == "plain")
         experts = llm.model.layers[0].gate_up_proj
         assert isinstance(experts, Weight) == (quantization is None)
         assert experts.shape == (4, 128, 32)

@@ -178,3 +178,14 @@ def test_projections_of_several_formats(tmp_path: Path) -> None:
     with fk.use_backend(linear="reference"):
         again = llm.generate(tiny_models.prompts((5,)), GREEDY)[0].outputs[0].token_ids
     assert done == again
+
+
+@pytest.mark.parametrize("format", ["q4_1", "q4_k", "q6_k"])
+def test_scales_that_float16_does_not_have(format: str) -> None:
+    """Larger ones are refused, which became infinite, and products NaN; for smaller ones its least is taken."""
+    matrix = torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=f"Weight.quantize: {format} stores scales and minima in float16"):
+        Weight.quantize(matrix * 1e10, format)
+    for size, share in ((1e3, 0.06), (1e-6, 0.35)):
+        error = (Weight.quantize(matrix * size, format).dequantize(torch.float32) - matrix * size).abs().amax()
+        assert error <= share * matrix.abs().amax() * size

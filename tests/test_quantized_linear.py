@@ -14,11 +14,13 @@ from cuda_emulator import unavailable as no_emulator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flashkernel as fk
 from flashkernel import Weight
 from flashkernel.blocks.dequantize_triton import dequantize
 from flashkernel.blocks.integers import unpack_nibbles
+from flashkernel.blocks.weight import Layout
 from flashkernel.core import cuda
 from flashkernel.core import device as devices
 from flashkernel.core.op import Case
@@ -416,3 +418,21 @@ def test_explain_says_who_reads_tiles() -> None:
     assert "reads weights in tiles (Weight.tiled)" in str(rows["hopper"])
     with devices.pretend(devices.KNOWN["a100"]):
         assert fk.explain(fk.linear, torch.ones(2, 128).half(), weight).chosen == "torch"
+
+
+@pytest.mark.parametrize("format", ["int4 1x32", "int8 row zeros", "mxfp4 1x32", "fp8 row", "q4_1 1x32"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_activation_checkpointing_over_a_quantized_weight(format: str, backend: str) -> None:
+    """As LoRA is trained: what the backward pass needs is computed again."""
+    layout = Layout.parse(format)
+    shape = "x".join(map(str, layout.group_shape))
+    weight = Weight.quantize(torch.randn(32, 64), layout.format, shape, symmetric=not layout.zeros)
+    if backend == "triton" and "q4" in format:
+        pytest.skip("a format of the C++ kernels")
+    x, bias = torch.randn(3, 64, requires_grad=True), torch.randn(32, requires_grad=True)
+    gradients = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+        y = run(lambda x: fk.linear(x, weight, bias, backend=backend).tanh(), x)
+        gradients.append(torch.autograd.grad(y.sum(), (x, bias)))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

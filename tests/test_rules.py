@@ -7,14 +7,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flashkernel
 from flashkernel.core import dispatch
-from flashkernel.core.op import LAYOUTS, Case, Op, resolve
+from flashkernel.core.op import LAYOUTS, Call, Case, Op, UnknownFactError, resolve
 from flashkernel.ops import registry
 
 ROOT = Path(flashkernel.__file__).parent
@@ -73,6 +75,21 @@ def test_core_names_no_operator_and_env_is_read_in_one_file(path: Path) -> None:
     if path.name != "env.py":
         assert "os.environ" not in text, "environment variables are read in core/env.py only"
         assert "os.getenv" not in text, "environment variables are read in core/env.py only"
+
+
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
+    """torch.set_default_device is the user's: kernels and C++ read the addresses of what is made here."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+            named = {keyword.arg for keyword in node.keywords}
+            assert named & {"device", None}, f"{path.name}:{node.lineno} has no device: {ast.unparse(node)}"
 
 
 @by_package
@@ -142,6 +159,24 @@ def test_a_backend_may_be_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(lambda x: flashkernel.rms_norm(x, backend="triton"), backend="eager", fullgraph=True)(x)
 
 
+@pytest.mark.parametrize("question", ["supports", "deprioritized"])
+def test_a_fact_that_no_call_has_is_an_error_that_names_it(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelled name in a backend's `supports` was a KeyError, with neither operator nor backend."""
+
+    def asks(call: Call) -> str | None:
+        return None if call.facts["widht"] else "too wide"
+
+    op = registry()["rms_norm"]
+    answers: dict[str, Any] = {"supports": lambda call: None, question: asks}
+    first = replace(op.backends[0], auto_devices=("cpu", "cuda"), **answers)
+    monkeypatch.setattr("flashkernel.ops.norm.spec.RMS_NORM", replace(op, backends=(first, *op.backends[1:])))
+    monkeypatch.setitem(Op.declared, "rms_norm", op)
+    wrong = r"rms_norm: backend 'triton' asks for the fact 'widht', .* gives to choose\(\): .*width"
+    for call in (flashkernel.rms_norm, lambda x: flashkernel.explain(flashkernel.rms_norm, x)):
+        with pytest.raises(UnknownFactError, match=wrong):
+            call(torch.randn(2, 8))
+
+
 @by_name
 def test_a_declaration_is_whole(op: Op) -> None:
     assert op.summary
@@ -186,6 +221,15 @@ def test_cases_cover_what_every_operator_owes(op: Op) -> None:
 def _shapes(op: Op, case: Case) -> list[tuple[int, ...]]:
     given = [spec for name, spec in op.inputs.items() if not spec.optional or name in case.present]
     return [spec.shape(case.axes) for spec in given]
+
+
+def test_a_backward_pass_reads_its_saved_tensors_once() -> None:
+    """Activation checkpointing computes them when they are read, and refuses a second time."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                read = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "saved_tensors"]
+                assert len(read) <= 1, f"{path.name}: {node.name} reads ctx.saved_tensors {len(read)} times"
 
 
 def test_public_names_have_docstrings() -> None:

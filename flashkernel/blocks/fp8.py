@@ -81,3 +81,21 @@ def scaled_mm_takes(b: Tensor) -> bool:
         and b.stride(0) == 1
         and all(size % 16 == 0 for size in (*b.shape, b.stride(1)))
     )
+
+
+def block_scaled_mm_missing() -> str | None:
+    """The reason why torch._scaled_mm has no products with scales of blocks here (1 x 128 of a, 128 x 128 of b)."""
+    version = torch.version.cuda
+    if version is None or tuple(map(int, version.split(".")[:2])) < (12, 9) or not torch.cuda.is_available():
+        return f"cuBLAS has products with scales of blocks from CUDA 12.9 on; this torch has CUDA {version}"
+    arch = torch.cuda.get_device_capability()
+    return (
+        None if arch == (9, 0) else f"cuBLAS has products with scales of blocks on sm_90, not on sm_{arch[0]}{arch[1]}"
+    )
+
+
+def cublas_block_scales(a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales (M, K / 128) and (K / 128, N / 128) in the memory layout that cuBLAS reads: a's along M; b's along K, rows
+    at multiples of 16 bytes."""
+    columns = F.pad(b_scale.t(), (0, -b_scale.shape[0] % 4)).contiguous()  # [N / 128, K / 128]
+    return a_scale.t().contiguous().t(), columns[:, : b_scale.shape[0]].t()

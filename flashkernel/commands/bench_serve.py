@@ -53,10 +53,10 @@ def serve(
     ] = None,
     rate_of: Annotated[str, typer.Option(help="Whose best throughput --rate-share is of.")] = "vllm",
     passes: Annotated[int, typer.Option(min=1, help="How often each load is served.")] = 2,
-    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.6,
-    ttft_limit: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 0.6,
+    ttft_limit: Annotated[float | None, typer.Option(min=0.0, help="Goodput: most ms to the first token.")] = None,
     itl_limit: Annotated[
-        float | None, typer.Option(help="Goodput: most ms between tokens, at a request's p99.")
+        float | None, typer.Option(min=0.0, help="Goodput: most ms between tokens, at a request's p99.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="A server's key.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What the server calls the model.")] = None,
@@ -68,7 +68,9 @@ def serve(
     ] = None,
     vocab_size: Annotated[int, typer.Option(min=2, help="A server's prompts are tokens below it.")] = 32000,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that the engine computes at the same time.")] = 256,
-    kv_cache_tokens: Annotated[int | None, typer.Option(help="Size of the engine's KV cache, in tokens.")] = None,
+    kv_cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Size of the engine's KV cache, in tokens.")
+    ] = None,
     quantization: Annotated[
         str | None,
         typer.Option(help="The engine's weights: int4, int8, fp8, mxfp4 or plain. Of a server: what it has."),
@@ -110,9 +112,11 @@ def serve(
             bar.describe("starting")
             if base_url is None:
                 sizes = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
+                _warn_of_cpu(device, passes * sum(load.tokens * len(rates[load.name]) for load in loads))
                 run, facts, where = _engine(model, device, dtype, temperature, sizes, chosen, bar)
             else:
                 server = serving.Server(base_url, served_model_name or model, api_key, vocab_size)
+                server.connect()
                 asked = (base_url, model, implementation, dtype, peer_version, api_key)
                 run, where = lambda load, rate: server.run(load, rate, temperature), device or ""
                 facts = partial(_server_facts, chosen, *asked)
@@ -125,13 +129,30 @@ def serve(
             if file is not None:
                 file.add([record])
     found = records if file is None else file.merged()["records"]  # with what others reached before
-    typer.echo(serve_records.table(found))
+    if found:
+        typer.echo(serve_records.table(found))
     if plot is not None and records:
         with progress.report_errors():
+            from flashkernel.lab import selection
+            from flashkernel.lab.plot import PlotError
             from flashkernel.lab.plot import plot as draw
 
-            draw({"records": found, "device": where or "cpu", "ceilings": {}}, plot / "serve.png")
+            name = selection.hardware(where).name if where else base_url
+            try:
+                draw({"records": found, "device": name, "ceilings": {}}, plot / "serve.png")
+            except PlotError as error:
+                progress.log(str(error))
     progress.exit_with(stopped, failed=any(not record.comparable for record in records))
+
+
+def _warn_of_cpu(device: str | None, tokens: int) -> None:
+    from flashkernel.lab import selection
+
+    if selection.device(device).type == "cpu" and tokens > 8192:
+        progress.log(
+            f"on a CPU the engine reads and writes {tokens:,} tokens, which may take hours; "
+            "shorten it with --model smollm2 --prompts 20:60 --answers 5:20 --requests 8 --passes 1"
+        )
 
 
 def _rates(

@@ -50,7 +50,7 @@ def step(
         training.build(model, layers, experts, vocab)  # reports an unknown model before anything is measured
         lengths = tokens or [2048, 4096, 8192]
         training.packed_lengths(min(lengths), sequences)  # and too many sequences
-        names = impl or training.implementations(model, sequences)
+        names = list(dict.fromkeys(impl or training.implementations(model, sequences)))
     each = steps + training.WARM_UP_STEPS
     total = len(names) * len(lengths) * each
     if target.type == "cpu" and (layers is None or max(lengths) > 256):
@@ -83,7 +83,11 @@ def step(
             if file is not None:
                 file.add(records[first:])
     output.show_records(format, records, selection.hardware(str(target)).name)
-    progress.exit_with(stopped, failed=any(not record.comparable for record in records if record.kind == "backend"))
+    nothing = not stopped.code and not any(record.comparable for record in records)
+    if nothing:
+        progress.log("step: nothing was timed; the messages above say why")
+    ours = [record for record in records if record.kind == "backend"]
+    progress.exit_with(stopped, failed=nothing or any(not record.comparable for record in ours))
 
 
 def e2e(

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from flashkernel.core import cuda, replay_switch
 from flashkernel.core import device as devices
-from flashkernel.core.op import Backend, Call, Op
+from flashkernel.core.op import Backend, Call, Op, UnknownFactError
 from flashkernel.core.tracing import assume_constant_result
+
+Answer = TypeVar("Answer")
 
 # The backend that `use_backend` forces: a name for all operators, or {operator: name}.
 _forced: ContextVar[str | dict[str, str] | None] = ContextVar("flashkernel_backend", default=None)
@@ -275,9 +277,17 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     raise TypeError(f"explain: {function!r} is not an operator of flashkernel; pass one, such as flashkernel.rms_norm")
 
 
+def _ask(op: Op, backend: Backend, question: Callable[[Call], Answer], call: Call) -> Answer:
+    """What a backend answers about a call; an error of its package names the operator and the backend."""
+    try:
+        return question(call)
+    except UnknownFactError as error:
+        raise UnknownFactError(f"{op.name}: backend {backend.name!r} asks for {error}") from None
+
+
 def _unsupported(op: Op, backend: Backend, call: Call) -> str | None:
     """Why a backend does not support a call; None where it does."""
-    reason = backend.supports(call)
+    reason = _ask(op, backend, backend.supports, call)
     if reason is None and call.gradients and not backend.offers(op.backward):
         return "it has no backward pass; call it under torch.no_grad(), or use another backend"
     return reason
@@ -291,7 +301,7 @@ def _decide(op: Op, forced: str | None, call: Call) -> Backend:
             raise BackendError(f"{op.name}: backend {forced!r} cannot serve this call: {reason}\n{_reasons(op, call)}")
         return backend
     for backend in op.backends:
-        if backend.auto_selected(call) and _unsupported(op, backend, call) is None:
+        if _ask(op, backend, backend.auto_selected, call) and _unsupported(op, backend, call) is None:
             return backend
     raise BackendError(f"{op.name}: no backend can serve this call\n{_reasons(op, call)}")
 
@@ -309,7 +319,8 @@ def _reasons(op: Op, call: Call) -> str:
 
 def _explanation(op: Op, forced: str | None, call: Call) -> Explanation:
     verdicts = tuple(
-        Verdict(backend.name, _unsupported(op, backend, call), backend.reason_against(call)) for backend in op.backends
+        Verdict(backend.name, _unsupported(op, backend, call), _ask(op, backend, backend.reason_against, call))
+        for backend in op.backends
     )
     if forced is not None and forced not in {verdict.backend for verdict in verdicts}:
         _named(op, forced, call)

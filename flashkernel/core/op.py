@@ -134,14 +134,31 @@ class Tolerance:
         return replace(self, floor32=4 * self.floor32)
 
 
+class UnknownFactError(LookupError):
+    """A backend asks for a fact that calls of its operator do not have: a mistake in the operator's package."""
+
+
+class Facts(dict[str, Any]):
+    """Static properties of a call by name. `facts["width"]` of a name that is not there raises `UnknownFactError`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UnknownFactError(
+            f"the fact {name!r}, which is not among those that the operator's api.py gives to choose(): "
+            f"{', '.join(self) or 'none'}"
+        )
+
+
 @dataclass(frozen=True)
 class Call:
     """What a backend's `supports` looks at: the device, the dtype, and facts: static properties of the call by name."""
 
     device: Device
     dtype: torch.dtype
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=Facts)
     gradients: bool = False  # autograd records it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "facts", Facts(self.facts))
 
 
 @dataclass(frozen=True)

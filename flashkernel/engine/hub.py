@@ -50,12 +50,21 @@ def resolve(model: str | Path, download: bool = False) -> Path:
         return path
     if str(model) == DEFAULT_MODEL:
         return default_model()
-    if isinstance(model, str) and _REPOSITORY.fullmatch(model):
-        return _snapshot(model, download)
+    if is_repository(model):
+        return _snapshot(str(model), download)
     raise ModelError(
         f"{model}: there is no such model here; give a folder with config.json and safetensors files, a GGUF file, "
         f"a Hugging Face repository (owner/name), or {DEFAULT_MODEL!r}, which is downloaded on first use"
     )
+
+
+def is_repository(model: str | Path) -> bool:
+    """Whether this names a Hugging Face repository rather than something that is here.
+
+    Args:
+        model: A path or "owner/name".
+    """
+    return not Path(model).expanduser().exists() and _REPOSITORY.fullmatch(str(model)) is not None
 
 
 def _snapshot(repository: str, download: bool) -> Path:

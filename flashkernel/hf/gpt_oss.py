@@ -56,7 +56,8 @@ def load_gpt_oss(
     and read as they are for few. On a Hopper GPU they are put into tiles (`Weight.tiled`); state dicts have rows.
 
     Args:
-        folder: config.json and *.safetensors with `*_blocks` and `*_scales` for the experts.
+        folder: config.json and *.safetensors with `*_blocks` and `*_scales` for the experts; or "owner/name", of a
+            repository in the local Hugging Face cache.
         device: Where the model goes.
         dtype: Of all other weights.
 
@@ -65,7 +66,8 @@ def load_gpt_oss(
 
     Raises:
         FileNotFoundError: The folder has no such files.
-        ModelError: Tensors are missing, damaged, of other shapes than config.json says, or have no place in the model.
+        ModelError: The repository is not here; or tensors are missing, damaged, of other shapes than config.json says,
+            or have no place in the model.
 
     Example:
         >>> import flashkernel.hf
@@ -73,12 +75,13 @@ def load_gpt_oss(
         Traceback (most recent call last):
         FileNotFoundError: no/such/folder has no config.json; give a folder with gpt-oss's files
     """
-    place = Path(folder)
+    from flashkernel.engine import ModelError, hub
+
+    place = hub.resolve(folder) if hub.is_repository(folder) else Path(folder)
     if not (place / "config.json").is_file():
         raise FileNotFoundError(f"{place} has no config.json; give a folder with gpt-oss's files")
     if not any(place.glob("*.safetensors")):
         raise FileNotFoundError(f"{place} has no *.safetensors; give a folder with gpt-oss's files")
-    from flashkernel.engine import ModelError
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.quantized_checkpoint import WeightReader
 

@@ -144,7 +144,8 @@ def load_quantized(
     gradients go through them, so adapters can be trained.
 
     Args:
-        folder: A folder as Transformers saves it, with `quantization_config` in its config.json.
+        folder: A folder as Transformers saves it, with `quantization_config` in its config.json; or "owner/name", of a
+            repository in the local Hugging Face cache.
         dtype: Of everything that is not quantized; None: what the configuration says.
         device: Where the model is put.
         options: Passed to AutoModelForCausalLM.from_config, such as attn_implementation.
@@ -159,10 +160,12 @@ def load_quantized(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from flashkernel.engine import hub
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.quantized_checkpoint import WeightReader
 
-    reader = WeightReader(open_checkpoint(Path(folder)))
+    folder = hub.resolve(folder) if hub.is_repository(folder) else Path(folder)
+    reader = WeightReader(open_checkpoint(folder))
     config = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # else Transformers looks for its own kernels

@@ -164,7 +164,7 @@ def _serving_at_rates(figure: Any, records: Sequence[ServeRecord]) -> None:
     quantities: list[tuple[str, Callable[[ServeRecord], float | None]]] = [
         ("first token, p99 ms", lambda record: None if record.ttft_ms is None else record.ttft_ms["p99"]),
         ("next token, p99 ms", lambda record: None if record.itl_ms is None else record.itl_ms["p99"]),
-        ("goodput", lambda record: record.goodput),
+        ("goodput, % of requests", lambda record: None if record.goodput is None else 100 * record.goodput),
     ]
     for axes, (title, value) in zip(panels, quantities):
         lines: dict[str, list[tuple[float, float]]] = {}

@@ -181,11 +181,18 @@ class ResultsFile:
         self.header = dict(header)
         self.before = load(path) if path.exists() else None
         self.mine: list[SavedRecord] = []
+        self._can_be_written()
         if self.before is not None and self.before["device"] != header["device"]:
             raise ValueError(
                 f"{path} holds measurements of {self.before['device']} and this is {header['device']}; "
                 "save to another folder"
             )
+
+    def _can_be_written(self) -> None:
+        """OSError before anything is measured, which may take hours, rather than after it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path.parent, os.W_OK):
+            raise PermissionError(f"{self.path.parent} cannot be written to; save to another folder")
 
     @classmethod
     def in_folder(cls, folder: Path | None, name: str, ceilings: Ceilings, commit: str | None) -> ResultsFile | None:
@@ -222,6 +229,18 @@ def finished(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str, str]
         if all(run[name] == header[name] for name in ("commit", "versions")):
             done.setdefault(record.key, set()).add(record.implementation)
     return done
+
+
+def timed(path: Path) -> dict[tuple[str, str, str], set[str]]:
+    """By record key, the implementations with a time that may be compared, ours among them; {} without a file."""
+    found: dict[tuple[str, str, str], set[str]] = {}
+    ours = set()
+    for record in load(path)["records"] if path.exists() else ():
+        if record.comparable:
+            found.setdefault(record.key, set()).add(record.implementation)
+            if record.kind == "backend":
+                ours.add(record.key)
+    return {key: names for key, names in found.items() if key in ours}
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import random
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ LOADS = {
     "chat": (1000, (20, 800), (20, 400)),
 }
 PASSES = ("first", "second")
+CONNECT_S = 10.0  # until a server must have answered
 IDLE_S = 0.0005  # between looks for a request that is due
 
 
@@ -66,6 +68,11 @@ class Load:
         """Random tokens, the same every time."""
         draw = random.Random(1)
         return [[draw.randrange(vocab_size) for _ in range(prompt)] for prompt, _ in self.lengths]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts and answers."""
+        return sum(prompt + answer for prompt, answer in self.lengths)
 
     def arrivals(self, rate: float | None) -> list[float]:
         """Seconds after the start at which each request is sent: all at 0, or a Poisson process of `rate` a second."""
@@ -186,6 +193,9 @@ class Server:
         api_key: Sent as a bearer token.
         vocab_size: Prompts are tokens below it.
         timeout: Seconds of a request.
+
+    Raises:
+        ValueError: `base_url` is no address.
     """
 
     base_url: str
@@ -193,6 +203,31 @@ class Server:
     api_key: str | None = None
     vocab_size: int = 32000
     timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        try:
+            url = urlsplit(self.base_url)
+            known = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        except ValueError:  # a port that is none
+            known = False
+        if not known:
+            raise ValueError(
+                f"bench serve: --base-url is {self.base_url!r}; it must be an address such as http://127.0.0.1:8000/v1"
+            )
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        url = urlsplit(self.base_url)
+        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+
+    def connect(self) -> None:
+        """Connects once, before a load is sent; OSError with what to do where nothing answers."""
+        try:
+            socket.create_connection(self._address, timeout=CONNECT_S).close()
+        except OSError as error:
+            raise OSError(
+                f"bench serve: nothing answers at {self.base_url} ({error}); start the server first"
+            ) from error
 
     def run(self, load: Load, rate: float | None, temperature: float) -> list[Timeline]:
         """Sends a load; a request that fails has an `error`."""
@@ -225,8 +260,8 @@ class Server:
         """Posts a request and notes the tokens of its events."""
         url = urlsplit(self.base_url)
         secure = ssl.create_default_context() if url.scheme == "https" else None
-        port = url.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure, limit=2**20)
+        host, port = self._address
+        reader, writer = await asyncio.open_connection(host, port, ssl=secure, limit=2**20)
         try:
             data = json.dumps(body).encode()
             key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""

@@ -102,11 +102,12 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        weight = Weight.from_tensors(ctx.saved_tensors, ctx.layout)
+        tensors = ctx.saved_tensors  # once: activation checkpointing computes them when they are read
+        weight = Weight.from_tensors(tensors, ctx.layout)
         (dy,), needs = gradients, ctx.needs_input_grad
         dx = dy @ dequantized(weight, dy.dtype) if needs[0] else None
         dbias = dy.sum_to_size(dy.shape[-1:]) if needs[1] else None
-        return dx, dbias, None, *[None] * len(ctx.saved_tensors)
+        return dx, dbias, None, *[None] * len(tensors)
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -95,15 +95,16 @@ def _setup_linear(ctx, inputs, output):
 
 
 def _pull_back_linear(ctx, wanted, dloss, *_):
+    saved = ctx.saved_tensors
     if ctx.params.reduction == "none":
-        *given, lse = ctx.saved_tensors
+        *given, lse = saved
         return linear_cross_entropy_backward(dloss, LinearLossInputs(*given), lse, ctx.params, wanted, ctx.kernels)
     # In place where it is allowed: the buffer is ours, and it may be a gigabyte.
     in_place = linear_cross_entropy.may_overwrite(ctx, dloss)
     function = resolve(ctx.kernels).scaled
     return [
         None if not want else function(value, dloss, True) if in_place else scaled(value, dloss, ctx.kernels)
-        for value, want in zip(ctx.saved_tensors, wanted)
+        for value, want in zip(saved, wanted)
     ]
 
 

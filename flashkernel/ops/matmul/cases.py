@@ -55,11 +55,16 @@ def resized(axes: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, An
     given = {**axes, **changed, **{name: axes[name] for name in ("b_parts", "z_parts") if name in axes}}
     if axes["out_scales"]:
         given["out_scales"] = (*given["out_scales"][:-2], given["m"], 1)
+    kind = scale_kind(axes)
+    return given if kind is None else {**given, **scale_axes(given, kind)}
+
+
+def scale_kind(axes: Mapping[str, Any]) -> str | None:
+    """What shares the scales of 8-bit operands: "block", "row", "batch" (rows of each), "tensor"; None for others."""
     for kind in ("block", "row", "batch", "tensor"):
-        before = scale_axes(axes, kind)
-        if all(axes[name] == size for name, size in before.items()):
-            return {**given, **scale_axes(given, kind)}
-    return given
+        if all(axes[name] == size for name, size in scale_axes(axes, kind).items()):
+            return kind
+    return None
 
 
 def gated_axes(m: int, n: int, k: int, a: tuple[int, ...] = (), b: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class ExpertUsage:
         if name not in STATISTICS:
             raise ValueError(f"ExpertUsage: there is no statistic {name!r}; there are {', '.join(STATISTICS)}")
         loads = self.loads
-        total, equal = loads.sum(2), torch.ones(loads.shape[:2])
+        total, equal = loads.sum(2), torch.ones(loads.shape[:2], device="cpu")
         if name == "min_over_max":
             return torch.where(total > 0, loads.amin(2) / loads.amax(2).clamp(min=1), equal)
         if name == "entropy":

@@ -38,13 +38,14 @@ def _setup_context(ctx, inputs, output):
 
 
 def _pull_back(ctx, wanted, dy, _dsaved):
+    saved = ctx.saved_tensors
     if ctx.kind == kinds.SUM:
         return dy.unsqueeze(-1).expand(ctx.shape), None  # a view: nothing is written, as in torch
     if ctx.kind == kinds.MEAN:
         return (dy / ctx.shape[-1]).unsqueeze(-1).expand(ctx.shape), None
     if ctx.kind == kinds.WEIGHTED:
-        return weighted_sum_backward(dy, *ctx.saved_tensors, *wanted, ctx.kernels)
-    return reduce_backward(dy, *ctx.saved_tensors, ctx.kind, ctx.kernels), None
+        return weighted_sum_backward(dy, *saved, *wanted, ctx.kernels)
+    return reduce_backward(dy, *saved, ctx.kind, ctx.kernels), None
 
 
 def _backward(dy: Tensor, x: Tensor, y: Tensor, saved: Tensor, kind: int, kernels: str) -> Tensor:

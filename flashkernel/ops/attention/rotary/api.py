@@ -3,7 +3,14 @@
 from torch import Tensor
 
 from flashkernel.blocks.mask import Mask, checked, narrowed, source_of
-from flashkernel.core.arguments import check_scores, is_float, needs_gradients, without_autocast
+from flashkernel.core.arguments import (
+    autocast,
+    autocast_dtype,
+    check_scores,
+    is_float,
+    needs_gradients,
+    without_autocast,
+)
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention.arguments import check_tensors
@@ -31,7 +38,8 @@ def rotary_attention(
     Key j is at position j and query i at i + seqlen_k - seqlen_q, so the last query is aligned with the last key. The
     kernel rotates q and k in shared memory: rotated tensors are never written. Every tile of queries rotates the keys
     it reads again, so for long sequences, and where a faster attention kernel serves (Triton, Hopper), `rope` followed
-    by `attention` is faster. The backward pass rotates q and k again, in torch.
+    by `attention` is faster. The backward pass rotates q and k again, in torch. Under autocast q, k and v are cast
+    as for `attention`.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), any strides.
@@ -61,6 +69,9 @@ def rotary_attention(
         >>> out.shape
         torch.Size([1, 8, 2, 16])
     """
+    lower = autocast_dtype(q)
+    if lower is not None:
+        q, k, v = autocast(q, lower), autocast(k, lower), autocast(v, lower)
     check_tensors(q, k, v, "rotary_attention")
     _check_tables(q, k, cos, sin)
     mask = checked(mask, "rotary_attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)

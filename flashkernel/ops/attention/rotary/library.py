@@ -63,11 +63,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, wanted, do, dlse):
-    *saved, o, lse, cos, sin = ctx.saved_tensors[:7]
-    arguments = RotaryArguments(Source(ctx.text, list(ctx.saved_tensors[7:])), *ctx.numbers)
+    q, k, v, o, lse, cos, sin, *tables = ctx.saved_tensors
+    arguments = RotaryArguments(Source(ctx.text, tables), *ctx.numbers)
     if do is None:
         do = torch.zeros_like(o)
-    return _rotary_backward(do, dlse, *saved, o, lse, cos, sin, arguments, ctx.kernels)
+    return _rotary_backward(do, dlse, q, k, v, o, lse, cos, sin, arguments, ctx.kernels)
 
 
 _rotary_backward = KernelOp("rotary_attention_backward", _backward, _fake_backward)

@@ -110,6 +110,8 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """Returns the gradient of a grouped product's weights: x[gather].T @ dz for each group of rows. Not differentiable.
 
+    Under autocast x and dz are cast as for torch.matmul.
+
     Args:
         x: (tokens, K), float32, float16 or bfloat16.
         dz: (rows, N) in x's dtype, sorted by group: the gradient of the products.
@@ -127,6 +129,9 @@ def grouped_weight_gradient(
         >>> torch.allclose(dw[2], x[2:].T @ dz[2:], atol=1e-5), bool((dw[1] == 0).all())
         (True, True)
     """
+    lower = autocast_dtype(x)
+    if lower is not None:
+        x, dz = autocast(x, lower), autocast(dz, lower)
     _check_indices("grouped_weight_gradient", x.device, group_offsets=group_offsets, gather=gather)
     rows = (x if gather is None else gather).shape[:1].numel()
     if x.ndim != 2 or dz.ndim != 2 or dz.shape[0] != rows or (gather is None and x.shape[0] != rows):
@@ -141,9 +146,12 @@ def grouped_weight_gradient(
         )
     if not 1 <= group_offsets.shape[0] <= MAX_GROUPS:
         raise ValueError(f"grouped_weight_gradient: {group_offsets.shape[0]} offsets; there are 1 to {MAX_GROUPS}")
+    if needs_gradients(x, dz):
+        raise ValueError("grouped_weight_gradient: it has no gradient; call it under torch.no_grad()")
     chosen = choose(spec.GROUPED_WEIGHT_GRADIENT, backend, x.device, x.dtype)
     if chosen.composite:
-        return chosen.run(x, dz, group_offsets, gather=gather)
+        with without_autocast(x):
+            return chosen.run(x, dz, group_offsets, gather=gather)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     return library.grouped_weight_gradient(x, dz, group_offsets, gather, tf32, chosen.target)
 

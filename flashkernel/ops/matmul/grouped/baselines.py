@@ -16,7 +16,8 @@ from flashkernel.ops.matmul.grouped.reference import activated
 
 
 def torch_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:
-    """torch._grouped_mm (torch._scaled_grouped_mm of FP8), with torch's operators for all that is around it."""
+    """torch._grouped_mm (torch._scaled_grouped_mm of FP8, with `use_fast_accum` as the kernels have it), with torch's
+    operators for all that is around it."""
     if "out_rows" in case.options or case.axes["tail"]:
         raise ValueError("torch._grouped_mm has no rows outside of groups")
 
@@ -28,7 +29,9 @@ def torch_grouped_mm(op: Op, case: Case) -> Callable[..., Any]:
         given = x if gather is None else x.index_select(0, gather)
         ends = group_offsets[1:]
         if x_scale is not None and weight_scale is not None:
-            y = torch._scaled_grouped_mm(given, weights, x_scale, weight_scale, offs=ends, out_dtype=torch.bfloat16)
+            y = torch._scaled_grouped_mm(
+                given, weights, x_scale, weight_scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
         else:
             y = torch._grouped_mm(given, weights, offs=ends)
         if bias is not None:
