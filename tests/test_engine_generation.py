@@ -168,6 +168,23 @@ def test_stop_strings_may_be_as_long_as_a_request() -> None:
     assert time.process_time() - began < 3.0
 
 
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_a_long_text_makes_no_token_slower(stops: tuple[str, ...]) -> None:
+    """A text is not copied, or searched from its beginning, for each token."""
+    made = Tokenizer(tiny_models.tokenizer())
+    stream = IncrementalDetokenizer(made, stops, True)
+    stream._extend("a" * 50_000_000)
+    assert len(stream.next_text()) == 50_000_000
+    tokens = made.encode("the sea and " * 60)
+    began, shown = time.process_time(), ""
+    for token in tokens:
+        stream.append(token)
+        shown += stream.next_text()
+    took = time.process_time() - began
+    assert shown == made.decode(tokens)
+    assert took < 0.3, "a copy of the text takes 10 ms"
+
+
 def test_held_back_text_is_given_in_the_end() -> None:
     made = Tokenizer(tiny_models.tokenizer())
     for text, stops, expected in (

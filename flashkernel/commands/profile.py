@@ -36,7 +36,7 @@ class Tool(str, Enum):
 
 def profile(
     names: Names = None,
-    every: Annotated[bool, typer.Option("--all", help="One case of every operator on every kernel backend.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every operator on every kernel backend.")] = False,
     case: Cases = None,
     backend: Annotated[
         list[str] | None,
@@ -50,7 +50,7 @@ def profile(
         bool,
         typer.Option(
             "--missing",
-            help="With --save: leave out the pairs of operator and backend (with --case, the cases) that DIR has "
+            help="With --save: leave out the passes of operators on backends (with --case, of cases) that DIR has "
             "profiles of.",
         ),
     ] = False,
