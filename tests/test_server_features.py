@@ -242,22 +242,14 @@ def test_a_stateless_response(client: Any, base: LLM) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_tools_reach_the_template_and_calls_come_back(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's text is replaced: a tiny model writes no calls."""
-    assert base.tokenizer is not None
-    llm = other(base)
-    monkeypatch.setattr(base.tokenizer, "chat_template", HERMES)
+def test_tools_reach_the_template_and_calls_come_back(base: LLM) -> None:
     text = 'wind <tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>'
-    with serve(llm) as running:
-        client = running.client()
-        monkeypatch.setattr(
-            "flashkernel.engine.detokenizer.IncrementalDetokenizer.finish", lambda self: setattr(self, "text", text)
-        )
-        found = client.chat.completions.create(model=NAME, messages=USER, tools=[TOOL], max_tokens=3)
-        (call,) = found.choices[0].message.tool_calls
-        assert call.function.name == "weather"
-        assert json.loads(call.function.arguments) == {"city": "Kiel"}
-        assert found.choices[0].message.content == "wind "
+    with serve(scripted(base, text, HERMES)) as running:
+        found = running.client().chat.completions.create(model=NAME, messages=USER, tools=[TOOL])
+    (call,) = found.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Kiel"}
+    assert found.choices[0].message.content == "wind "
 
 
 def test_requests_with_tools() -> None:
@@ -372,9 +364,37 @@ def test_structured_outputs(wanted: dict[str, Any], pattern: str, client: Any) -
         assert found.choices[0].finish_reason == "stop" or re.match(r"\{\s*(\"n\"\s*:\s*-?\d*)?", text)
 
 
-def test_structured_outputs_that_cannot_be(client: Any) -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "regex", "regex": "(unclosed"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "banana"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    ],
+    ids=["regex", "schema", "endless"],
+)
+def test_structured_outputs_that_cannot_be(client: Any, wanted: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(openai.BadRequestError, match="this grammar cannot be used"):
-        client.completions.create(
-            model=NAME, prompt="a", extra_body={"response_format": {"type": "regex", "regex": "(unclosed"}}
+        client.completions.create(model=NAME, prompt="a", extra_body={"response_format": wanted})
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plan"}}], ids=str)
+def test_schemas_of_forced_calls_may_have_references(client: Any, choice: Any) -> None:
+    """As pydantic writes those of nested models: they begin at the tool's own schema, wherever it stands."""
+    pytest.importorskip("llguidance")
+    word = {"enum": ["wind", "sea"], "default": {"$ref": "#/none"}}
+    place = {"$ref": "#/$defs/Word"}
+    plan = {
+        "type": "object", "properties": {"kind": place, "next": {"anyOf": [place]}},
+        "required": ["kind", "next"], "additionalProperties": False, "$defs": {"Word": word},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": plan}} for name in ("plan", "other")]
+    for seed in range(3):
+        found = client.chat.completions.create(
+            model=NAME, messages=USER, tools=tools, tool_choice=choice, seed=seed, parallel_tool_calls=False
         )
+        (call,) = found.choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"kind", "next"}
+        assert set(arguments.values()) <= {"wind", "sea"}

@@ -25,14 +25,20 @@ class Grammar:
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._matcher, self._eos = matcher, eos_token_ids
-        self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._num_words = -(-vocab_size // 32)
+        self._allowed: np.ndarray | None = None  # after the tokens so far; None: not computed yet
         self.finished = False
 
     def allowed_tokens(self) -> np.ndarray:
-        """int32 words; bit t % 32 of word t // 32 is set if token t may come next. The next call gives a new array."""
+        """int32 words; bit t % 32 of word t // 32 is set if token t may come next."""
+        if self._allowed is None:
+            self._allowed = self._compute_allowed()
+        return self._allowed
+
+    def _compute_allowed(self) -> np.ndarray:
         from llguidance.numpy import fill_next_token_bitmask
 
-        words = np.zeros_like(self._words)
+        words = np.zeros((1, self._num_words), dtype=np.int32)
         if self.finished:
             for token in self._eos:
                 words[0, token // 32] |= np.uint32(1 << (token % 32)).astype(np.int32)
@@ -45,6 +51,7 @@ class Grammar:
 
         GrammarError if the grammar cannot go on: it has reached a limit of the library's.
         """
+        self._allowed = None
         if not self.finished:
             self._matcher.consume_token(token_id)
             if self._matcher.is_error():
@@ -84,7 +91,11 @@ class GrammarCompiler:
         matcher = LLMatcher(self._llguidance_tokenizer(), source)
         if matcher.is_error():
             raise GrammarError(f"this grammar cannot be used: {matcher.get_error().strip().splitlines()[0]}")
-        return Grammar(matcher, self._vocab_size, self._eos)
+        grammar = Grammar(matcher, self._vocab_size, self._eos)
+        grammar.allowed_tokens()
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            raise GrammarError("this grammar cannot be used: it has no token that a text may begin with")
+        return grammar
 
     def _llguidance_tokenizer(self) -> Any:
         """Made once; llguidance reads the tokenizer from a file."""
