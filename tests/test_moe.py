@@ -211,6 +211,11 @@ def test_wrong_routers_and_arguments() -> None:
         fk.Router("dynamic", groups=2)
     with pytest.raises(ValueError, match="capacity is 0"):
         fk.Router(capacity=0)
+    for factor in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"capacity_factor is {factor}; it must be above 0 and finite"):
+            fk.MoE(8, 8, 2, capacity_factor=factor)
+    with pytest.raises(ValueError, match=r"capacity is 3 and capacity_factor 1\.5; give one of them"):
+        fk.Router(capacity=3, capacity_factor=1.5)
     with pytest.raises(ValueError, match=r"bias is torch\.float32"):
         fk.moe_route(logits, bias=torch.zeros(3))
     with pytest.raises(ValueError, match="chooses without a bias"):
@@ -239,8 +244,6 @@ def test_wrong_routers_and_arguments() -> None:
         ("activation is None", {"activation": None}),
         ("balance_rate is -1", {"router": fk.Router("sigmoid"), "balance_rate": -1}),
         ("balance_rate is for a 'sigmoid' router", {"balance_rate": 0.1}),
-        ("capacity_factor is inf", {"capacity_factor": math.inf}),
-        ("capacity_factor is 0", {"capacity_factor": 0}),
     ],
 )
 def test_a_module_is_refused_when_it_is_made(message: str, options: dict[str, Any]) -> None:
@@ -433,6 +436,8 @@ def test_usage_is_gathered_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     usage.plot(tmp_path / "usage.png")
     assert (tmp_path / "usage.png").stat().st_size > 1000
+    for axes in usage._drawn("entropy").axes[:2]:
+        assert all(float(tick).is_integer() for tick in (*axes.get_xticks(), *axes.get_yticks()))
 
 
 @pytest.mark.parametrize(
@@ -577,6 +582,40 @@ def test_experts_whose_gate_no_kernel_computes_are_refused() -> None:
     config._experts_implementation = "fkernel"
     with pytest.raises(ValueError, match='MiniMaxM3VLExperts has an activation that no kernel computes; choose "gr'):
         MiniMaxM3VLExperts(config)(torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"router": fk.Router("sigmoid", 2, groups=2), "balance_rate": 0.01},
+        {"router": fk.Router("dynamic", 3, mass=0.6)},
+        {"router": fk.Router("expert_choice", 2), "capacity_factor": 1.0},
+        {"router": fk.Router("hash", 2)},
+        {"capacity_factor": 1.0, "bias": True},
+    ],
+    ids=str,
+)
+def test_a_module_is_compiled_in_one_graph_for_all_lengths(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = fk.MoE(16, 12, 4, **options)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    for tokens in (6, 9, 13):
+        x = torch.randn(tokens, 16)
+        torch.testing.assert_close(compiled(x), layer(x), atol=1e-5, rtol=1e-4)
+
+
+@by_backend
+@pytest.mark.parametrize("tokens", [6, 70])
+def test_capacity_as_a_factor(tokens: int, backend: str) -> None:
+    logits = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(3))
+    logits[:, 1] += 2
+    found = fk.moe_route(logits, fk.Router("softmax", 2, capacity_factor=0.75), backend=backend)
+    limit = math.ceil(0.75 * tokens * 2 / 4)
+    assert found.offsets.diff().max() == limit
+    for one, other in zip(found, fk.moe_route(logits, fk.Router("softmax", 2, capacity=limit), backend=backend)):
+        assert torch.equal(one, other)
+    chosen = fk.moe_route(logits, fk.Router("expert_choice", 2, capacity_factor=0.75), backend=backend)
+    assert chosen.counts.tolist() == [limit] * 4
 
 
 def test_compiled_in_one_graph() -> None:
