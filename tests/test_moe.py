@@ -436,6 +436,8 @@ def test_usage_is_gathered_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     usage.plot(tmp_path / "usage.png")
     assert (tmp_path / "usage.png").stat().st_size > 1000
+    for axes in usage._drawn("entropy").axes[:2]:
+        assert all(float(tick).is_integer() for tick in (*axes.get_xticks(), *axes.get_yticks()))
 
 
 @pytest.mark.parametrize(
