@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+import time
 from typing import Any
 
 import openai
@@ -29,6 +30,7 @@ from served_model import (  # noqa: F401
 
 import flashkernel
 from flashkernel.engine import LLM, SamplingParams, Tokenizer
+from flashkernel.engine.grammar import GrammarCompiler
 from flashkernel.engine.server import output_parsers as parsers
 from flashkernel.engine.server.formatters import CompletionFormatter
 from flashkernel.engine.server.protocol import ChatRequest, parse
@@ -377,6 +379,54 @@ def test_structured_outputs_that_cannot_be(client: Any, wanted: dict[str, Any]) 
     pytest.importorskip("llguidance")
     with pytest.raises(openai.BadRequestError, match="this grammar cannot be used"):
         client.completions.create(model=NAME, prompt="a", extra_body={"response_format": wanted})
+
+
+def test_structured_outputs_are_prepared_before_the_first_request(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What all grammars share takes long with a large vocabulary, and no stream goes on meanwhile."""
+    llguidance = pytest.importorskip("llguidance")
+    make, made = llguidance.LLTokenizer, []
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *given, **named: made.append(0) or make(*given, **named))
+    with serve(other(base)) as running:
+        assert len(made) == 1
+        wanted = {"extra_body": {"response_format": {"type": "regex", "regex": "sea|wind"}}, "max_tokens": 9}
+        found = running.client().completions.create(model=NAME, prompt="the", **wanted).choices[0].text
+        assert found in ("sea", "wind")
+    assert len(made) == 1
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise ValueError("odd bytes")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", refuse)
+    with serve(other(base)) as running:
+        assert "structured outputs will be refused: llguidance does not take this tokenizer: odd bytes" in caplog.text
+        client = running.client()
+        with pytest.raises(openai.BadRequestError, match="odd bytes"):
+            client.completions.create(model=NAME, prompt="the", **wanted)
+        assert client.completions.create(model=NAME, prompt="the", max_tokens=2, **GREEDY).choices[0].text
+
+
+def test_one_tokenizer_for_all_grammars(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first requests come together."""
+    llguidance = pytest.importorskip("llguidance")
+    assert base.tokenizer is not None
+    compiler = GrammarCompiler(base.tokenizer, base.config.vocab_size, base.config.eos_token_ids)
+    make, made = compiler._new_tokenizer, []
+
+    def slow() -> Any:
+        made.append(0)
+        time.sleep(0.1)
+        return make()
+
+    monkeypatch.setattr(compiler, "_new_tokenizer", slow)
+    threads = [threading.Thread(target=compiler._llguidance_tokenizer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert isinstance(compiler._compiled, llguidance.LLTokenizer)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plan"}}], ids=str)

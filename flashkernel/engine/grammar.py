@@ -6,7 +6,9 @@ other sequences of the batch are not held up.
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,15 @@ class GrammarCompiler:
         self._vocab_size, self._eos = vocab_size, eos_token_ids
         self._tokenizer = tokenizer
         self._compiled: Any = None
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Makes what all grammars share, if the library is installed; GrammarError if it refuses the tokenizer.
+
+        For a vocabulary of 128,000 tokens it takes a second, in which no other thread runs.
+        """
+        if importlib.util.find_spec("llguidance") is not None and self._eos:
+            self._llguidance_tokenizer()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
         """A grammar at its first token; GrammarError if the library is missing or refuses it."""
@@ -98,17 +109,22 @@ class GrammarCompiler:
         return grammar
 
     def _llguidance_tokenizer(self) -> Any:
-        """Made once; llguidance reads the tokenizer from a file."""
-        if self._compiled is None:
-            from llguidance import LLTokenizer
-
-            if not self._eos:
-                raise GrammarError("structured outputs end with an end-of-sequence token, and the model names none")
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "tokenizer.json")
-                path.write_text(self._tokenizer.backend.to_str(), encoding="utf-8")
-                try:
-                    self._compiled = LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=list(self._eos))
-                except (ValueError, RuntimeError) as error:
-                    raise GrammarError(f"llguidance does not take this tokenizer: {error}") from error
+        """Made once, whichever request comes first."""
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = self._new_tokenizer()
         return self._compiled
+
+    def _new_tokenizer(self) -> Any:
+        """llguidance reads the tokenizer from a file."""
+        import llguidance
+
+        if not self._eos:
+            raise GrammarError("structured outputs end with an end-of-sequence token, and the model names none")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "tokenizer.json")
+            path.write_text(self._tokenizer.backend.to_str(), encoding="utf-8")
+            try:
+                return llguidance.LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=list(self._eos))
+            except (ValueError, RuntimeError) as error:
+                raise GrammarError(f"llguidance does not take this tokenizer: {error}") from error

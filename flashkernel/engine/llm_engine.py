@@ -168,6 +168,18 @@ class LLMEngine:
         self._warm_up_s, self._builds = time.monotonic() - began, build_counter.counts()
         self._compiled_at_start = compiled_before + self._builds.compiled - before.compiled
 
+    def prepare_grammars(self) -> None:
+        """Makes what structured outputs share, which the first of them would hold up all requests for.
+
+        Raises:
+            RequestError: The library does not take the model's tokenizer.
+        """
+        if self._grammars is not None:
+            try:
+                self._grammars.prepare()
+            except GrammarError as error:
+                raise RequestError(str(error)) from error
+
     def add_request(
         self,
         prompt: str | collections.abc.Sequence[int],
