@@ -71,6 +71,8 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(router, (Router, type(None))):
+            raise TypeError(f"MoE: router is {router!r}; it must be a flashkernel.Router, such as Router('softmax', 2)")
         self.router = Router() if router is None else router
         if capacity_factor is not None:
             self.router = replace(self.router, capacity=None, capacity_factor=capacity_factor)

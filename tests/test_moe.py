@@ -689,3 +689,8 @@ def test_mxfp4_kernels_compile_without_spills(arch: int, gpu: str) -> None:
     assert [launch.name for launch in launches][2:] == ["combine_kernel", "dequantize_kernel"]
     for launch in launches:
         assert compiled(launch, arch).stack == 0, launch.name
+
+
+def test_a_router_is_a_router() -> None:
+    with pytest.raises(TypeError, match=r"MoE: router is 2; it must be a flashkernel.Router"):
+        fk.MoE(16, 12, 4, 2)  # type: ignore[arg-type]
