@@ -408,7 +408,8 @@ class LLMEngine:
         if params.logprobs is None:
             logprob = None
         elif logprob is not None:
-            logprob = replace(logprob, top_logprobs=logprob.top_logprobs[: params.logprobs])
+            if len(logprob.top_logprobs) > params.logprobs:  # another request of the step asked for more
+                logprob = replace(logprob, top_logprobs=logprob.top_logprobs[: params.logprobs])
             sequence.logprobs.append(logprob)
         stops = is_end = token_id in sequence.end_token_ids
         if sequence.grammar is not None:

@@ -46,6 +46,7 @@ class Tokenizer:
     ) -> None:
         self.backend, self.chat_template = backend, chat_template
         self.special_tokens, self.bos_token_id = dict(special_tokens or {}), bos_token_id
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer | None:
@@ -87,10 +88,15 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text that the token `token_id` adds to others; half a character becomes a replacement mark."""
-        piece = self.backend.id_to_token(token_id)
-        if piece is not None and piece.startswith(WORD_START):  # the decoder strips a space before the first token
-            return piece.replace(WORD_START, " ")
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:  # a response with log probabilities asks for the same ones again and again
+            piece = self.backend.id_to_token(token_id)
+            if piece is not None and piece.startswith(WORD_START):  # the decoder strips a space before the first token
+                text = piece.replace(WORD_START, " ")
+            else:
+                text = self.backend.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
