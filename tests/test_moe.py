@@ -132,6 +132,11 @@ def test_bad_logits(backend: str) -> None:
     assert routing.offsets[-1] == 9
     masked = fk.moe_route(torch.tensor([[1.0, -math.inf, 0.0, -math.inf]]), fk.Router("softmax", 2), backend=backend)
     assert masked.experts.tolist() == [[0, 2]]
+    nothing = torch.tensor([[-math.inf] * 3, [-math.inf, 0.5, -math.inf]])
+    for kind, expected in (("softmax", [[math.nan] * 2, [1.0, 0.0]]), ("sigmoid", [[0.0] * 2, [1.0, 0.0]])):
+        found = fk.moe_route(nothing, fk.Router(kind, 2), backend=backend)
+        assert found.experts.tolist() == [[0, 1], [1, 0]]
+        torch.testing.assert_close(found.weights, torch.tensor(expected), equal_nan=True)
     equal = fk.moe_route(torch.zeros(2, 6), fk.Router("sigmoid", 2), backend=backend)
     assert equal.experts.tolist() == [[0, 1]] * 2
 
