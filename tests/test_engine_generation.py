@@ -114,6 +114,41 @@ def test_stop_strings_wait_for_the_least_tokens(base: LLM, ahead: bool) -> None:
     assert _drained(llm)
 
 
+def test_each_request_has_as_many_log_probabilities_as_it_asked_for(base: LLM) -> None:
+    """Those of one step are computed together."""
+    prompts = tiny_models.prompts((5, 9, 7))
+    params = [_greedy(6, logprobs=count) for count in (1, 4, 0)]
+    for done, prompt, one in zip(base.generate(prompts, params), prompts, params):
+        found = done.outputs[0].logprobs
+        assert found is not None
+        assert {len(each.top_logprobs) for each in found} == {one.logprobs}
+        alone = base.generate([prompt], one)[0].outputs[0].logprobs
+        assert alone is not None
+        assert [each.top_logprobs for each in found] == [
+            tuple((token, pytest.approx(score, abs=1e-4)) for token, score in each.top_logprobs) for each in alone
+        ]
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    class Counting:
+        def __init__(self, backend: tokenizers.Tokenizer) -> None:
+            self.backend, self.decoded = backend, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.backend, name)
+
+        def decode(self, *given: Any, **named: Any) -> str:
+            self.decoded += 1
+            return self.backend.decode(*given, **named)
+
+    backend = Counting(tiny_models.tokenizer())
+    made, plain = Tokenizer(backend), Tokenizer(tiny_models.tokenizer())  # type: ignore[arg-type]
+    tokens = plain.encode("the sea and the wind")
+    for _ in range(3):
+        assert [made.token_text(token) for token in tokens] == [plain.decode([token]) for token in tokens]
+    assert backend.decoded == len(set(tokens))
+
+
 def test_a_stop_string_may_begin_before_it_may_end_the_text() -> None:
     made = Tokenizer(tiny_models.tokenizer())
     for stops, expected in ((("bc",), "ab"), (("b", "cccc"), "ab"), (("abb",), ""), (("zz", "bbc"), "a")):

@@ -150,3 +150,11 @@ def test_on_a_cpu_torchs_operators_are_timed(tmp_path: Path, monkeypatch: pytest
     assert [(record.direction, record.tool) for record in file["records"]] == [("fwd", "torch")]
     assert file["records"][0].kernels
     assert file["device"] == CEILINGS.device
+
+
+def test_where_nothing_can_run_nothing_is_complete(tmp_path: Path) -> None:
+    arguments = ("profile", "attention", "--backend", "hopper", "--device", "cpu", "--save", str(tmp_path))
+    for more in ((), ("--missing",)):
+        stopped = invoke(*arguments, *more, code=1)
+        assert "no selected backend can run the selected cases here" in stopped.stderr
+        assert not list(tmp_path.iterdir())

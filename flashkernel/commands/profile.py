@@ -87,6 +87,9 @@ def profile(
             work = _missing(work, save, ncu, ["case"] * bool(case) + ["dtype"] * bool(dtype))
     for note in notes:
         progress.log(note)
+    if not selected:
+        progress.log("nothing was profiled: no selected backend can run the selected cases here")
+        raise typer.Exit(1)
     if missing:
         progress.log(f"{save} has profiles of {selected - len(work)} of {selected}; {len(work)} are left")
         if not work:

@@ -39,7 +39,7 @@ class _GGUFFormat(FixedGroupsFormat):
         """Scales or minima in float16; those between 0 and its least number become that. ValueError if one is larger
         than float16 has."""
         half = values.half()
-        if half.isinf().any():
+        if not (half.is_meta or torch.compiler.is_compiling()) and bool(half.isinf().any()):
             raise ValueError(
                 f"Weight.quantize: {self.name} stores scales and minima in float16, and this matrix needs "
                 f"{values.abs().amax().item():.3g}; divide it by a power of two, or choose int4 or int8"
@@ -126,7 +126,7 @@ class Q4_K(_SuperBlockFormat):
         for wanted in ((high - low) / 15, -low):
             factor = self.in_half(wanted.amax(-1, keepdim=True) / 63)
             steps = _steps(wanted, factor[..., 0].float()).clamp(0, 63)
-            parts.append((steps.to(torch.uint8), factor.view(torch.uint8)))
+            parts.append((steps.to(torch.uint8), _bytes(factor)))
             values.append(steps * factor.float())
         codes = _steps(groups + values[1][..., None], values[0]).clamp(0, 15)
         scales = torch.cat((parts[0][0], parts[1][0], parts[0][1], parts[1][1]), -1)
@@ -164,13 +164,22 @@ class Q6_K(_SuperBlockFormat):
         factor = self.in_half(wanted.amax(-1, keepdim=True) / 127)
         steps = _steps(wanted, factor[..., 0].float()).clamp(0, 127)
         codes = (_steps(groups, steps * factor.float()).clamp(-32, 31) + 32).to(torch.uint8).flatten(-2)
-        scales = torch.cat((steps.to(torch.uint8), factor.view(torch.uint8)), -1)
+        scales = torch.cat((steps.to(torch.uint8), _bytes(factor)), -1)
         return self.pack(_join_bits(codes), scales.flatten(-2), None)
 
 
 def _steps(values: Tensor, scales: Tensor) -> Tensor:
     """values / scales of each group, rounded to nearest; 0 where a scale is 0."""
     return (values * torch.where(scales > 0, 1 / scales, 0.0)[..., None]).round()
+
+
+def _bytes(factor: Tensor) -> Tensor:
+    """Float16 numbers (..., 1) as uint8 (..., 2)."""
+    return (
+        factor.contiguous().view(torch.uint8)
+        if factor.numel()
+        else factor.new_zeros((*factor.shape[:-1], 2), dtype=torch.uint8)
+    )
 
 
 def _join_bits(codes: Tensor) -> Tensor:
