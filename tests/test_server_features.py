@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import jinja2
 import openai
 import pytest
 
@@ -405,6 +406,29 @@ def test_structured_outputs_are_prepared_before_the_first_request(
         with pytest.raises(openai.BadRequestError, match="odd bytes"):
             client.completions.create(model=NAME, prompt="the", **wanted)
         assert client.completions.create(model=NAME, prompt="the", max_tokens=2, **GREEDY).choices[0].text
+
+
+@pytest.mark.parametrize("template", ["{# prepared #}{% for m in messages %}{{ m.content }}{% endfor %}", "{% wrong"])
+def test_chat_templates_are_compiled_before_the_first_request(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    compiled: list[str] = []
+    compile_source = jinja2.Environment.compile
+
+    def counting(self: Any, source: Any, *given: Any, **named: Any) -> Any:
+        compiled.append(source)
+        return compile_source(self, source, *given, **named)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    with serve(scripted(base, "sea", template)) as running:
+        assert compiled == [template]
+        create = running.client().chat.completions.create
+        if "prepared" in template:
+            assert create(model=NAME, messages=USER).choices[0].message.content == "sea"
+            assert compiled == [template]
+        else:
+            with pytest.raises(openai.BadRequestError, match="the model's template does not take this conversation"):
+                create(model=NAME, messages=USER)
 
 
 def test_one_tokenizer_for_all_grammars(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -85,6 +86,13 @@ class Tokenizer:
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads, such as "tools"; none if it cannot be parsed."""
         return _template_variables(self.chat_template or "")
+
+    def prepare_chat_template(self) -> None:
+        """Compiles the chat template before the first conversation; `render_chat` says if it is wrong."""
+        import jinja2
+
+        with suppress(jinja2.TemplateError):
+            _compiled_template(self.chat_template or "")
 
     def token_text(self, token_id: int) -> str:
         """The text that the token `token_id` adds to others; half a character becomes a replacement mark."""

@@ -95,15 +95,21 @@ class ApiServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        try:
-            await to_thread.run_sync(self.llm.engine.prepare_grammars)
-        except RequestError as error:
-            log.warning("structured outputs will be refused: %s", error)
+        await to_thread.run_sync(self._prepare)
         self.engine.start()
         try:
             yield
         finally:
             await self.engine.stop()
+
+    def _prepare(self) -> None:
+        """Makes what the first requests would otherwise hold up all others for."""
+        try:
+            self.llm.engine.prepare_grammars()
+        except RequestError as error:
+            log.warning("structured outputs will be refused: %s", error)
+        if self.llm.tokenizer is not None:
+            self.llm.tokenizer.prepare_chat_template()
 
     async def health(self, request: Request) -> Response:
         """Whether the engine runs and its last step did not fail."""
