@@ -281,6 +281,7 @@ def test_a_script_of_another_engine_and_ours_in_one_run(tmp_path: Path, script: 
     assert done.exit_code == fails, done.output
     assert ("ended with status 1" in " ".join(done.stderr.split())) == fails
     assert "loading weights" in done.stderr
+    assert done.stderr.count("short first vllm: ") == 1
     found = results.load(tmp_path / "serve.json")["records"]
     share = float(f"{0.7 * 3 / 0.25:.3g}")
     assert [(one.implementation, one.pass_name, one.rate) for one in found] == [

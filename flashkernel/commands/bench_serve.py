@@ -129,10 +129,11 @@ def serve(
     records: dict[tuple[str, str, str], ServeRecord] = {}
 
     def keep(found: list[ServeRecord]) -> None:
+        new = [record for record in found if record.key not in records]  # others have got their start_s
         records.update((record.key, record) for record in found)
         if file is not None:
             file.add(found)
-        for record in found:
+        for record in new:
             progress.log(serve_records.line(record))
 
     failed = False
