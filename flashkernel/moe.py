@@ -31,8 +31,8 @@ class MoE(nn.Module):
         packed: As in `flashkernel.moe_experts`.
         bias: Whether experts have biases.
         noisy: Adds noise to the logits in training, with a learned scale for each expert (noisy top-k gating).
-        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every call in training, toward
-            equal loads (`moe_balance_bias`).
+        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every backward pass in
+            training, toward equal loads (`moe_balance_bias`).
         capacity_factor: As in `Router`, in the place of the router's own.
         recompute: As in `flashkernel.moe_experts`.
         backend: Of the experts, as in `flashkernel.moe_experts`.
@@ -128,13 +128,28 @@ class MoE(nn.Module):
         bias = self.balance_bias
         ids = None if token_ids is None or self.router.kind != "hash" else token_ids.reshape(-1)
         self.routing = moe_route(self.logits, self.router, bias=bias, noise=noise, token_ids=ids)
-        if bias is not None and self.training:
-            moe_balance_bias(bias, self.routing, self.balance_rate)
+        if bias is not None and self.training and torch.is_grad_enabled():
+            self._balance(self.logits, self.routing, bias)
         y = moe_experts(
             flat, self.routing, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias,
             activation=self.activation, packed=self.packed, recompute=self.recompute, backend=self.backend,
         )  # fmt: skip
         return y.view(x.shape)
+
+    def _balance(self, logits: Tensor, routing: Routing, bias: Tensor) -> None:
+        """Moves the bias once the backward pass has come to the router.
+
+        Activation checkpointing calls the layer again in the backward pass, and must find the same bias: with another
+        one, tokens would choose other experts. A frozen router has no such pass.
+        """
+        if torch.compiler.is_compiling() or not logits.requires_grad:
+            moe_balance_bias(bias, routing, self.balance_rate)
+            return
+
+        def move(gradient: Tensor) -> None:
+            moe_balance_bias(bias, routing, self.balance_rate)
+
+        logits.register_hook(move)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles: without the last call's routing and logits, which belong to its autograd graph."""

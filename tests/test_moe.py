@@ -6,6 +6,7 @@ import copy
 import importlib
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -496,11 +497,38 @@ def test_the_balance_bias_stays_in_float32() -> None:
     assert layer.gate.weight.dtype == torch.bfloat16
     assert layer.balance_bias.dtype == torch.float32
     assert "balance_bias" in layer.state_dict()
-    layer(torch.randn(9, 16).bfloat16())
+    layer(torch.randn(9, 16).bfloat16()).sum().backward()
     assert layer.routing is not None
     if layer.routing.counts.unique().numel() > 1:
         assert bool((layer.balance_bias != 0.5).any())
     assert layer.to("meta").balance_bias.device.type == "meta"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_choose_the_same_experts_again(use_reentrant: bool) -> None:
+    """The bias moves after the second call, so far that tokens would choose others."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(fk.MoE(16, 12, 4, fk.Router("sigmoid", 2), balance_rate=0.5) for _ in range(2))
+    others = copy.deepcopy(layers)
+    for step in range(3):
+        before = [layer.balance_bias.clone() for layer in layers]
+        results = []
+        for stack, call in (
+            (layers, lambda layer, y: layer(y)),
+            (others, partial(checkpoint, use_reentrant=use_reentrant)),
+        ):
+            x = torch.randn(9, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            stack.zero_grad()
+            y = call(stack[1], call(stack[0], x))
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())))
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other)
+        for layer, other, bias in zip(layers, others, before):
+            assert not torch.equal(layer.balance_bias, bias)
+            assert torch.equal(layer.balance_bias, other.balance_bias)
 
 
 def test_balance_losses_in_float64() -> None:
