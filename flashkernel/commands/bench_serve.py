@@ -156,6 +156,8 @@ def serve(
         for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
             keep([record])
             bar.next(record.case)
+    if stopped.code and file is not None and records:
+        file.add(list(records.values()))  # the interruption may have come while the last one was written
     found = list(records.values()) if file is None else file.merged()["records"]  # with what others reached before
     if found:
         typer.echo(serve_records.table(found))
