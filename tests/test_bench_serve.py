@@ -281,6 +281,7 @@ def test_a_script_of_another_engine_and_ours_in_one_run(tmp_path: Path, script: 
     assert done.exit_code == fails, done.output
     assert ("ended with status 1" in " ".join(done.stderr.split())) == fails
     assert "loading weights" in done.stderr
+    assert done.stderr.count("short first vllm: ") == 1
     found = results.load(tmp_path / "serve.json")["records"]
     share = float(f"{0.7 * 3 / 0.25:.3g}")
     assert [(one.implementation, one.pass_name, one.rate) for one in found] == [
@@ -301,6 +302,7 @@ def test_what_came_before_an_interruption_is_kept(tmp_path: Path, script: str) -
     )
     try:
         assert comes((tmp_path / "run_peer.py.waits").exists, 120)
+        assert comes(lambda: len(results.load(tmp_path / "serve.json")["records"]) == 2)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
@@ -311,6 +313,24 @@ def test_what_came_before_an_interruption_is_kept(tmp_path: Path, script: str) -
     assert len(results.load(tmp_path / "serve.json")["records"]) == 2
     left = subprocess.run(["pgrep", "-f", str(tmp_path / "run_peer.py")], capture_output=True, text=True)
     assert left.stdout == ""
+
+
+def test_an_interruption_while_a_record_is_written_loses_none(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = results.write, []
+
+    def interrupted(*given: Any) -> None:
+        written.append(0)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write(*given)
+
+    monkeypatch.setattr(results, "write", interrupted)
+    done = _bench("--peer-command", script, "--peer-version", "1", "--load", "short", "--save", str(tmp_path))
+    assert done.exit_code == 130, done.output
+    found = results.load(tmp_path / "serve.json")["records"]
+    assert [record.pass_name for record in found] == ["first", "second"]
 
 
 def test_goodput_is_drawn_as_a_share() -> None:

@@ -207,6 +207,9 @@ class TestSuiteRuns:
         assert "1 of 1 cases are in the file" in self.run(tmp_path, "--commit", "b", "--missing").stderr
         assert "1 of 1" in self.run(tmp_path, "--missing", "--impl", "torch").stderr
         assert (tmp_path / "turing.json").read_text() == before
+        (tmp_path / "turing.json").rename(tmp_path / "sum.json")  # as a run without the suite saves it
+        assert "1 of 1" in self.run(tmp_path, "--missing").stderr
+        (tmp_path / "sum.json").rename(tmp_path / "turing.json")
         assert "0 of 1" in self.run(tmp_path, "--missing", "--impl", "torch", "--impl", "eager").stderr
         assert "0 of 1" in self.run(tmp_path, "--missing", "--max-autotune", "all").stderr
         found = results.load(tmp_path / "turing.json")

@@ -81,8 +81,8 @@ def bench(
         bool,
         typer.Option(
             "--missing",
-            help="With --save: leave out the cases that the file has our times of, of any commit, and with --impl and "
-            "--max-autotune theirs.",
+            help="With --save: leave out the cases that DIR has our times of, of any commit and in any file, and with "
+            "--impl and --max-autotune theirs.",
         ),
     ] = False,
     ladder: Annotated[
@@ -236,8 +236,8 @@ class _Run:
         from flashkernel.lab.results import finished, timed
 
         there = {name: file for name, file in files.items() if file is not None}
-        done = {name: finished(file.path, file.header) if self.resume else timed(file.path)
-                for name, file in there.items()}  # fmt: skip
+        whole = timed(self.save) if self.missing and self.save is not None else {}
+        done = {name: whole if self.missing else finished(file.path, file.header) for name, file in there.items()}
         left = []
         for op, case, dtype, options in work:
             key = (op.name, case.name, str(dtype).removeprefix("torch."))

@@ -129,10 +129,11 @@ def serve(
     records: dict[tuple[str, str, str], ServeRecord] = {}
 
     def keep(found: list[ServeRecord]) -> None:
+        new = [record for record in found if record.key not in records]  # others have got their start_s
         records.update((record.key, record) for record in found)
         if file is not None:
             file.add(found)
-        for record in found:
+        for record in new:
             progress.log(serve_records.line(record))
 
     failed = False
@@ -155,6 +156,8 @@ def serve(
         for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
             keep([record])
             bar.next(record.case)
+    if stopped.code and file is not None and records:
+        file.add(list(records.values()))  # the interruption may have come while the last one was written
     found = list(records.values()) if file is None else file.merged()["records"]  # with what others reached before
     if found:
         typer.echo(serve_records.table(found))
