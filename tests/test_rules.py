@@ -247,7 +247,7 @@ def test_launched_kernels_name_no_parameter_as_triton_does() -> None:
             importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts)) if names else None
         )
         for kernel in (getattr(module, name, None) for name in names):
-            if hasattr(kernel, "arg_names"):
+            if kernel is not None and hasattr(kernel, "arg_names"):
                 found += 1
                 wrong += [f"{path.name}: {kernel.__name__} has {name}" for name in RESERVED & set(kernel.arg_names)]
     assert found > 20
