@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flashkernel
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.core import dispatch
 from flashkernel.core.op import LAYOUTS, Call, Case, Op, UnknownFactError, resolve
 from flashkernel.ops import registry
@@ -233,6 +234,12 @@ def test_no_function_shadows_a_module() -> None:
             if isinstance(node, (ast.ImportFrom, ast.Import)):
                 names |= {alias.asname or alias.name for alias in node.names}
         assert not names & modules, f"{path.parent.name}: {sorted(names & modules)}"
+
+
+def test_the_folder_of_shared_cuda_headers_stands_in_one_file() -> None:
+    names = [str(path.relative_to(ROOT)) for path in SOURCES if '"blocks" / "cuda"' in path.read_text()]
+    assert not names, "take blocks/cuda_headers.py"
+    assert all((folder / "ptx.cuh").is_file() for folder in CUDA_HEADERS)
 
 
 RESERVED = {"params", "options", "specialization"}  # locals of the function that Triton generates to launch a kernel

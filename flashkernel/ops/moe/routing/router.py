@@ -96,7 +96,11 @@ class Router:
         return None
 
     def declines(self, experts: int) -> str | None:
-        """Why it cannot choose among so many `experts`; None where it can."""
+        """Why it cannot choose among so many `experts`; None where it can.
+
+        Args:
+            experts: How many there are.
+        """
         if experts % self.groups:
             return f"{experts} experts do not divide into {self.groups} groups of one size"
         allowed = experts // self.groups * self.top_groups
@@ -112,21 +116,39 @@ class Router:
 
     @staticmethod
     def parse(text: str) -> Router:
-        """Returns the Router of such a `text`."""
+        """Returns the Router of such a `text`.
+
+        Args:
+            text: As `text` of a Router gives it.
+        """
         return _parse(text)
 
     def slots(self, experts: int) -> int:
-        """Slots that a token has with so many `experts`: the columns of `Routing.experts`."""
+        """Slots that a token has with so many `experts`: the columns of `Routing.experts`.
+
+        Args:
+            experts: How many there are.
+        """
         return experts if self.kind == "expert_choice" else self.k
 
     def rows(self, tokens: int, experts: int) -> int:
-        """Rows that so many `experts` take at most of so many `tokens`, all together."""
+        """Rows that so many `experts` take at most of so many `tokens`, all together.
+
+        Args:
+            tokens: How many are routed.
+            experts: How many there are.
+        """
         if self.kind == "expert_choice":
             return experts * self.choice_capacity(tokens, experts)
         return tokens * self.k
 
     def choice_capacity(self, tokens: int, experts: int) -> int:
-        """Of so many `tokens`, those that one of so many `experts` takes with "expert_choice"."""
+        """Of so many `tokens`, those that one of so many `experts` takes with "expert_choice".
+
+        Args:
+            tokens: How many are routed.
+            experts: How many there are.
+        """
         return min(tokens, ceil_div(tokens * self.k, experts) if self.capacity is None else self.capacity)
 
     def __repr__(self) -> str:
