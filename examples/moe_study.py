@@ -224,10 +224,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tiny = chosen.tiny or device.type == "cpu"
     sizes, text = TINY if tiny else LARGE, corpus()
-    wanted = [one for one in variants(sizes.k) if chosen.only is None or one.name in chosen.only]
-    if not wanted:
-        names = ", ".join(one.name for one in variants(sizes.k))
-        parser.error(f"--only names no variant; there are {names}")
+    known = {one.name: one for one in variants(sizes.k)}
+    unknown = [name for name in chosen.only or () if name not in known]
+    if unknown:
+        parser.error(f"--only: there is no {unknown[0]!r}; there are {', '.join(known)}")
+    wanted = [one for name, one in known.items() if chosen.only is None or name in chosen.only]
+    if chosen.steps is not None and chosen.steps < 1:
+        parser.error(f"--steps is {chosen.steps}; it must be at least 1")
     steps = chosen.steps or (30 if tiny else 300)
     runs = {one.name: train(one, sizes, steps, text, device) for one in wanted}
     console, routers = Console(), summary(runs)

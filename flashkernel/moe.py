@@ -31,9 +31,9 @@ class MoE(nn.Module):
         packed: As in `flashkernel.moe_experts`.
         bias: Whether experts have biases.
         noisy: Adds noise to the logits in training, with a learned scale for each expert (noisy top-k gating).
-        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every call in training, toward
-            equal loads (`moe_balance_bias`).
-        capacity_factor: Limits each expert to this times its equal share of the rows; None: no limit.
+        balance_rate: Above 0, a "sigmoid" router gets a bias that moves by so much with every backward pass in
+            training, toward equal loads (`moe_balance_bias`).
+        capacity_factor: As in `Router`, in the place of the router's own.
         recompute: As in `flashkernel.moe_experts`.
         backend: Of the experts, as in `flashkernel.moe_experts`.
         device: Of the parameters.
@@ -71,7 +71,11 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(router, (Router, type(None))):
+            raise TypeError(f"MoE: router is {router!r}; it must be a flashkernel.Router, such as Router('softmax', 2)")
         self.router = Router() if router is None else router
+        if capacity_factor is not None:
+            self.router = replace(self.router, capacity=None, capacity_factor=capacity_factor)
         reason = self.router.declines(num_experts)
         if reason is not None:
             raise ValueError(f"MoE: {reason}")
@@ -84,12 +88,10 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: balance_rate is for a 'sigmoid' router; this one is {self.router.kind!r}")
         if not 0 <= balance_rate < math.inf:
             raise ValueError(f"MoE: balance_rate is {balance_rate}; it must be a finite number, 0 or above")
-        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise ValueError(f"MoE: capacity_factor is {capacity_factor}; it must be above 0 and finite, or None")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         wide = intermediate_size * activation_width(activation)
         self.num_experts, self.activation, self.packed = num_experts, activation, packed
-        self.balance_rate, self.capacity_factor = balance_rate, capacity_factor
+        self.balance_rate = balance_rate
         self.recompute, self.backend = recompute, backend
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, **where)
         self.noise = nn.Linear(hidden_size, num_experts, bias=False, **where) if noisy else None
@@ -130,14 +132,29 @@ class MoE(nn.Module):
             noise = F.softplus(self.noise(flat).float()) * torch.randn_like(self.logits)
         bias = self.balance_bias
         ids = None if token_ids is None or self.router.kind != "hash" else token_ids.reshape(-1)
-        self.routing = moe_route(self.logits, self._router(flat.shape[0]), bias=bias, noise=noise, token_ids=ids)
-        if bias is not None and self.training:
-            moe_balance_bias(bias, self.routing, self.balance_rate)
+        self.routing = moe_route(self.logits, self.router, bias=bias, noise=noise, token_ids=ids)
+        if bias is not None and self.training and torch.is_grad_enabled():
+            self._balance(self.logits, self.routing, bias)
         y = moe_experts(
             flat, self.routing, self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias,
             activation=self.activation, packed=self.packed, recompute=self.recompute, backend=self.backend,
         )  # fmt: skip
         return y.view(x.shape)
+
+    def _balance(self, logits: Tensor, routing: Routing, bias: Tensor) -> None:
+        """Moves the bias once the backward pass has come to the router.
+
+        Activation checkpointing calls the layer again in the backward pass, and must find the same bias: with another
+        one, tokens would choose other experts. A frozen router has no such pass.
+        """
+        if torch.compiler.is_compiling() or not logits.requires_grad:
+            moe_balance_bias(bias, routing, self.balance_rate)
+            return
+
+        def move(gradient: Tensor) -> None:
+            moe_balance_bias(bias, routing, self.balance_rate)
+
+        logits.register_hook(move)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles: without the last call's routing and logits, which belong to its autograd graph."""
@@ -151,12 +168,6 @@ class MoE(nn.Module):
         if before is not None and after is not None and after.dtype != before.dtype:
             self.balance_bias = before.to(after.device)
         return self
-
-    def _router(self, tokens: int) -> Router:
-        if self.capacity_factor is None:
-            return self.router
-        share = self.capacity_factor * tokens * self.router.k / self.num_experts
-        return replace(self.router, capacity=max(1, math.ceil(share)))
 
     def balance_loss(self, kind: str = "switch") -> Tensor:
         """`moe_balance_loss` of the last call.

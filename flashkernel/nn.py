@@ -311,7 +311,7 @@ def _check_computes(made: FusedMLP, module: nn.Module) -> None:
         return
     first = weights[0]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, first.shape[1], generator=generator).to(first.device, first.dtype)  # type: ignore[arg-type]
+    x = torch.randn(2, first.shape[1], generator=generator, device="cpu").to(first.device, first.dtype)  # type: ignore[arg-type]
     modes = [(one, one.training) for one in module.modules()]
     module.eval()
     try:

@@ -106,6 +106,28 @@ def test_pages_that_are_not_there_are_not_read() -> None:
         fk.decode_attention(q, pages, pages, lengths, table - 1, backend="cpp")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group_offsets": [1, 2, 4]}, "group_offsets give bounds .1, 2, 4. for 4 rows"),
+        ({"group_offsets": [0, 5, 4]}, "they must ascend from 0 on"),
+        ({"group_offsets": [0, 2, 5]}, "end within the rows"),
+        ({"gather": [0, 1, 2, -1]}, "gather names row -1; there are 4 rows"),
+        ({"gather": [0, 1, 2, 4]}, "gather names row 4; there are 4 rows"),
+        ({"scatter": [0, 1, 2, 4]}, "scatter names row 4; there are 4 rows"),
+        ({"scatter": [0, 1, 2, 2]}, "scatter names a row of the output twice"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused_on_a_cpu(given: dict[str, list[int]], message: str) -> None:
+    """They wrapped around, shortened the result, or left a row to chance."""
+    tensors = {"group_offsets": torch.tensor([0, 1, 4]), **{name: torch.tensor(one) for name, one in given.items()}}
+    with pytest.raises((ValueError, IndexError), match=f"^grouped_matmul: .*{message}"):
+        fk.grouped_matmul(X, torch.randn(2, 32, 3), **tensors)
+    if "group_offsets" in given:
+        with pytest.raises(ValueError, match=f"^grouped_weight_gradient: .*{message}"):
+            fk.grouped_weight_gradient(X, X, tensors["group_offsets"])
+
+
 @pytest.mark.parametrize("of_bias", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("of_up", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("wide", [False, True])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flashkernel as fk
 from flashkernel.core.argument_types import OWN_CHECKS, Expected, expectation
+from flashkernel.engine import SamplingParams
 from flashkernel.ops import registry
 
 WRONG: dict[type, list[Any]] = {
@@ -108,6 +109,20 @@ def test_numpy_numbers_in_masks_and_score_functions(kind: Callable[[int], Any]) 
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     found = fk.attention_varlen(q[0], k[0], v[0], ends, window=(three, kind(0)))
     assert torch.equal(found, fk.attention_varlen(q[0], k[0], v[0], ends, window=(3, 0)))
+
+
+def test_numpy_numbers_in_sampling_params() -> None:
+    found = SamplingParams(
+        max_tokens=np.int64(6), temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int64(3), n=np.int64(2),
+        logprobs=np.int32(2), stop_token_ids=np.array([5, 6]), logit_bias={np.int64(3): np.float32(2)},
+    )  # fmt: skip
+    expected = SamplingParams(
+        max_tokens=6, temperature=0.5, top_k=3, seed=3, n=2, logprobs=2, stop_token_ids=[5, 6], logit_bias={3: 2.0}
+    )
+    assert found == expected
+    assert repr(found) == repr(expected)
+    with pytest.raises(ValueError, match=r"max_tokens is .*2\.5.*; it must be a whole number"):
+        SamplingParams(max_tokens=np.float64(2.5))
 
 
 @pytest.mark.parametrize("function", [fk.attention, fk.decode_attention, fk.paged_attention, fk.attention_varlen])

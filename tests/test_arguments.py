@@ -14,7 +14,7 @@ from torch import Tensor
 import flashkernel as fk
 from flashkernel.blocks.epilogue import Gate
 from flashkernel.compat.flash_attn import flash_attn_func
-from flashkernel.core.check import named
+from flashkernel.core.check import execute, named, wanted_gradients
 from flashkernel.core.op import Op
 from flashkernel.ops import registry
 
@@ -236,6 +236,37 @@ def test_autocast_does_what_a_cast_before_would(op: Op, device: str, backend: st
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value), name
+
+
+def _pairs(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    assert found.keys() == expected.keys()
+    return [(found[name], expected[name]) for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [pytest.param(op, one.name, id=f"{op.name}-{one.name}") for op in registry().values() for one in op.backends
+     if one.name in ("torch", "reference", "cpp", "triton")],
+)  # fmt: skip
+def test_torchs_default_device_is_not_asked(op: Op, backend: str) -> None:
+    """Tensors on the CPU while torch.set_default_device names another device, gradients included."""
+    served = 0
+    for case in op.cases[: 1 if backend == "triton" else None]:
+        dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
+        inputs = op.make_inputs(case, dtype)
+        options, wanted = {**case.options, "backend": backend}, wanted_gradients(op, case, inputs)
+        given, again = ({name: x.clone() for name, x in inputs.items()} for _ in range(2))
+        try:
+            expected = execute(op.call, given, options, wanted)
+        except fk.BackendError:
+            continue
+        with torch.device("meta"):
+            found = execute(op.call, again, options, wanted)
+        for one, other in [*_pairs(found.outputs, expected.outputs), *_pairs(found.gradients, expected.gradients)]:
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
+        served += 1
+    if not served:
+        pytest.skip("the backend serves no case here")
 
 
 @pytest.mark.parametrize(("name", "backend"), [("attention", "torch"), ("attention", "triton"), ("linear", "triton")])

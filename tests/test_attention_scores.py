@@ -111,3 +111,23 @@ def test_derivatives_are_simple() -> None:
     assert text(lambda s, b, h, q, k: s / 4) == "0.25"
     assert text(lambda s, b, h, q, k: q * 1.0) == "0.0"
     assert "score" not in text(lambda s, b, h, q, k: s * fk.Table(TABLE)[k] + k)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+def test_tables_have_no_gradient(backend: str) -> None:
+    """Where one is asked for it was none, and nothing said so; conditions of a mask have none by their nature."""
+    q, table = torch.randn(1, 8, 2, 16), torch.rand(2, requires_grad=True)
+    read = fk.Table(table)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * read[h]
+
+    for given in (score, fk.score_function(score)):
+        with pytest.raises(ValueError, match=r"^attention: a table of the score function requires a gradient"):
+            fk.attention(q, q, q, score=given, backend=backend)
+        with pytest.raises(ValueError, match=r"^attention_varlen: a table of the score function requires a gradient"):
+            fk.attention_varlen(q[0], q[0], q[0], ends, score=given, backend=backend)
+        with torch.no_grad():
+            fk.attention(q, q, q, score=given, backend=backend)
+    fk.attention(q, q, q, mask=fk.custom(lambda b, h, i, j: read[h] * i >= j), backend=backend)

@@ -74,3 +74,17 @@ def test_block_scales_are_laid_out_as_cublas_reads_them() -> None:
     assert torch.equal(right, b_scale)
     assert left.stride() == (1, 5)
     assert right.stride() == (1, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["w4a16-4096x6144-16", "fp8-4096x6144-16", "mxfp4-4096x28672-16"])
+def test_the_dequantized_weight_has_the_dtype_of_x(name: str, dtype: torch.dtype) -> None:
+    quantized = registry()["quantized_linear"]
+    case = next(case for case in quantized.benches if case.name == name)
+    small = case.at(**case.check_axes)
+    inputs = quantized.make_inputs(small, dtype)
+    baseline = next(one for one in quantized.baselines if one.name == "cublas")
+    found = resolve(baseline.target)(quantized, small)(**inputs, **small.options)
+    expected = quantized.plain(**quantized.make_inputs(small, torch.float64), **small.options)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected.double(), atol=0.05 * expected.abs().max().item(), rtol=0.05)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from running_server import NAME, other, serve
+from running_server import NAME, comes, other, serve
 from served_model import base_fixture, folder_fixture  # noqa: F401
 from typer.testing import CliRunner
 
@@ -23,7 +28,7 @@ from flashkernel.core.shapes import MODELS, Model
 from flashkernel.engine import LLM
 from flashkernel.engine.dummy_weights import tiny_transformer
 from flashkernel.engine.model_runner import ModelRunner
-from flashkernel.lab import results, serve_import, serve_records, serving
+from flashkernel.lab import plot, results, serve_import, serve_records, serving
 from flashkernel.lab.serving import Load, Server, Timeline, summarize
 
 
@@ -182,6 +187,11 @@ def test_a_baseline_of_other_formats_is_no_baseline() -> None:
         (["--base-url", "ftp://localhost/v1"], "it must be an address such as http://127.0.0.1:8000/v1"),
         (["--base-url", "http://localhost:port"], "it must be an address such as http://127.0.0.1:8000/v1"),
         (["--base-url", "http://127.0.0.1:1/v1"], "nothing answers at http://127.0.0.1:1/v1"),
+        (["--base-url", "http:///v1"], "it must be an address such as http://127.0.0.1:8000/v1"),
+        (["--peer-command", "nowhere.sh", "--peer-version", "1"], "'nowhere.sh', which is no program"),
+        (["--peer-command", " ", "--peer-version", "1"], "runs nothing"),
+        (["--peer-command", "true"], "give --peer-version"),
+        (["--peer-command", "true", "--base-url", "http://127.0.0.1:1/v1"], "leave out --base-url"),
     ],
 )
 def test_wrong_options_are_told(options: list[str], message: str) -> None:
@@ -212,6 +222,133 @@ def test_a_chart_names_the_device_or_the_server(base: LLM, tmp_path: Path, monke
         peer = ("--url", running.url, "--served-model-name", NAME, "--vocab-size", "50")
         assert _bench(*peer, *options).exit_code == 0
     assert titles == [devices.properties(torch.device("cpu")).name, running.url]
+
+
+def test_servers_that_cannot_be_measured_replace_nothing(
+    base: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address where nobody listens, of another page, with another key or model."""
+    monkeypatch.setattr(Server, "run", lambda *given, **named: pytest.fail("it was served"))
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{one.getsockname()[1]}/v1"
+    shared = ("--save", str(tmp_path), "--load", "short")
+    with serve(other(base), api_key="secret") as running:
+        for url, options, message in (
+            (nobody, (), "nothing answers at"),
+            (running.url, (), "status 401; give its --api-key"),
+            (running.url.removesuffix("/v1"), ("--api-key", "secret"), "status 404; its path mostly ends in /v1"),
+            (running.url, ("--api-key", "secret"), "serves tiny, not llama-3.2-1b; give --served-model-name"),
+            (running.url.removesuffix("v1") + "health?", ("--api-key", "secret"), "has no list of models"),
+        ):
+            done = _bench("--base-url", url, *options, *shared)
+            assert done.exit_code == 2, done.output
+            assert message in " ".join(done.stderr.split())
+    assert not (tmp_path / "serve.json").exists()
+
+
+# What run_vllm.py of vLLM writes, among other lines: a line for each load, and all of it at the end.
+SCRIPT = """
+import json, sys, time
+entries = json.loads(sys.argv[1])
+print("loading weights", flush=True)
+for name, entry in entries.items():
+    print(*name.split(", "), entry, flush=True)
+if "wait" in sys.argv:
+    open(sys.argv[0] + ".waits", "w").close()
+    time.sleep(600)
+print(json.dumps({"start_s": 68.1, **entries}))
+sys.exit("fail" in sys.argv)
+"""
+
+
+@pytest.fixture(name="script")
+def script_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A command that writes what a load of three requests took."""
+    monkeypatch.setitem(MODELS, "llama-3.2-1b", Model(32, 64, 4, 2, 8, 2, 128))
+    monkeypatch.setitem(serving.LOADS, "short", (3, (3, 9), (2, 3)))
+    (tmp_path / "run_peer.py").write_text(SCRIPT)
+    entries = {f"short, {turn}": _speed("short", 0.25) for turn in serving.PASSES}
+    return shlex.join([sys.executable, str(tmp_path / "run_peer.py"), json.dumps(entries)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_of_another_engine_and_ours_in_one_run(tmp_path: Path, script: str, fails: bool) -> None:
+    options = ("--load", "short", "--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "512", "--save",
+               str(tmp_path))  # fmt: skip
+    command = script + " fail" * fails
+    done = _bench("--peer-command", command, "--peer-version", "0.24.0", *options, "--rate-share", "0.7")
+    assert done.exit_code == fails, done.output
+    assert ("ended with status 1" in " ".join(done.stderr.split())) == fails
+    assert "loading weights" in done.stderr
+    assert done.stderr.count("short first vllm: ") == 1
+    found = results.load(tmp_path / "serve.json")["records"]
+    share = float(f"{0.7 * 3 / 0.25:.3g}")
+    assert [(one.implementation, one.pass_name, one.rate) for one in found] == [
+        ("vllm", "first", None), ("vllm", "second", None), ("engine", "first", share), ("engine", "second", share),
+    ]  # fmt: skip
+    assert (found[0].version, found[0].source, found[0].start_s) == ("0.24.0", "run_peer.py", 68.1)
+
+
+def test_what_came_before_an_interruption_is_kept(tmp_path: Path, script: str) -> None:
+    """Of a script that is still at work; none of its processes remains."""
+    own = (
+        "from flashkernel.lab import serving; from flashkernel.cli import app;"
+        'serving.LOADS["short"] = (3, (3, 9), (2, 3)); app()'
+    )
+    words = ["bench", "serve", "--peer-command", script + " wait", "--peer-version", "1", "--load", "short", "--save"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", own, *words, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert comes((tmp_path / "run_peer.py.waits").exists, 120)
+        assert comes(lambda: len(results.load(tmp_path / "serve.json")["records"]) == 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "results measured until now follow" in err
+    assert "| short | at once | second | vllm 1 |" in out
+    assert len(results.load(tmp_path / "serve.json")["records"]) == 2
+    left = subprocess.run(["pgrep", "-f", str(tmp_path / "run_peer.py")], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_an_interruption_while_a_record_is_written_loses_none(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = results.write, []
+
+    def interrupted(*given: Any) -> None:
+        written.append(0)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write(*given)
+
+    monkeypatch.setattr(results, "write", interrupted)
+    done = _bench("--peer-command", script, "--peer-version", "1", "--load", "short", "--save", str(tmp_path))
+    assert done.exit_code == 130, done.output
+    found = results.load(tmp_path / "serve.json")["records"]
+    assert [record.pass_name for record in found] == ["first", "second"]
+
+
+def test_goodput_is_drawn_as_a_share() -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    common: dict[str, Any] = {
+        "model": "m", "load": "l", "pass_name": "first", "implementation": "engine", "kind": "backend",
+        "dtype": "bfloat16", "requests": 9, "seconds": 1.0, "out_tokens": 9, "out_tokens_per_s": 9.0,
+        "requests_per_s": 9.0, "ttft_ms": {"p99": 20.0}, "itl_ms": {"p99": 4.0},
+    }  # fmt: skip
+    records = [
+        serve_records.ServeRecord(rate=rate, goodput=share, **common) for rate, share in ((5.0, 1.0), (9.0, 0.98))
+    ]
+    figure = figures.Figure()
+    plot._serving_at_rates(figure, records)
+    first, following, goodput = figure.axes
+    assert goodput.get_ylim() == (0, 105), "98% looks like 98%, not like nothing"
+    assert all(axes.get_xlim()[0] == 0 for axes in figure.axes)
+    assert all(axes.get_ylim()[0] == 0 for axes in (first, following))
 
 
 def _speed(load: str, seconds: float) -> dict[str, float]:

@@ -200,8 +200,26 @@ class TestSuiteRuns:
         assert results.finished(tmp_path / "turing.json", {**found, "commit": "a"}) == {}
         assert results.finished(tmp_path / "absent.json", found) == {}
 
+    def test_only_what_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of any commit; what failed is missing, and so is an implementation that is asked for by name."""
+        self.run(tmp_path, "--commit", "a", "--impl", "torch")
+        before = (tmp_path / "turing.json").read_text()
+        assert "1 of 1 cases are in the file" in self.run(tmp_path, "--commit", "b", "--missing").stderr
+        assert "1 of 1" in self.run(tmp_path, "--missing", "--impl", "torch").stderr
+        assert (tmp_path / "turing.json").read_text() == before
+        (tmp_path / "turing.json").rename(tmp_path / "sum.json")  # as a run without the suite saves it
+        assert "1 of 1" in self.run(tmp_path, "--missing").stderr
+        (tmp_path / "sum.json").rename(tmp_path / "turing.json")
+        assert "0 of 1" in self.run(tmp_path, "--missing", "--impl", "torch", "--impl", "eager").stderr
+        assert "0 of 1" in self.run(tmp_path, "--missing", "--max-autotune", "all").stderr
+        found = results.load(tmp_path / "turing.json")
+        results.write(tmp_path / "turing.json", {**found, "records": [replace(one, correct=one.kind != "backend")
+                                                                      for one in found["records"]]})  # fmt: skip
+        assert "0 of 1" in self.run(tmp_path, "--missing").stderr
+
     def test_mistakes(self) -> None:
         assert "--save" in invoke("bench", "sum", "--resume", code=2).stderr
+        assert "--save" in invoke("bench", "sum", "--missing", code=2).stderr
         assert "no case matches 'x*'" in invoke("bench", "--host", "--case", "x*", "--device", "cpu", code=2).stderr
 
 

@@ -19,7 +19,7 @@ import flashkernel.ops
 from flashkernel.core import cpp
 from flashkernel.core.op import Op
 from flashkernel.core.shapes import MODELS, Model
-from flashkernel.lab import results
+from flashkernel.lab import results, training
 from flashkernel.ops.norm.spec import RMS_NORM
 
 COMMANDS = (
@@ -218,6 +218,18 @@ class TestStep:
         assert {(one.implementation, one.kind, one.comparable) for one in records} == {
             ("hf_patch", "backend", True), ("sdpa", "baseline", True),
         }  # fmt: skip
+
+    @pytest.mark.parametrize("sequences", ["1", "3"])
+    def test_gpt_oss_with_all_kernels(self, sequences: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Transformers refuses to build it with sdpa, which Llama's is patched over."""
+        pytest.importorskip("transformers")
+        monkeypatch.setitem(MODELS, "gpt-oss-20b", Model(64, 64, 4, 2, 16, 2, 64))
+        assert training.implementations("gpt-oss")[:2] == ("hf_patch", "fkernel")
+        arguments = ("--tokens", "24", "--layers", "2", "--experts", "2", "--steps", "1", "--sequences", sequences)
+        result = run("step", *arguments, "--impl", "hf_patch", "--impl", "eager", "--save", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        records = results.load(tmp_path / "training_step.json")["records"]
+        assert {(one.implementation, one.comparable) for one in records} == {("hf_patch", True), ("eager", True)}
 
     def test_packed_sequences(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """FlashAttention-4 is measured where it is installed; asked for and missing, it is a record with the error."""

@@ -12,6 +12,7 @@ import jinja2
 import pytest
 import tiny_models
 import tokenizers
+import torch
 from tiny_engine import LENGTHS, _drained, _greedy, _other, _set_ahead, _tokens
 from typer.testing import CliRunner
 
@@ -33,6 +34,14 @@ def test_seeds_repeat_in_any_company(base: LLM, ahead: bool) -> None:
     assert together != other
     unseeded = [_tokens(llm, prompts[:1], _greedy(12, **warm))[0] for _ in range(3)]
     assert len(set(unseeded)) > 1, "without a seed every draw is new"
+
+
+def test_torchs_default_device_is_not_asked(folder: Path, base: LLM) -> None:
+    prompts = [[1, 5, 7, 9, 4, 3], [2, 3]]
+    expected = [one.outputs[0].token_ids for one in base.generate(prompts, _greedy(12))]
+    with torch.device("meta"):
+        llm = LLM(folder, device="cpu", kv_cache_tokens=1024, block_size=16)
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, _greedy(12))] == expected
 
 
 def test_streams_say_what_generate_says(base: LLM, ahead: bool) -> None:
@@ -105,6 +114,41 @@ def test_stop_strings_wait_for_the_least_tokens(base: LLM, ahead: bool) -> None:
     assert _drained(llm)
 
 
+def test_each_request_has_as_many_log_probabilities_as_it_asked_for(base: LLM) -> None:
+    """Those of one step are computed together."""
+    prompts = tiny_models.prompts((5, 9, 7))
+    params = [_greedy(6, logprobs=count) for count in (1, 4, 0)]
+    for done, prompt, one in zip(base.generate(prompts, params), prompts, params):
+        found = done.outputs[0].logprobs
+        assert found is not None
+        assert {len(each.top_logprobs) for each in found} == {one.logprobs}
+        alone = base.generate([prompt], one)[0].outputs[0].logprobs
+        assert alone is not None
+        assert [each.top_logprobs for each in found] == [
+            tuple((token, pytest.approx(score, abs=1e-4)) for token, score in each.top_logprobs) for each in alone
+        ]
+
+
+def test_the_text_of_a_token_is_decoded_once() -> None:
+    class Counting:
+        def __init__(self, backend: tokenizers.Tokenizer) -> None:
+            self.backend, self.decoded = backend, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.backend, name)
+
+        def decode(self, *given: Any, **named: Any) -> str:
+            self.decoded += 1
+            return self.backend.decode(*given, **named)
+
+    backend = Counting(tiny_models.tokenizer())
+    made, plain = Tokenizer(backend), Tokenizer(tiny_models.tokenizer())  # type: ignore[arg-type]
+    tokens = plain.encode("the sea and the wind")
+    for _ in range(3):
+        assert [made.token_text(token) for token in tokens] == [plain.decode([token]) for token in tokens]
+    assert backend.decoded == len(set(tokens))
+
+
 def test_a_stop_string_may_begin_before_it_may_end_the_text() -> None:
     made = Tokenizer(tiny_models.tokenizer())
     for stops, expected in ((("bc",), "ab"), (("b", "cccc"), "ab"), (("abb",), ""), (("zz", "bbc"), "a")):
@@ -157,6 +201,23 @@ def test_stop_strings_may_be_as_long_as_a_request() -> None:
         shown += stream.next_text()
     assert shown == stream.text[:-36], "the end may go on as the last of them"
     assert time.process_time() - began < 3.0
+
+
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_a_long_text_makes_no_token_slower(stops: tuple[str, ...]) -> None:
+    """A text is not copied, or searched from its beginning, for each token."""
+    made = Tokenizer(tiny_models.tokenizer())
+    stream = IncrementalDetokenizer(made, stops, True)
+    stream._extend("a" * 50_000_000)
+    assert len(stream.next_text()) == 50_000_000
+    tokens = made.encode("the sea and " * 60)
+    began, shown = time.process_time(), ""
+    for token in tokens:
+        stream.append(token)
+        shown += stream.next_text()
+    took = time.process_time() - began
+    assert shown == made.decode(tokens)
+    assert took < 0.3, "a copy of the text takes 10 ms"
 
 
 def test_held_back_text_is_given_in_the_end() -> None:

@@ -71,6 +71,20 @@ def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum(run.losses[-10:]) < sum(run.losses[:10])  # texts differ from step to step by more than a few steps teach
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--only", "softmax", "best"], "there is no 'best'; there are softmax"), (["--steps", "0"], "at least 1")],
+)  # fmt: skip
+def test_mistakes_in_a_study_end_in_a_message(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("moe_study")
+    with pytest.raises(SystemExit):
+        example.main(["--tiny", *arguments])
+    assert message in capsys.readouterr().err
+
+
 def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("moe_study")

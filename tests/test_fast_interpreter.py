@@ -10,6 +10,10 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+import flashkernel as fk
+from flashkernel.core.op import Op
+from flashkernel.ops import registry
+
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith(fast_interpreter.VERSIONS) or torch.cuda.is_available(),
     reason="Triton's own interpreter, or none, runs here",
@@ -101,3 +105,19 @@ def test_reductions_combine_in_order() -> None:
             expected = expected * factor + term
         assert torch.allclose(found, expected, atol=1e-5)
     assert out[12] == 0  # 0 ^ 1 ^ ... ^ 7
+
+
+@pytest.mark.parametrize("op", [op for op in registry().values() if "triton" in {one.name for one in op.backends}],
+                         ids=lambda op: op.name)  # fmt: skip
+def test_operands_in_bfloat16_are_declined(op: Op) -> None:
+    """The interpreter multiplies them wrongly (an attention's output of 1 was 10^9) and cuts where it should round."""
+    for case in op.cases:
+        inputs = op.make_inputs(case, torch.bfloat16)
+        if torch.bfloat16 in case.dtypes and all(x.itemsize > 1 for x in inputs.values()):
+            verdicts = fk.explain(op.call, **inputs, **case.options).verdicts
+            reason = next(one.reason for one in verdicts if one.backend == "triton")
+            assert reason is not None, case.name
+            assert "Triton's interpreter computes bfloat16 wrongly" in reason or "bfloat16" not in reason, case.name
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(fk.BackendError, match="interpreter computes bfloat16 wrongly"):
+        fk.attention(q, q, q, backend="triton")

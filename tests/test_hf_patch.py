@@ -26,7 +26,7 @@ from patched_models import (  # noqa: E402, F401
 )
 
 import flashkernel.hf as hf  # noqa: E402
-from flashkernel.hf import forwards  # noqa: E402
+from flashkernel.hf import forwards, patching  # noqa: E402
 
 REPLACED = {  # part -> kernel, besides attention and the loss
     "llama": {"rope": "rope", "norm": "rms_norm", "mlp": "swiglu", "layer": "one"},
@@ -302,3 +302,73 @@ def test_whole_mlps_where_their_layers_are_plain(name: str, monkeypatch: pytest.
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours(**inputs)
     assert len(calls) == 1
+
+
+_SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": 0, "moe_intermediate_size": 16,
+}  # fmt: skip
+_ROUTED = {  # of families that no table names
+    "Olmoe": {"num_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Glm4Moe": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 0},
+    "MiniMax": {"num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+    "GraniteMoe": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", _ROUTED)
+def test_experts_of_every_family(family: str) -> None:
+    """Those of Transformers' ExpertsInterface, whatever the model."""
+    config = getattr(transformers, f"{family}Config")(**_SMALL, **_ROUTED[family])
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager")
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        models.append(made)
+    report = hf.patch(models[1])
+    kernels = [entry.kernel for entry in report.replaced if entry.part == "mlp" and "Expert" in entry.module]
+    assert kernels == ["moe_experts with swiglu"]
+    tokens = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for one in models:
+        result = one.train()(tokens, labels=tokens)
+        result.loss.backward()
+        stacks = [x.grad for name, x in one.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+        outputs.append([result.loss.detach(), *stacks])
+    for expected, found in zip(*outputs, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_experts_with_a_gate_of_their_own_are_left() -> None:
+    """As those of MiniMax-M3."""
+    kind = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts
+    experts = kind.__new__(kind)
+    torch.nn.Module.__init__(experts)
+    vars(experts).update(has_gate=True, has_bias=False, is_transposed=False, is_concatenated=True, num_experts=2)
+    experts.down_proj = nn.Parameter(torch.zeros(2, 4, 4))
+    entry = patching._patch_module(experts)[0]
+    assert (entry.kernel, entry.reason) == (None, "it has a gate of its own")
+
+
+def test_attention_gives_a_contiguous_result() -> None:
+    """JetMoe, among others, takes a view of it."""
+    config = transformers.JetMoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=16,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    one = transformers.JetMoeForCausalLM._from_config(config, attn_implementation="eager").eval()
+    tokens = torch.randint(0, 64, (2, 9))
+    expected = one(tokens).logits
+    hf.register()
+    one.set_attn_implementation("fkernel")
+    torch.testing.assert_close(one(tokens).logits, expected, atol=1e-5, rtol=1e-4)
+    q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()
+    module = nn.Module()
+    assert hf.attention_forward(module, q, k, v, None, is_causal=True)[0].is_contiguous()
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = hf.attention_forward(module, q[:1], k[:1], v[:1], None, is_causal=True, cu_seq_lens_q=ends)[0]
+    assert packed.is_contiguous()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from torch import nn
 
 import flashkernel as fk
 from flashkernel import Weight, hf
@@ -232,3 +233,24 @@ def test_damaged_gpt_oss_is_refused(tmp_path: Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="damaged or was cut short"):
         hf.load_gpt_oss(tmp_path, "cpu", torch.float32)
+
+
+def test_a_model_that_cannot_be_quantized_stays_as_it_was() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+
+    damaged = model()
+    damaged[2].weight.data[1, 1] = torch.nan
+    for one, options, message in (
+        (damaged, ("int8",), "2 has infinite or NaN elements"),
+        (model(), ("int4", "1x64"), "2: .* groups of 64 columns do not divide 48"),
+        (model(), ("int3",), "0: Weight: there is no format 'int3'"),
+    ):
+        with pytest.raises(ValueError, match=f"hf.quantize: {message}"):
+            hf.quantize(one, *options)
+        assert [type(layer) for layer in one] == [nn.Linear, nn.ReLU, nn.Linear]
+    again = hf.quantize(model(), "int8")
+    with pytest.raises(ValueError, match=r"no torch.nn.Linear to quantize; 2 layers are quantized already"):
+        hf.quantize(again, "int4")
+    with pytest.raises(TypeError, match="the model is a Tensor"):
+        hf.quantize(torch.zeros(2))  # type: ignore[type-var]

@@ -166,3 +166,12 @@ def test_score_functions_are_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     state = pickle.dumps(score)
     monkeypatch.setattr(ex, "_traced", {})
     assert torch.equal(fk.attention(q, k, v, score=pickle.loads(state), backend="triton"), expected)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_masks_do_not_ask_for_torchs_default_device(mask: Mask) -> None:
+    seen, status = mask.visible(2, 2, 50, 60), mask.tiles(2, 2, 50, 60, 16, 8)
+    with torch.device("meta"):
+        assert torch.equal(mask.visible(2, 2, 50, 60), seen)
+        assert torch.equal(mask.tiles(2, 2, 50, 60, 16, 8), status)
+        assert mask.draw(8)

@@ -126,6 +126,20 @@ def test_the_cost_rule_splits_where_tiles_do_not_fill_the_gpu() -> None:
         assert (found.splits, found.block_m * found.block_n) == (1, 128 * 256)
 
 
+def test_groups_that_begin_anywhere_in_transposed_rows() -> None:
+    """Rows lie side by side in memory, and no group begins at a multiple of 16 bytes."""
+    x = torch.randn(16, 64, dtype=torch.float16).t()
+    weights = torch.randn(3, 16, 41, dtype=torch.float16)
+    offsets = torch.tensor([0, 13, 30, 64], dtype=torch.int32)
+    found, expected = [], []
+    for backend, results in (("triton", found), ("reference", expected)):
+        inputs = [one.detach().requires_grad_() for one in (x, weights)]
+        y = fk.grouped_matmul(*inputs, offsets, backend=backend)
+        results += [y.detach(), *torch.autograd.grad(y.float().square().sum(), inputs)]
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.float(), other.float(), atol=0.5, rtol=1e-2)
+
+
 def test_grouped_gradients_of_repeated_rows_and_counts() -> None:
     """Against a loop over rows, with counts instead of offsets, int64 indices and weights stored (groups, N, K)."""
     x, weights = torch.randn(6, 10, requires_grad=True), torch.randn(3, 7, 10, requires_grad=True)

@@ -202,7 +202,7 @@ def test_the_activation_given_fits_the_layers() -> None:
         fk.FusedMLP.from_mlp(_mlps()["gpt2"], activation="swiglu")
     layer: Any = _Gated()
     del layer.act_fn
-    layer.act_fn = torch.nn.functional.silu  # a function says nothing of itself
+    layer.act_fn = lambda x: torch.nn.functional.silu(x)  # a function of its own says nothing of itself
     with pytest.raises(TypeError, match="name the one it stands for"):
         fk.FusedMLP.from_mlp(layer)
     _same(fk.FusedMLP.from_mlp(layer, activation="swiglu"), layer, torch.randn(3, 8))

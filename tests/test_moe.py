@@ -6,6 +6,7 @@ import copy
 import importlib
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,11 @@ def test_bad_logits(backend: str) -> None:
     assert routing.offsets[-1] == 9
     masked = fk.moe_route(torch.tensor([[1.0, -math.inf, 0.0, -math.inf]]), fk.Router("softmax", 2), backend=backend)
     assert masked.experts.tolist() == [[0, 2]]
+    nothing = torch.tensor([[-math.inf] * 3, [-math.inf, 0.5, -math.inf]])
+    for kind, expected in (("softmax", [[math.nan] * 2, [1.0, 0.0]]), ("sigmoid", [[0.0] * 2, [1.0, 0.0]])):
+        found = fk.moe_route(nothing, fk.Router(kind, 2), backend=backend)
+        assert found.experts.tolist() == [[0, 1], [1, 0]]
+        torch.testing.assert_close(found.weights, torch.tensor(expected), equal_nan=True)
     equal = fk.moe_route(torch.zeros(2, 6), fk.Router("sigmoid", 2), backend=backend)
     assert equal.experts.tolist() == [[0, 1]] * 2
 
@@ -211,6 +217,11 @@ def test_wrong_routers_and_arguments() -> None:
         fk.Router("dynamic", groups=2)
     with pytest.raises(ValueError, match="capacity is 0"):
         fk.Router(capacity=0)
+    for factor in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"capacity_factor is {factor}; it must be above 0 and finite"):
+            fk.MoE(8, 8, 2, capacity_factor=factor)
+    with pytest.raises(ValueError, match=r"capacity is 3 and capacity_factor 1\.5; give one of them"):
+        fk.Router(capacity=3, capacity_factor=1.5)
     with pytest.raises(ValueError, match=r"bias is torch\.float32"):
         fk.moe_route(logits, bias=torch.zeros(3))
     with pytest.raises(ValueError, match="chooses without a bias"):
@@ -239,8 +250,6 @@ def test_wrong_routers_and_arguments() -> None:
         ("activation is None", {"activation": None}),
         ("balance_rate is -1", {"router": fk.Router("sigmoid"), "balance_rate": -1}),
         ("balance_rate is for a 'sigmoid' router", {"balance_rate": 0.1}),
-        ("capacity_factor is inf", {"capacity_factor": math.inf}),
-        ("capacity_factor is 0", {"capacity_factor": 0}),
     ],
 )
 def test_a_module_is_refused_when_it_is_made(message: str, options: dict[str, Any]) -> None:
@@ -433,6 +442,8 @@ def test_usage_is_gathered_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     usage.plot(tmp_path / "usage.png")
     assert (tmp_path / "usage.png").stat().st_size > 1000
+    for axes in usage._drawn("entropy").axes[:2]:
+        assert all(float(tick).is_integer() for tick in (*axes.get_xticks(), *axes.get_yticks()))
 
 
 @pytest.mark.parametrize(
@@ -486,11 +497,38 @@ def test_the_balance_bias_stays_in_float32() -> None:
     assert layer.gate.weight.dtype == torch.bfloat16
     assert layer.balance_bias.dtype == torch.float32
     assert "balance_bias" in layer.state_dict()
-    layer(torch.randn(9, 16).bfloat16())
+    layer(torch.randn(9, 16).bfloat16()).sum().backward()
     assert layer.routing is not None
     if layer.routing.counts.unique().numel() > 1:
         assert bool((layer.balance_bias != 0.5).any())
     assert layer.to("meta").balance_bias.device.type == "meta"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_choose_the_same_experts_again(use_reentrant: bool) -> None:
+    """The bias moves after the second call, so far that tokens would choose others."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(fk.MoE(16, 12, 4, fk.Router("sigmoid", 2), balance_rate=0.5) for _ in range(2))
+    others = copy.deepcopy(layers)
+    for step in range(3):
+        before = [layer.balance_bias.clone() for layer in layers]
+        results = []
+        for stack, call in (
+            (layers, lambda layer, y: layer(y)),
+            (others, partial(checkpoint, use_reentrant=use_reentrant)),
+        ):
+            x = torch.randn(9, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            stack.zero_grad()
+            y = call(stack[1], call(stack[0], x))
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad, *(parameter.grad for parameter in stack.parameters())))
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other)
+        for layer, other, bias in zip(layers, others, before):
+            assert not torch.equal(layer.balance_bias, bias)
+            assert torch.equal(layer.balance_bias, other.balance_bias)
 
 
 def test_balance_losses_in_float64() -> None:
@@ -579,6 +617,40 @@ def test_experts_whose_gate_no_kernel_computes_are_refused() -> None:
         MiniMaxM3VLExperts(config)(torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"router": fk.Router("sigmoid", 2, groups=2), "balance_rate": 0.01},
+        {"router": fk.Router("dynamic", 3, mass=0.6)},
+        {"router": fk.Router("expert_choice", 2), "capacity_factor": 1.0},
+        {"router": fk.Router("hash", 2)},
+        {"capacity_factor": 1.0, "bias": True},
+    ],
+    ids=str,
+)
+def test_a_module_is_compiled_in_one_graph_for_all_lengths(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = fk.MoE(16, 12, 4, **options)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    for tokens in (6, 9, 13):
+        x = torch.randn(tokens, 16)
+        torch.testing.assert_close(compiled(x), layer(x), atol=1e-5, rtol=1e-4)
+
+
+@by_backend
+@pytest.mark.parametrize("tokens", [6, 70])
+def test_capacity_as_a_factor(tokens: int, backend: str) -> None:
+    logits = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(3))
+    logits[:, 1] += 2
+    found = fk.moe_route(logits, fk.Router("softmax", 2, capacity_factor=0.75), backend=backend)
+    limit = math.ceil(0.75 * tokens * 2 / 4)
+    assert found.offsets.diff().max() == limit
+    for one, other in zip(found, fk.moe_route(logits, fk.Router("softmax", 2, capacity=limit), backend=backend)):
+        assert torch.equal(one, other)
+    chosen = fk.moe_route(logits, fk.Router("expert_choice", 2, capacity_factor=0.75), backend=backend)
+    assert chosen.counts.tolist() == [limit] * 4
+
+
 def test_compiled_in_one_graph() -> None:
     gate_up, down = (one.requires_grad_() for one in _layer(4))
 
@@ -650,3 +722,8 @@ def test_mxfp4_kernels_compile_without_spills(arch: int, gpu: str) -> None:
     assert [launch.name for launch in launches][2:] == ["combine_kernel", "dequantize_kernel"]
     for launch in launches:
         assert compiled(launch, arch).stack == 0, launch.name
+
+
+def test_a_router_is_a_router() -> None:
+    with pytest.raises(TypeError, match=r"MoE: router is 2; it must be a flashkernel.Router"):
+        fk.MoE(16, 12, 4, 2)  # type: ignore[arg-type]

@@ -210,27 +210,40 @@ class TestTargets:
         assert all(target.dtype == "bfloat16" for target in found)
         assert not notes
 
-    def test_every_pair_of_operator_and_backend_has_a_target_on_an_h200(self) -> None:
+    def test_every_pass_of_an_operator_on_a_backend_has_a_target_on_an_h200(self) -> None:
         """Else no run could complete the committed profiles; cases that are timed as a whole step have no forward."""
         ops, notes = selection.operators(None), list[str]()
         found = list(profile_targets.select(ops, None, None, None, KNOWN["h200"], notes.append))
         assert not notes
-        assert {(target.op, target.implementation) for target in found} == profile_targets.pairs()
-        for target in found:
-            op, case, dtype = target.resolve()
-            assert "fwd" in op.cost(case, dtype), case.name
+        made = [(target, direction) for target in found for direction in target.directions()]
+        assert {
+            (target.op, target.implementation, "fwd" if direction == "fwd" else "bwd") for target, direction in made
+        } == profile_targets.passes("NVIDIA H200")
+        pairs = {
+            (op.name, one.name) for op in ops for one in op.backends if one.name in profile_targets.KERNEL_BACKENDS
+        }
+        assert {(target.op, target.implementation) for target in found} == pairs
+        with pytest.raises(ValueError, match="NVIDIA Abacus is no known GPU"):
+            profile_targets.passes("NVIDIA Abacus")
+        assert all("fwd" in target.directions() for target in found)
+        few = [target for target in found if (target.op, target.implementation) == ("moe_experts", "triton")]
+        assert [len(target.directions()) for target in few] == [1, 2], "the case that is profiled has no gradients"
 
     def test_missing_targets(self) -> None:
-        targets = [Target(op, case, dtype, "cuda") for op, case, dtype in
-                   (("sum", "a", "float16"), ("sum", "b", "float16"), ("max", "a", "float16"))]  # fmt: skip
-        record = ProfileRecord("sum", "a", {}, "bfloat16", "fwd", "cuda", "ncu", (kernel(),))
-        elsewhere, by_torch = replace(record, implementation="triton"), replace(record, op="max", tool="torch")
+        targets = [Target(op, case, "float16", "cuda") for op, case in
+                   (("sum", "16384x4096"), ("sum", "4096x16384"), ("mean", "16384x4096"))]  # fmt: skip
+        record = ProfileRecord("sum", "16384x4096", {}, "bfloat16", "fwd", "cuda", "ncu", (kernel(),))
+        elsewhere, by_torch = replace(record, implementation="triton"), replace(record, op="mean", tool="torch")
         file = {"records": [record, elsewhere, by_torch]}
         done = profile_targets.profiled([file])
         assert profile_targets.missing(targets, done) == targets[2:]
         assert profile_targets.missing(targets, done, "case") == targets[1:]
         assert profile_targets.missing(targets, done, "case", "dtype") == targets
         assert not profile_targets.missing(targets, profile_targets.profiled([file], ("ncu", "torch")))
+        backward = [replace(one, direction="bwd") for one in done]
+        forward_alone = [Target("max", "16384x4096", "float16", "cuda")]
+        assert profile_targets.missing(forward_alone, [replace(record, op="max")]) == forward_alone
+        assert not profile_targets.missing(forward_alone, [replace(one, op="max") for one in (record, *backward)])
         failed = {"records": [record, replace(record, direction="bwd", kernels=(), error="no")]}
         assert profile_targets.missing(targets, profile_targets.profiled([failed])) == targets
 

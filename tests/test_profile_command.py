@@ -78,7 +78,7 @@ class TestCommand:
 
         def one_more(targets: Any, *others: Any) -> Iterator[tuple[Target, Outcome]]:
             ran.append(targets[0].case)
-            yield targets[0], Outcome({"fwd": (KernelProfile("k", 1, 10.0),)})
+            yield targets[0], Outcome(dict.fromkeys(("fwd", "bwd"), (KernelProfile("k", 1, 10.0),)))
             if len(targets) > 1:
                 raise KeyboardInterrupt
 
@@ -89,7 +89,9 @@ class TestCommand:
         assert "2 of 2; 0 are left" in self.run(tmp_path, *arguments).stderr
         assert ran == ["first", "second"]
         (file,) = results.load_folder(tmp_path / results.PROFILES).values()
-        assert [record.case for record in file["records"]] == ["first", "second"]
+        assert [(record.case, record.direction) for record in file["records"]] == [
+            ("first", "fwd"), ("first", "bwd"), ("second", "fwd"), ("second", "bwd"),
+        ]  # fmt: skip
         assert "--save" in invoke("profile", "--missing", code=2).stderr
 
     @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -148,3 +150,11 @@ def test_on_a_cpu_torchs_operators_are_timed(tmp_path: Path, monkeypatch: pytest
     assert [(record.direction, record.tool) for record in file["records"]] == [("fwd", "torch")]
     assert file["records"][0].kernels
     assert file["device"] == CEILINGS.device
+
+
+def test_where_nothing_can_run_nothing_is_complete(tmp_path: Path) -> None:
+    arguments = ("profile", "attention", "--backend", "hopper", "--device", "cpu", "--save", str(tmp_path))
+    for more in ((), ("--missing",)):
+        stopped = invoke(*arguments, *more, code=1)
+        assert "no selected backend can run the selected cases here" in stopped.stderr
+        assert not list(tmp_path.iterdir())

@@ -178,3 +178,34 @@ def test_projections_of_several_formats(tmp_path: Path) -> None:
     with fk.use_backend(linear="reference"):
         again = llm.generate(tiny_models.prompts((5,)), GREEDY)[0].outputs[0].token_ids
     assert done == again
+
+
+@pytest.mark.parametrize("format", ["q4_1", "q4_k", "q6_k"])
+def test_scales_that_float16_does_not_have(format: str) -> None:
+    """Larger ones are refused, which became infinite, and products NaN; for smaller ones its least is taken."""
+    matrix = torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=f"Weight.quantize: {format} stores scales and minima in float16"):
+        Weight.quantize(matrix * 1e10, format)
+    for size, share in ((1e3, 0.06), (1e-6, 0.35)):
+        error = (Weight.quantize(matrix * size, format).dequantize(torch.float32) - matrix * size).abs().amax()
+        assert error <= share * matrix.abs().amax() * size
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (2, 0, 256)])
+@pytest.mark.parametrize("format", ["q4_1", "q4_k", "q6_k"])
+def test_a_matrix_without_elements(format: str, shape: tuple[int, ...]) -> None:
+    weight = Weight.quantize(torch.zeros(shape), format)
+    assert weight.shape == shape
+    assert weight.dequantize(torch.float32).shape == shape
+    assert Weight.quantize(torch.empty(shape, device="meta"), format).shape == shape
+    assert Weight.quantize(torch.empty((3, 256), device="meta"), format).shape == (3, 256)
+
+
+def test_a_weight_keeps_its_dtypes() -> None:
+    """As float16 its codes would be numbers."""
+    weight = Weight.quantize(torch.randn(8, 64), "int4", "1x32")
+    with pytest.raises(TypeError, match=r"torch.float16 is no device; Weight.int4 1x32, .* dequantize"):
+        weight.to(torch.float16)  # type: ignore[arg-type]
+    assert weight.to("cpu").layout == weight.layout
+    with pytest.raises(TypeError, match="granularity is 64; it must be a name"):
+        Weight.quantize(torch.randn(8, 64), "int4", 64)  # type: ignore[arg-type]

@@ -78,6 +78,21 @@ def test_core_names_no_operator_and_env_is_read_in_one_file(path: Path) -> None:
         assert "os.getenv" not in text, "environment variables are read in core/env.py only"
 
 
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
+    """torch.set_default_device is the user's: kernels and C++ read the addresses of what is made here."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+            named = {keyword.arg for keyword in node.keywords}
+            assert named & {"device", None}, f"{path.name}:{node.lineno} has no device: {ast.unparse(node)}"
+
+
 @by_package
 def test_a_package_is_complete(package: Path) -> None:
     for name in ("spec.py", "reference.py", "api.py", "library.py", "protocol.py", "README.md", "configs.py"):

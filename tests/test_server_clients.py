@@ -173,15 +173,21 @@ def test_calls_that_are_forced(running: Running, choice: Any, names: set[str]) -
     whole = client.chat.completions.create(model=NAME, messages=USER, **given).choices[0]
     chunks = list(client.chat.completions.create(model=NAME, messages=USER, **given, stream=True))
     streamed = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    for found in (whole.message.tool_calls, streamed, _litellm(running, **given).choices[0].message.tool_calls):
+    other = _litellm(running, **given).choices[0]
+    joined = litellm.stream_chunk_builder(list(_litellm(running, **given, stream=True))).choices[0]
+    for found in (whole.message.tool_calls, streamed, other.message.tool_calls, joined.message.tool_calls):
         ((name, arguments),) = _calls(found)
         assert name in names
         Report(**arguments)
-    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+    for ended in (whole, chunks[-1].choices[0], other, joined):
+        assert ended.finish_reason == "tool_calls"
     chosen = choice if isinstance(choice, str) else "clock"
-    (call,) = _langchain(running, seed=3).bind_tools(simple, tool_choice=chosen).invoke("the sea").tool_calls[:1]
-    assert call["name"] in names
-    Report(**call["args"])
+    model = _langchain(running, seed=3).bind_tools(simple, tool_choice=chosen, parallel_tool_calls=False)
+    for found in (model.invoke("the sea"), _joined(model.stream("the sea"))):
+        (call,) = found.tool_calls
+        assert call["name"] in names
+        Report(**call["args"])
+        assert not found.invalid_tool_calls
 
 
 REPORT = {

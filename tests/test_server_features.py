@@ -7,8 +7,10 @@ import json
 import logging
 import re
 import threading
+import time
 from typing import Any
 
+import jinja2
 import openai
 import pytest
 
@@ -29,6 +31,7 @@ from served_model import (  # noqa: F401
 
 import flashkernel
 from flashkernel.engine import LLM, SamplingParams, Tokenizer
+from flashkernel.engine.grammar import GrammarCompiler
 from flashkernel.engine.server import output_parsers as parsers
 from flashkernel.engine.server.formatters import CompletionFormatter
 from flashkernel.engine.server.protocol import ChatRequest, parse
@@ -242,22 +245,14 @@ def test_a_stateless_response(client: Any, base: LLM) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_tools_reach_the_template_and_calls_come_back(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's text is replaced: a tiny model writes no calls."""
-    assert base.tokenizer is not None
-    llm = other(base)
-    monkeypatch.setattr(base.tokenizer, "chat_template", HERMES)
+def test_tools_reach_the_template_and_calls_come_back(base: LLM) -> None:
     text = 'wind <tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>'
-    with serve(llm) as running:
-        client = running.client()
-        monkeypatch.setattr(
-            "flashkernel.engine.detokenizer.IncrementalDetokenizer.finish", lambda self: setattr(self, "text", text)
-        )
-        found = client.chat.completions.create(model=NAME, messages=USER, tools=[TOOL], max_tokens=3)
-        (call,) = found.choices[0].message.tool_calls
-        assert call.function.name == "weather"
-        assert json.loads(call.function.arguments) == {"city": "Kiel"}
-        assert found.choices[0].message.content == "wind "
+    with serve(scripted(base, text, HERMES)) as running:
+        found = running.client().chat.completions.create(model=NAME, messages=USER, tools=[TOOL])
+    (call,) = found.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Kiel"}
+    assert found.choices[0].message.content == "wind "
 
 
 def test_requests_with_tools() -> None:
@@ -372,9 +367,108 @@ def test_structured_outputs(wanted: dict[str, Any], pattern: str, client: Any) -
         assert found.choices[0].finish_reason == "stop" or re.match(r"\{\s*(\"n\"\s*:\s*-?\d*)?", text)
 
 
-def test_structured_outputs_that_cannot_be(client: Any) -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "regex", "regex": "(unclosed"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "banana"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    ],
+    ids=["regex", "schema", "endless"],
+)
+def test_structured_outputs_that_cannot_be(client: Any, wanted: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(openai.BadRequestError, match="this grammar cannot be used"):
-        client.completions.create(
-            model=NAME, prompt="a", extra_body={"response_format": {"type": "regex", "regex": "(unclosed"}}
+        client.completions.create(model=NAME, prompt="a", extra_body={"response_format": wanted})
+
+
+def test_structured_outputs_are_prepared_before_the_first_request(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What all grammars share takes long with a large vocabulary, and no stream goes on meanwhile."""
+    llguidance = pytest.importorskip("llguidance")
+    make, made = llguidance.LLTokenizer, []
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *given, **named: made.append(0) or make(*given, **named))
+    with serve(other(base)) as running:
+        assert len(made) == 1
+        wanted = {"extra_body": {"response_format": {"type": "regex", "regex": "sea|wind"}}, "max_tokens": 9}
+        found = running.client().completions.create(model=NAME, prompt="the", **wanted).choices[0].text
+        assert found in ("sea", "wind")
+    assert len(made) == 1
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise ValueError("odd bytes")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", refuse)
+    with serve(other(base)) as running:
+        assert "structured outputs will be refused: llguidance does not take this tokenizer: odd bytes" in caplog.text
+        client = running.client()
+        with pytest.raises(openai.BadRequestError, match="odd bytes"):
+            client.completions.create(model=NAME, prompt="the", **wanted)
+        assert client.completions.create(model=NAME, prompt="the", max_tokens=2, **GREEDY).choices[0].text
+
+
+@pytest.mark.parametrize("template", ["{# prepared #}{% for m in messages %}{{ m.content }}{% endfor %}", "{% wrong"])
+def test_chat_templates_are_compiled_before_the_first_request(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    compiled: list[str] = []
+    compile_source = jinja2.Environment.compile
+
+    def counting(self: Any, source: Any, *given: Any, **named: Any) -> Any:
+        compiled.append(source)
+        return compile_source(self, source, *given, **named)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    with serve(scripted(base, "sea", template)) as running:
+        assert compiled == [template]
+        create = running.client().chat.completions.create
+        if "prepared" in template:
+            assert create(model=NAME, messages=USER).choices[0].message.content == "sea"
+            assert compiled == [template]
+        else:
+            with pytest.raises(openai.BadRequestError, match="the model's template does not take this conversation"):
+                create(model=NAME, messages=USER)
+
+
+def test_one_tokenizer_for_all_grammars(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first requests come together."""
+    llguidance = pytest.importorskip("llguidance")
+    assert base.tokenizer is not None
+    compiler = GrammarCompiler(base.tokenizer, base.config.vocab_size, base.config.eos_token_ids)
+    make, made = compiler._new_tokenizer, []
+
+    def slow() -> Any:
+        made.append(0)
+        time.sleep(0.1)
+        return make()
+
+    monkeypatch.setattr(compiler, "_new_tokenizer", slow)
+    threads = [threading.Thread(target=compiler._llguidance_tokenizer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert isinstance(compiler._compiled, llguidance.LLTokenizer)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plan"}}], ids=str)
+def test_schemas_of_forced_calls_may_have_references(client: Any, choice: Any) -> None:
+    """As pydantic writes those of nested models: they begin at the tool's own schema, wherever it stands."""
+    pytest.importorskip("llguidance")
+    word = {"enum": ["wind", "sea"], "default": {"$ref": "#/none"}}
+    place = {"$ref": "#/$defs/Word"}
+    plan = {
+        "type": "object", "properties": {"kind": place, "next": {"anyOf": [place]}},
+        "required": ["kind", "next"], "additionalProperties": False, "$defs": {"Word": word},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": plan}} for name in ("plan", "other")]
+    for seed in range(3):
+        found = client.chat.completions.create(
+            model=NAME, messages=USER, tools=tools, tool_choice=choice, seed=seed, parallel_tool_calls=False
         )
+        (call,) = found.choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"kind", "next"}
+        assert set(arguments.values()) <= {"wind", "sea"}

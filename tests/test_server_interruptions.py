@@ -23,7 +23,8 @@ from running_server import NAME, comes, other, serve, slow  # noqa: E402
 from served_model import GREEDY, USER, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
 
 from flashkernel.engine import LLM  # noqa: E402
-from flashkernel.engine.server import ServerArgs, formatters, protocol  # noqa: E402
+from flashkernel.engine import server as serving  # noqa: E402
+from flashkernel.engine.server import ServerArgs, formatters, launcher, protocol  # noqa: E402
 from flashkernel.engine.server.api_server import ApiServer  # noqa: E402
 
 
@@ -221,6 +222,16 @@ def test_a_step_that_fails_in_a_stream(base: LLM) -> None:
         with pytest.raises(openai.APIError, match="the model failed"):
             pieces.extend(stream)
         assert pieces
+
+
+def test_the_event_loop_and_the_engine_take_turns(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's lock changes hands within a step, and afterwards as before."""
+    found: list[float] = []
+    monkeypatch.setattr(launcher.Server, "run", lambda self, sockets: found.append(sys.getswitchinterval()))
+    before = sys.getswitchinterval()
+    args = ServerArgs(port=0)
+    launcher.run(base, args, serving.bind(args), print)
+    assert found[0] <= 0.001 < before == sys.getswitchinterval()
 
 
 def test_an_engine_that_died(base: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,6 +93,10 @@ def test_wrong_completions_are_refused(wrong: dict[str, Any], message: str, clie
         ({"tool_choice": "required"}, "tool_choice asks for a tool that `tools` does not have"),
         ({"response_format": {"type": "json_schema"}}, "no json_schema"),
         ({"response_format": {"type": "poem"}}, "response_format"),
+        *(
+            ({"extra_body": {"chat_template_kwargs": {name: []}}}, f"chat_template_kwargs has '{name}', which is not")
+            for name in ("messages", "self")
+        ),
     ],
 )
 def test_wrong_chats_are_refused(wrong: dict[str, Any], message: str, client: Any) -> None:

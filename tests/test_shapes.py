@@ -21,14 +21,16 @@ from hypothesis import strategies as st
 def random_cases(draw: st.DrawFn, op: Op) -> Case:
     """A declared case with other sizes, another layout and other leading dims."""
     case = draw(st.sampled_from([case for case in op.cases if case.gradients]))
-    axes = dict(case.axes)
+    sizes: dict[str, object] = {}
     for axis, (least, most, step) in op.ranges.items():
         size = st.integers(0, (most - least) // step).map(lambda index, least=least, step=step: least + index * step)
         leading = any(f"*{axis}" in spec.dims for spec in op.inputs.values())
-        axes[axis] = draw(st.lists(size, min_size=0, max_size=3).map(tuple) if leading and most < 12 else size)
+        sizes[axis] = draw(st.lists(size, min_size=0, max_size=3).map(tuple) if leading and most < 12 else size)
     optional = [name for name, spec in op.inputs.items() if spec.optional and name in case.present]
     layouts = [layout for layout in LAYOUTS if op.written is None or layout != "expanded"]  # no tensor to write to
-    return replace(case, axes=axes, layout=draw(st.sampled_from(layouts)), present=tuple(optional))
+    return replace(
+        case, axes=op.with_sizes(case.axes, sizes), layout=draw(st.sampled_from(layouts)), present=tuple(optional)
+    )
 
 
 def _ranged() -> list[Op]:

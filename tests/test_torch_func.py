@@ -126,6 +126,35 @@ def test_reverse_mode() -> None:
     torch.testing.assert_close(torch.func.jacrev(_norm)(X[0, :1]), rows)
 
 
+@pytest.mark.parametrize("times", [1, 5])
+def test_second_derivatives_are_refused(times: int, recorded_soon: None) -> None:
+    """Also where the sum has another way to the inputs, and the gradient of a gradient would be left out of it."""
+    for _ in range(times):
+        leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+        out = _attention(*leaves)
+        gradients = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        for one, other in zip(gradients, torch.autograd.grad(_attention(*leaves).sum(), leaves)):
+            torch.testing.assert_close(one, other)
+        penalty = out.sum() + sum(one.square().sum() for one in gradients)
+        refused = pytest.raises(RuntimeError, match="flashkernel::attention: there are no second derivatives")
+        for leaf in leaves:
+            with refused:
+                torch.autograd.grad(penalty, leaf, allow_unused=True, retain_graph=True)
+        with refused:
+            penalty.backward()
+    q = Q.clone().requires_grad_()
+    out = fk.attention(q, K, V, causal=True, softcap=4.0, backend="torch")  # an autograd.Function of its own
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="flashkernel::attention: there are no second derivatives"):
+        torch.autograd.grad(gradient.sum() + out.sum(), q)
+    with pytest.raises(RuntimeError, match="flashkernel::norm: there are no second derivatives"):
+        torch.func.grad(lambda x: torch.func.grad(lambda x: _norm(x).sum())(x).sum())(X)
+    with pytest.raises(RuntimeError, match="there are no second derivatives"):
+        torch.func.jacrev(torch.func.jacrev(_norm))(X[0, :1])
+    mixed = torch.func.grad(lambda x: torch.func.grad(lambda y: _norm(y).sum())(X).sum() + x.sum())(X)
+    assert torch.equal(mixed, torch.ones_like(X))
+
+
 def test_vmap() -> None:
     """Over operators with one and with several outputs, with a list of tensors, and over their gradients."""
     torch.testing.assert_close(torch.vmap(_norm)(X), _norm(X))

@@ -15,7 +15,7 @@ from flashkernel.cli import app
 from flashkernel.core import roofline
 from flashkernel.core.device import KNOWN
 from flashkernel.lab import bench as lab_bench
-from flashkernel.lab import estimates, report_blocks, results, selection, suites, tables, turing_tables
+from flashkernel.lab import estimates, profile_targets, report_blocks, results, selection, suites, tables, turing_tables
 from flashkernel.lab.profile_records import KernelProfile, ProfileRecord
 from flashkernel.lab.results import GenerationRecord, Record
 from flashkernel.ops import registry
@@ -211,12 +211,15 @@ class TestSuccess:
         assert faster[3] == "not measured"
 
     def test_profiles(self) -> None:
-        wanted = [(op.name, backend.name) for op in registry().values() for backend in op.backends
-                  if backend.name in ("cuda", "triton", "hopper")]  # fmt: skip
+        wanted = sorted(profile_targets.passes("NVIDIA H200"))
+        forward = {(op.name, backend.name, "fwd") for op in registry().values() for backend in op.backends
+                   if backend.name in ("cuda", "triton", "hopper")}  # fmt: skip
+        assert {one for one in wanted if one[2] == "fwd"} == forward
         kernel = KernelProfile("k", 1, 1.0)
-        records = [ProfileRecord(op, "c", {}, "float16", "fwd", name, "ncu", (kernel,)) for op, name in wanted]
+        records = [ProfileRecord(op, "c", {}, "float16", kind, name, "ncu", (kernel,)) for op, name, kind in wanted]
         row = criteria({}, files(*records))[3]
-        assert row[2:] == [f"{len(wanted)} of {len(wanted)} pairs of operator and backend", "yes"]
+        assert row[2].startswith(f"{len(wanted)} of {len(wanted)}: forward and backward")
+        assert row[3] == "yes"
         assert criteria({}, files(*records[1:]))[3][3] == "no"
         by_torch = [replace(one, tool="torch") for one in records]
         assert criteria({}, files(*by_torch))[3][3] == "not measured"

@@ -94,7 +94,7 @@ def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int, group_size: 
         raise ValueError(_mismatch(parts))
     order = parts.get("g_idx")
     if order is None and group_size is not None and groups == -(-inner // group_size):
-        order = torch.arange(inner) // group_size
+        order = torch.arange(inner, device="cpu") // group_size
     if order is None and inner % groups:
         raise ValueError(_mismatch(parts))
     if order is not None and not _in_equal_parts(order, inner, groups):
@@ -104,7 +104,7 @@ def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int, group_size: 
 
 def _in_equal_parts(order: Tensor, inner: int, groups: int) -> bool:
     """Whether g_idx says that the groups are consecutive columns, all as many."""
-    return inner % groups == 0 and torch.equal(order.long(), torch.arange(inner) // (inner // groups))
+    return inner % groups == 0 and torch.equal(order.long(), torch.arange(inner, device="cpu") // (inner // groups))
 
 
 def _dequantized(
@@ -138,7 +138,7 @@ def write_gptq(weight: Weight, version: int = 1) -> dict[str, Tensor]:
         "qweight": pack_words(codes, bits).T.contiguous(),
         "qzeros": pack_words((zeros.int() - (1 if version == 1 else 0)).T, bits).contiguous(),
         "scales": _in_float16(scales).T.contiguous(),
-        "g_idx": (torch.arange(inner) // (inner // groups)).to(torch.int32),
+        "g_idx": (torch.arange(inner, device="cpu") // (inner // groups)).to(torch.int32),
     }
 
 
@@ -226,7 +226,7 @@ def write_pack_quantized(weight: Weight) -> dict[str, Tensor]:
     found = {
         "weight_packed": pack_words(codes, bits),
         "weight_scale": _narrowed(_row_scales(weight)).contiguous(),
-        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64, device="cpu"),
     }
     if zeros is not None:
         found["weight_zero_point"] = pack_words(zeros.T, bits).T.contiguous()

@@ -71,7 +71,7 @@ def greedy(logits: Tensor, lowest: float) -> Tensor:
         logits: float32 (rows, vocab) with unit stride along its rows.
         lowest: The result is -1 for a row whose largest logit is NaN, infinite or at most this.
     """
-    found = torch.empty(logits.shape[0], dtype=torch.int64)
+    found = torch.empty(logits.shape[0], dtype=torch.int64, device="cpu")
     _kernels().greedy(logits.data_ptr(), *logits.shape, logits.stride(0), lowest, found.data_ptr())
     return found
 
@@ -101,7 +101,7 @@ class AppendCall:
 
     def __call__(self, k: Tensor, v: Tensor, q: Tensor | None, k_pages: Tensor, v_pages: Tensor) -> Tensor | None:
         """Returns the rotated q (tokens, heads, head_dim), or None without a q. Rows have unit strides."""
-        rotated = None if q is None else torch.empty(q.shape, dtype=q.dtype)
+        rotated = None if q is None else torch.empty(q.shape, dtype=q.dtype, device="cpu")
         self.bind(k, v, q, k_pages, v_pages, rotated)
         self._run(self._pointer)
         return rotated
@@ -173,7 +173,7 @@ class AttendCall:
             v_scale: The same.
             lse: float32 (batch, heads, seqlen_q), contiguous, which is written; None: it is not wanted.
         """
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
+        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device="cpu")
         self.bind(q, k, v, out, window, sinks, k_scale, v_scale, lse)
         self._run(self._pointer)
         return out
@@ -210,8 +210,8 @@ class AttendCall:
         pairs = batch * call.kv_heads  # a task each, if that gives all threads the same work; else one for each thread
         call.splits = 1 if pairs % threads == 0 or pairs > 4 * threads else threads
         rows = call.seqlen_q * call.heads // call.kv_heads
-        self._partials = torch.empty(pairs * call.splits * rows * (2 + call.value_dim))
-        self._finished = torch.zeros(pairs, dtype=torch.int32)
+        self._partials = torch.empty(pairs * call.splits * rows * (2 + call.value_dim), device="cpu")
+        self._finished = torch.zeros(pairs, dtype=torch.int32, device="cpu")
         call.partials, call.finished = self._partials.data_ptr(), self._finished.data_ptr()
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "Traced",
     "Variable",
     "absolute",
+    "as_tensor",
     "as_tensors",
     "bind",
     "children",
@@ -223,15 +224,20 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "min": lambda a, b: torch.minimum(*as_tensors(a, b)),
     "max": lambda a, b: torch.maximum(*as_tensors(a, b)),
     "where": lambda c, a, b: torch.where(c, *as_tensors(a, b)) if isinstance(c, Tensor) else a if c else b,
-    "tanh": lambda a: torch.tanh(torch.as_tensor(a)),
-    "exp": lambda a: torch.exp(torch.as_tensor(a)),
+    "tanh": lambda a: torch.tanh(as_tensor(a)),
+    "exp": lambda a: torch.exp(as_tensor(a)),
     "abs": lambda a: abs(a),
 }
 
 
+def as_tensor(a: Any) -> Tensor:
+    """A number as a tensor, on the CPU whatever torch's default device is; a tensor as it is."""
+    return a if isinstance(a, Tensor) else torch.as_tensor(a, device="cpu")
+
+
 def as_tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """Both as tensors, on the device of whichever is one."""
-    device = next((value.device for value in (a, b) if isinstance(value, Tensor)), None)
+    device = next((value.device for value in (a, b) if isinstance(value, Tensor)), "cpu")
     return torch.as_tensor(a, device=device), torch.as_tensor(b, device=device)
 
 
@@ -242,7 +248,8 @@ def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
     if isinstance(expression, Constant):
         return expression.value
     if isinstance(expression, Gather):
-        indices = [torch.as_tensor(evaluate(index, values)).to(expression.table.device) for index in expression.indices]
+        device = expression.table.device
+        indices = [torch.as_tensor(evaluate(index, values), device=device) for index in expression.indices]
         inside = torch.ones((), dtype=torch.bool, device=expression.table.device)
         for index, size in zip(indices, expression.table.shape):
             inside = inside & (index >= 0) & (index < size)

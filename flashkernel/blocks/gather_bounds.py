@@ -94,7 +94,7 @@ def _corner_bounds(gather: Gather, known: dict[str, Interval], sizes: dict[str, 
     """The values at the corners where a tile's indices cover at most two entries of a dim, else the whole table's."""
     table = gather.table.view(torch.uint8) if gather.table.dtype == torch.bool else gather.table
     intervals = [bounds(index, known, lambda inner: gather_bounds(inner, known, sizes)) for index in gather.indices]
-    ends = [(torch.as_tensor(interval.low), torch.as_tensor(interval.high)) for interval in intervals]
+    ends = [(ex.as_tensor(interval.low), ex.as_tensor(interval.high)) for interval in intervals]
     near = torch.ones((), dtype=torch.bool, device=table.device)
     for low, high in ends:
         near = near & (high - low <= 1).to(table.device)

@@ -155,7 +155,7 @@ class LinearCall:
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Returns (rows, out) of x (rows, in); x, residual and out have unit strides along their rows."""
         if out is None:
-            out = torch.empty((x.shape[0], self.outputs), dtype=self._out_dtype or x.dtype)
+            out = torch.empty((x.shape[0], self.outputs), dtype=self._out_dtype or x.dtype, device="cpu")
         self.bind(x, residual, out)
         self._run(self._pointer)
         return out
@@ -211,7 +211,7 @@ def dequantized(weight: Weight, first: int = 0, count: int | None = None) -> Ten
     """Rows [first, first + count) of the matrix in float32, by the C++ kernels."""
     weight = readable(weight)
     rows = weight.shape[0] - first if count is None else count
-    out = torch.empty((rows, weight.shape[1]))
+    out = torch.empty((rows, weight.shape[1]), device="cpu")
     matrix = _matrix(weight)
     _kernels().dequantize(ctypes.addressof(matrix), None, first, rows, out.data_ptr(), torch.get_num_threads())
     return out

@@ -250,12 +250,16 @@ class Weight:
         it has no such order: rows and columns are multiples of 64."""
         return tiles.tiled_format(self).tiled(self)
 
-    def to(self, device: torch.device | str) -> Weight:
-        """Returns the Weight on another `device`.
+    def to(self, device: torch.device | str | int) -> Weight:
+        """Returns the Weight on another `device`. Its tensors keep their dtypes, which are those of its format.
 
         Args:
             device: The device of the result.
         """
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"Weight.to: {device!r} is no device; {self!r} keeps its format: dequantize() gives a matrix in a dtype"
+            )
         return self._with([one if one is None else one.to(device) for one in (self.data, self.scales, self.zeros)])
 
     def __getitem__(self, index: int) -> Weight:
@@ -300,6 +304,8 @@ def _parse(text: str) -> Layout:
 
 def group_shape_of(granularity: str) -> tuple[int, int]:
     """(rows, columns) that share a scale, from a name ("row") or a size ("1x64"); ValueError for anything else."""
+    if not isinstance(granularity, str):
+        raise TypeError(f"Weight: granularity is {granularity!r}; it must be a name or a size such as '1x64'")
     if granularity in GRANULARITIES:
         return GRANULARITIES[granularity]
     rows, _, columns = granularity.partition("x")

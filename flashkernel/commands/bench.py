@@ -77,6 +77,14 @@ def bench(
     resume: Annotated[
         bool, typer.Option("--resume", help="With --save: leave out what the file has of this commit and versions.")
     ] = False,
+    missing: Annotated[
+        bool,
+        typer.Option(
+            "--missing",
+            help="With --save: leave out the cases that DIR has our times of, of any commit and in any file, and with "
+            "--impl and --max-autotune theirs.",
+        ),
+    ] = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Time the rungs of the GEMM ladder instead, against cuBLAS.")
     ] = False,
@@ -105,6 +113,8 @@ def bench(
             raise ValueError("--max-autotune goes with --suite; --impl compile times torch.compile's default mode")
         if resume and save is None:
             raise ValueError("--resume goes with --save, whose folder has the finished cases")
+        if missing and (save is None or resume):
+            raise ValueError("--missing goes with --save, whose folder has the cases, and without --resume")
         chosen = selection.operators(names or (None if grid is None else list(grid.cases)))
         benches = (lambda op: op.benches) if grid is None else (lambda op: grid.cases.get(op.name, ()))
         hardware = selection.hardware(str(target))
@@ -122,7 +132,15 @@ def bench(
         )
     ahead = workers if workers is not None else 0 if on_cpu or grid is None else precompile.default_workers()
     run = _Run(
-        work, options, save, commit, grid, autotune_all=max_autotune is Autotuned.all, workers=ahead, resume=resume
+        work,
+        options,
+        save,
+        commit,
+        grid,
+        autotune_all=max_autotune is Autotuned.all,
+        workers=ahead,
+        resume=resume,
+        missing=missing,
     )
     with progress.progress_bar(len(work)) as bar, progress.keep_results() as stopped:
         run.measure(bar)
@@ -164,9 +182,10 @@ class _Run:
         autotune_all: bool = False,
         workers: int = 0,
         resume: bool = False,
+        missing: bool = False,
     ) -> None:
         self.work, self.options, self.save, self.commit, self.suite = work, options, save, commit, suite
-        self.autotune_all, self.workers, self.resume = autotune_all, workers, resume
+        self.autotune_all, self.workers, self.resume, self.missing = autotune_all, workers, resume, missing
         self.records: list[Record] = []
         self.notes: dict[str, None] = {}
         self.ceilings: Ceilings | None = None
@@ -187,7 +206,7 @@ class _Run:
         with progress.report_errors():
             files = {name: ResultsFile.in_folder(self.save, name, self.ceilings, self.commit) for name in names}
         work = [(op, case, dtype, self._options_of(op, case, options)) for op, case, dtype in self.work]
-        if self.resume:
+        if self.resume or self.missing:
             work = self._unfinished(work, files, bar)
         self._compile_ahead(work, bar)
         with _frozen_objects():
@@ -212,16 +231,22 @@ class _Run:
     def _unfinished(
         self, work: Sequence[Work], files: Mapping[str, ResultsFile | None], bar: progress.Bar
     ) -> list[Work]:
-        """The work that no earlier run of this commit has finished, with all implementations that are now selected."""
+        """The work that no earlier run of this commit (of any, if only what is missing is wanted) has finished."""
         from flashkernel.lab.bench import candidates
-        from flashkernel.lab.results import finished
+        from flashkernel.lab.results import finished, timed
 
-        done = {name: finished(file.path, file.header) for name, file in files.items() if file is not None}
+        there = {name: file for name, file in files.items() if file is not None}
+        whole = timed(self.save) if self.missing and self.save is not None else {}
+        done = {name: whole if self.missing else finished(file.path, file.header) for name, file in there.items()}
         left = []
         for op, case, dtype, options in work:
             key = (op.name, case.name, str(dtype).removeprefix("torch."))
             found = done[self._file(op)].get(key, set())
-            if found and {candidate.name for candidate in candidates(op, case, dtype, options)} <= found:
+            wanted = {candidate.name for candidate in candidates(op, case, dtype, options)} if found else set()
+            if self.missing:  # else what an earlier commit had no baseline of would count
+                asked = (baseline.name for baseline in self.options.baselines)
+                wanted &= {*(self.options.implementations or ()), *asked}
+            if found and wanted <= found:
                 bar.advance()
             else:
                 left.append((op, case, dtype, options))

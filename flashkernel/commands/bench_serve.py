@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,10 @@ def serve(
         Path | None,
         typer.Option("--import", help="Take what another engine measured from this file; nothing is served."),
     ] = None,
+    peer_command: Annotated[
+        str | None,
+        typer.Option(help="First run this script of another engine, and keep what it writes of its loads."),
+    ] = None,
     vocab_size: Annotated[int, typer.Option(min=2, help="A server's prompts are tokens below it.")] = 32000,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that the engine computes at the same time.")] = 256,
     kv_cache_tokens: Annotated[
@@ -91,8 +96,9 @@ def serve(
 ) -> None:
     """Serve loads of requests: tokens/s, time to first token, between tokens and in all, goodput against the rate."""
     with progress.report_errors():
-        from flashkernel.lab import serve_records, serving
+        from flashkernel.lab import results, selection, serve_import, serve_peer, serve_records, serving
         from flashkernel.lab.engine_options import EngineOptions
+        from flashkernel.lab.packages import require
 
         chosen = EngineOptions(quantization, kv_cache_dtype, num_speculative_tokens or None)
         if base_url is None and peer_file is None:
@@ -101,48 +107,71 @@ def serve(
                 raise ValueError("bench serve: prompt look-up drafts for greedy requests alone; give --temperature 0")
         loads = _loads(load, lengths, prompts, answers, requests)
         limits = {name: value for name, value in (("ttft", ttft_limit), ("itl", itl_limit)) if value is not None}
+        facts_of_peer = {"model": model, "implementation": implementation or "vllm", "dtype": dtype or "bfloat16"}
         if peer_file is not None:
-            facts_of_peer = {"model": model, "implementation": implementation or "vllm", "dtype": dtype or "bfloat16"}
             _import(peer_file, {**facts_of_peer, **chosen.fields()}, peer_version, save, device, commit)
             return
-        rates = _rates(loads, rate or [], rate_share or [], rate_of, model, save)
-    records: list[ServeRecord] = []
-    with progress.progress_bar(sum(map(len, rates.values())) * passes) as bar, progress.keep_results() as stopped:
+        if plot is not None:
+            require("matplotlib.figure", "flashkernel bench serve --plot")
+        if base_url is not None:
+            if peer_command is not None:
+                raise ValueError("bench serve: --peer-command stands beside an engine here; leave out --base-url")
+            server = serving.Server(base_url, served_model_name or model, api_key, vocab_size)
+            server.connect()
+            serve_import.check_server(base_url, server.model, api_key)
+        words = None if peer_command is None else serve_peer.words_of(peer_command, peer_version)
+        shares = rate_share or []
+        rates = {} if words and shares else _rates(loads, rate or [], shares, rate_of, model, save)
+        machine = selection.hardware(device).name
+        file = None
+        if save is not None:
+            file = results.ResultsFile(save / "serve.json", results.describe_run(machine, {}, commit))
+    records: dict[tuple[str, str, str], ServeRecord] = {}
+
+    def keep(found: list[ServeRecord]) -> None:
+        new = [record for record in found if record.key not in records]  # others have got their start_s
+        records.update((record.key, record) for record in found)
+        if file is not None:
+            file.add(found)
+        for record in new:
+            progress.log(serve_records.line(record))
+
+    failed = False
+    total = len(loads) * (len(rate or []) + len(shares) or 1) * passes
+    with progress.progress_bar(total) as bar, progress.keep_results() as stopped:
+        if words is not None:
+            bar.describe(serve_peer.name_of(words))
+            failed = not _peer(words, {**facts_of_peer, **chosen.fields()}, peer_version, keep)
         with progress.report_errors():
+            rates = rates or _rates(loads, rate or [], shares, rate_of, model, save)
             bar.describe("starting")
             if base_url is None:
                 sizes = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
                 _warn_of_cpu(device, passes * sum(load.tokens * len(rates[load.name]) for load in loads))
-                run, facts, where = _engine(model, device, dtype, temperature, sizes, chosen, bar)
+                run, facts = _engine(model, device, dtype, temperature, sizes, chosen, bar)
             else:
-                server = serving.Server(base_url, served_model_name or model, api_key, vocab_size)
-                server.connect()
                 asked = (base_url, model, implementation, dtype, peer_version, api_key)
-                run, where = lambda load, rate: server.run(load, rate, temperature), device or ""
-                facts = partial(_server_facts, chosen, *asked)
-            file = _file(save, where or None, commit)
+                run, facts = partial(server.run, temperature=temperature), partial(_server_facts, chosen, *asked)
         bar.describe("serving")
         for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
-            records.append(record)
+            keep([record])
             bar.next(record.case)
-            progress.log(serve_records.line(record))
-            if file is not None:
-                file.add([record])
-    found = records if file is None else file.merged()["records"]  # with what others reached before
+    if stopped.code and file is not None and records:
+        file.add(list(records.values()))  # the interruption may have come while the last one was written
+    found = list(records.values()) if file is None else file.merged()["records"]  # with what others reached before
     if found:
         typer.echo(serve_records.table(found))
     if plot is not None and records:
         with progress.report_errors():
-            from flashkernel.lab import selection
             from flashkernel.lab.plot import PlotError
             from flashkernel.lab.plot import plot as draw
 
-            name = selection.hardware(where).name if where else base_url
+            where = machine if base_url is None or device is not None else base_url
             try:
-                draw({"records": found, "device": name, "ceilings": {}}, plot / "serve.png")
+                draw({"records": found, "device": where, "ceilings": {}}, plot / "serve.png")
             except PlotError as error:
                 progress.log(str(error))
-    progress.exit_with(stopped, failed=any(not record.comparable for record in records))
+    progress.exit_with(stopped, failed=failed or any(not record.comparable for record in records.values()))
 
 
 def _warn_of_cpu(device: str | None, tokens: int) -> None:
@@ -153,6 +182,28 @@ def _warn_of_cpu(device: str | None, tokens: int) -> None:
             f"on a CPU the engine reads and writes {tokens:,} tokens, which may take hours; "
             "shorten it with --model smollm2 --prompts 20:60 --answers 5:20 --requests 8 --passes 1"
         )
+
+
+def _peer(
+    words: list[str], facts: dict[str, Any], version: str | None, keep: Callable[[list[ServeRecord]], None]
+) -> bool:
+    """Runs another engine's script and keeps its records as they come; False if it failed."""
+    from flashkernel.lab import serve_import, serve_peer
+
+    name, date = serve_peer.name_of(words), datetime.now(timezone.utc).isoformat(timespec="seconds")
+    known: list[ServeRecord] = []
+    try:
+        with closing(serve_peer.run_peer(words, progress.log)) as runs:  # Ctrl-C ends the script, too
+            for entries in runs:
+                found = serve_import.entry_records(entries, version, date, source=name, **facts)
+                keep([record for record in found if record not in known])
+                known = found
+        if not known:
+            raise ValueError(f"bench serve: {name} wrote nothing of its loads")
+    except ValueError as error:
+        progress.log(str(error))
+        return False
+    return True
 
 
 def _rates(
@@ -250,8 +301,8 @@ def _engine(
     sizes: dict[str, Any],
     chosen: EngineOptions,
     bar: progress.Bar,
-) -> tuple[Serve, Callable[[], dict[str, Any]], str]:
-    """An engine in this process: how it serves, the facts of its records, and its device."""
+) -> tuple[Serve, Callable[[], dict[str, Any]]]:
+    """An engine in this process: how it serves, and the facts of its records."""
     from flashkernel.core import build_counter
     from flashkernel.core import device as devices
     from flashkernel.engine import LLM
@@ -292,13 +343,4 @@ def _engine(
                 "compiled_at_start": stats.compiled_at_start, "compiled_in_service": stats.compiled_in_service,
                 **chosen.fields(), "accepted": accepted / drafted if drafted else None}  # fmt: skip
 
-    return run, facts, str(target)
-
-
-def _file(save: Path | None, device: str | None, commit: str | None) -> Any:
-    from flashkernel.lab import results, selection
-
-    if save is None:
-        return None
-    name = selection.hardware(device).name
-    return results.ResultsFile(save / "serve.json", results.describe_run(name, {}, commit))
+    return run, facts

@@ -36,7 +36,7 @@ class Tool(str, Enum):
 
 def profile(
     names: Names = None,
-    every: Annotated[bool, typer.Option("--all", help="One case of every operator on every kernel backend.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every operator on every kernel backend.")] = False,
     case: Cases = None,
     backend: Annotated[
         list[str] | None,
@@ -50,7 +50,7 @@ def profile(
         bool,
         typer.Option(
             "--missing",
-            help="With --save: leave out the pairs of operator and backend (with --case, the cases) that DIR has "
+            help="With --save: leave out the passes of operators on backends (with --case, of cases) that DIR has "
             "profiles of.",
         ),
     ] = False,
@@ -87,6 +87,9 @@ def profile(
             work = _missing(work, save, ncu, ["case"] * bool(case) + ["dtype"] * bool(dtype))
     for note in notes:
         progress.log(note)
+    if not selected:
+        progress.log("nothing was profiled: no selected backend can run the selected cases here")
+        raise typer.Exit(1)
     if missing:
         progress.log(f"{save} has profiles of {selected - len(work)} of {selected}; {len(work)} are left")
         if not work:

@@ -56,6 +56,8 @@ def triton(
             return f"triton is not installed; {INSTALL_TRITON}"
         if call.device.kind != "cuda" and not env.interpreting():
             return "it needs a CUDA GPU (or TRITON_INTERPRET=1, for tests)"
+        if call.device.kind != "cuda" and call.dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly; it needs a CUDA GPU, or float16 or float32"
         return _dtype(call, dtypes) or _arch(call, min_arch) or supports(call)
 
     return Backend("triton", target, answer)

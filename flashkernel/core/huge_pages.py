@@ -31,7 +31,7 @@ class HugePages:
     """
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def place(self, tensor: Tensor) -> Tensor:
         """Returns a contiguous copy of a CPU tensor in huge pages."""

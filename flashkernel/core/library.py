@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from flashkernel.core.argument_groups import ArgumentGroups
 from flashkernel.core.arguments import has_tangent
@@ -195,6 +194,54 @@ def _one_by_one(operator: Callable[..., Any]):
     return rule
 
 
+class _Once(torch.autograd.Function):
+    """Passes gradients on, tied to all that they depend on: to differentiate them raises an error.
+
+    torch's once_differentiable ties them to nothing, and torch.autograd.grad then leaves their share out of a sum.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name, count, *tensors):
+        return tuple([x.detach() for x in tensors[:count]])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            f"flashkernel::{ctx.name}: there are no second derivatives here; call the function with "
+            'backend="reference", which has them'
+        )
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_forward_mode(ctx.name)
+
+
+def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks the backward function of an autograd.Function whose results have no derivatives; to differentiate them is
+    an error in the name of the operator."""
+
+    def decorate(run_backward):
+        def run(ctx, *gradients):
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # without create_graph=True
+                return run_backward(ctx, *gradients)
+            with torch.no_grad():
+                results = run_backward(ctx, *gradients)
+            depends = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.is_floating_point()]
+            found = [x for x in results if x is not None]
+            passed = iter(_Once.apply(name, len(found), *found, *depends))
+            return tuple([None if x is None else next(passed) for x in results])
+
+        return run
+
+    return decorate
+
+
 def _functional(name, operator, setup_context, backward):
     """An operator as an autograd.Function that torch.func.grad and vmap can transform."""
 
@@ -203,7 +250,7 @@ def _functional(name, operator, setup_context, backward):
 
     body = {
         "forward": staticmethod(lambda *args: operator(*args)), "setup_context": staticmethod(setup_context),
-        "backward": staticmethod(once_differentiable(run_backward)), "generate_vmap_rule": True,
+        "backward": staticmethod(differentiable_once(name)(run_backward)), "generate_vmap_rule": True,
         "jvp": staticmethod(lambda ctx, *tangents: _refuse_forward_mode(name)),
     }  # fmt: skip
     return type(f"{name}_functional", (torch.autograd.Function,), body)
@@ -278,14 +325,8 @@ def _autograd_function(name, forward, setup_context, backward):
         results = backward(ctx, *gradients)
         return *[None if isinstance(value, list) else value for value in results], None
 
-    run_once = once_differentiable(run_backward)
-
-    def differentiable_once(ctx, *gradients):
-        """Grad mode is on only if a second derivative is asked for, which once_differentiable refuses: of gradients
-        that require a gradient. Those of a sum do not, and yet the results depend on what was saved."""
-        if not torch.is_grad_enabled():
-            return run_backward(ctx, *gradients)
-        return run_once(ctx, *[None if one is None else one.detach().requires_grad_() for one in gradients])
-
-    body = {"forward": staticmethod(run_forward), "backward": staticmethod(differentiable_once)}
+    body = {
+        "forward": staticmethod(run_forward),
+        "backward": staticmethod(differentiable_once(name)(run_backward)),
+    }
     return type(name, (torch.autograd.Function,), body)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("contiguous", "padded", "transposed", "packed", "offset", "expanded")  # of inputs (lay_out)
+COLUMNS = "columns"  # a layout of stacks of matrices, where a case names it
 
 Axes = Mapping[str, Any]  # axis name -> size, or a tuple of sizes for an axis used as "*axis"
 Draw = Callable[[tuple[int, ...], Axes, torch.Generator], torch.Tensor]
@@ -336,11 +337,11 @@ def _copy(values: torch.Tensor) -> torch.Tensor:
 def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     """The same values with other strides.
 
-    padded: rows 3 elements apart. transposed: the first two dims stored swapped. packed: the middle third of a tensor
-    three times as large, as q, k and v come out of one projection; of a vector, the middle column. offset: the storage
-    starts one element early, so that the first address is not aligned. expanded: the first entry of the first dim
-    stands for all, at stride 0; not of integers, which may have to differ, nor of vectors: a row that is constant has
-    no variance to be normalized by.
+    padded: rows 3 elements apart. transposed: the first two dims stored swapped; columns: the last two. packed: the
+    middle third of a tensor three times as large, as q, k and v come out of one projection; of a vector, the middle
+    column. offset: the storage starts one element early, so that the first address is not aligned. expanded: the first
+    entry of the first dim stands for all, at stride 0; not of integers, which may have to differ, nor of vectors: a row
+    that is constant has no variance to be normalized by.
     """
     shape = values.shape
     if layout == "contiguous" or values.ndim == 0 or (values.ndim == 1 and layout in ("padded", "transposed")):
@@ -352,6 +353,8 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
         return view
     if layout == "transposed":
         return values.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == COLUMNS:
+        return values.mT.contiguous().mT
     if layout == "packed":
         around = _unread(shape, values)
         if values.ndim == 1:
@@ -361,7 +364,7 @@ def lay_out(values: torch.Tensor, layout: str) -> torch.Tensor:
         return torch.cat([_unread((1,), values), values.reshape(-1)])[1:].view(shape)
     if layout == "expanded":
         return values[:1].expand(shape) if values.is_floating_point() and values.ndim > 1 else values
-    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join(LAYOUTS)}")
+    raise ValueError(f"unknown layout {layout!r}; it is one of {', '.join((*LAYOUTS, COLUMNS))}")
 
 
 def _unread(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,9 @@ class SourceWriter:
             )  # fmt: skip
             self.stream = torch._C._cuda_getCurrentRawStream(device_index)
         else:
-            self.names["empty"] = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+            self.names["empty"] = lambda size, stride, dtype: torch.empty_strided(
+                size, stride, dtype=dtype, device="cpu"
+            )
 
     def line(self, text: str) -> None:
         self.lines.append(text)

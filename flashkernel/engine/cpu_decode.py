@@ -68,7 +68,7 @@ class RotaryTable:
         """Writes cos and sin of some positions [tokens] into arrays [tokens, rotary_dim / 2]."""
         last = int(positions.max())
         if last >= len(self._tables[0]):
-            every = torch.arange(max(512, 1 << last.bit_length()))
+            every = torch.arange(max(512, 1 << last.bit_length()), device="cpu")
             found = token_tables(
                 every[None], None, None, every, self.frequencies, self.frequencies.rotary_dim, interleaved=False
             )  # [1, positions, 1, rotary_dim / 2]
@@ -94,13 +94,16 @@ class DecodeProgram:
         qkv = torch.empty((batch, heads + 2 * kv_heads, dim), **options)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
         rotated, o = torch.empty((batch, heads, dim), **options), torch.empty((batch, 1, heads, dim), **options)
-        slots, lengths = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.int32)
+        slots, lengths = (
+            torch.empty(batch, dtype=torch.int64, device="cpu"),
+            torch.empty(batch, dtype=torch.int32, device="cpu"),
+        )
         longest = -(-config.max_position_embeddings // pages[0].k_pages.shape[1])
-        page_table = torch.zeros((batch, max(longest, step.page_table.shape[1])), dtype=torch.int32)
+        page_table = torch.zeros((batch, max(longest, step.page_table.shape[1])), dtype=torch.int32, device="cpu")
         self._slots, self._lengths, self._page_table = slots.numpy(), lengths.numpy(), page_table.numpy()
         self._rotary = _rotary_table(run)
         width = 0 if config.frequencies is None else config.frequencies.rotary_dim
-        tables = [torch.empty((batch, width // 2)) for _ in range(2)] if width else []
+        tables = [torch.empty((batch, width // 2), device="cpu") for _ in range(2)] if width else []
         self._tables = [table.numpy() for table in tables]
         cos, sin = tables if tables else (None, None)
         kept: list[Any] = [qkv, rotated, o, pages]
@@ -125,7 +128,7 @@ class DecodeProgram:
             kept += [hidden, first, second, third, fourth, append, attend, sinks, layer]
         head, self._logits = run.head_call(model), None
         if head is not None:
-            self._logits = torch.empty((batch, head.outputs))
+            self._logits = torch.empty((batch, head.outputs), device="cpu")
             calls.append(head.bind(self.x, None, self._logits))
         self._embedding = _embedding_reader(model)
         self._kept, self._sequence = (*kept, head), CallSequence(calls)
@@ -160,7 +163,7 @@ def _embedding_reader(model: Transformer) -> RowReader | None:
     table, plain = model.weights.embedding, model.config.embedding_scale == 1 and model.dtype == torch.float32
     if not isinstance(table, Weight) or not plain:
         return None
-    x = torch.empty((1, table.shape[1]))
+    x = torch.empty((1, table.shape[1]), device="cpu")
     return RowReader(table) if fk.explain(fk.linear, x, table).chosen == "cpp" else None
 
 

@@ -20,9 +20,17 @@ class IncrementalDetokenizer:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
         self._num_decoded = 0  # tokens whose text is in `text`
-        self.text = ""  # everything before a stop string
+        self._pieces: list[str] = []  # of `text`
+        self._next: list[str] = []  # pieces that `next_text` has not returned
+        self._tail = ""  # the end of the text, in which a stop string may have begun
+        self._tail_length = max(map(len, stop), default=1) - 1
         self.stopped = False
-        self._num_returned = 0  # characters that `next_text` returned
+
+    @property
+    def text(self) -> str:
+        """Everything before a stop string. Joined when it is asked for: to add to a long text is to copy it."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
 
     def append(self, token_id: int, *, decode: bool = True, may_stop: bool = True) -> None:
         """Adds a token. `stopped` is True if it completed a stop string, which is removed from `text`.
@@ -52,27 +60,34 @@ class IncrementalDetokenizer:
 
     def next_text(self, finished: bool = False) -> str:
         """Text since the last call; without `finished`, what may begin a stop string is held back."""
-        end = len(self.text) if finished or self.stopped else len(self.text) - self._num_held_back()
-        piece = self.text[self._num_returned : end]
-        self._num_returned = max(self._num_returned, end)
-        return piece
+        piece = "".join(self._next)
+        held_back = 0 if finished or self.stopped or not self._stop else self._num_held_back()
+        self._next = [piece[len(piece) - held_back :]] if held_back else []
+        return piece[: len(piece) - held_back]
 
     def _undecoded(self) -> str:
         """Text of the tokens that the stream holds back."""
         return self._tokenizer.decode(self._token_ids[self._num_decoded :], skip_special_tokens=self._skip)
 
     def _extend(self, piece: str, may_stop: bool = True) -> None:
-        before = len(self.text)
-        self.text += piece
-        places = (self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)  # those that end in it
+        self._pieces.append(piece)
+        self._next.append(piece)
+        if not self._stop:
+            return
+        text, before = self._tail + piece, len(self._tail)
+        places = (text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)  # those that end in the piece
         found = [place for place in places if place >= 0]
         if found and may_stop:
-            self.text = self.text[: min(found)]
+            too_many = len(text) - min(found)
+            self._pieces = [self.text[: len(self.text) - too_many]]
+            waiting = "".join(self._next)  # has all of the stop string: its beginning was held back
+            self._next = [waiting[: len(waiting) - too_many]]
             self.stopped = True
+        self._tail = text[max(0, len(text) - self._tail_length) :]
 
     def _num_held_back(self) -> int:
         """Number of characters at the end that may be the beginning of a stop string."""
-        return max((_overlap(self.text, stop) for stop in self._stop), default=0)
+        return max(_overlap(self._tail, stop) for stop in self._stop)
 
 
 def _overlap(text: str, stop: str) -> int:

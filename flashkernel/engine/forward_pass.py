@@ -268,7 +268,9 @@ class TorchForwardPass(ForwardPass):
             if pages == list(range(pages[0], pages[0] + len(pages))):
                 locations.append((pages[0] * page_size + start % page_size, length - start))
             else:
-                slots = (torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)).flatten()
+                slots = (
+                    torch.tensor(pages, device="cpu")[:, None] * page_size + torch.arange(page_size, device="cpu")
+                ).flatten()
                 locations.append(slots[start % page_size :][: length - start])
         return locations
 
@@ -326,7 +328,7 @@ class TorchForwardPass(ForwardPass):
         self, weight: Weight, bias: Tensor | None, norm: Tensor | None, options: dict[str, Any]
     ) -> LinearCall | None:
         activation, packed = options.get("activation"), options.get("packed", "halves")
-        x = torch.empty((1, weight.shape[1]), dtype=self.dtype)
+        x = torch.empty((1, weight.shape[1]), dtype=self.dtype, device="cpu")
         if fk.explain(_linear, x, weight, **options).chosen != "cpp" or activation not in (None, "swiglu"):
             return None
         shared: dict[str, Any] = {

@@ -6,7 +6,9 @@ other sequences of the batch are not held up.
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,20 @@ class Grammar:
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._matcher, self._eos = matcher, eos_token_ids
-        self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._num_words = -(-vocab_size // 32)
+        self._allowed: np.ndarray | None = None  # after the tokens so far; None: not computed yet
         self.finished = False
 
     def allowed_tokens(self) -> np.ndarray:
-        """int32 words; bit t % 32 of word t // 32 is set if token t may come next. The next call gives a new array."""
+        """int32 words; bit t % 32 of word t // 32 is set if token t may come next."""
+        if self._allowed is None:
+            self._allowed = self._compute_allowed()
+        return self._allowed
+
+    def _compute_allowed(self) -> np.ndarray:
         from llguidance.numpy import fill_next_token_bitmask
 
-        words = np.zeros_like(self._words)
+        words = np.zeros((1, self._num_words), dtype=np.int32)
         if self.finished:
             for token in self._eos:
                 words[0, token // 32] |= np.uint32(1 << (token % 32)).astype(np.int32)
@@ -45,6 +53,7 @@ class Grammar:
 
         GrammarError if the grammar cannot go on: it has reached a limit of the library's.
         """
+        self._allowed = None
         if not self.finished:
             self._matcher.consume_token(token_id)
             if self._matcher.is_error():
@@ -59,6 +68,15 @@ class GrammarCompiler:
         self._vocab_size, self._eos = vocab_size, eos_token_ids
         self._tokenizer = tokenizer
         self._compiled: Any = None
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Makes what all grammars share, if the library is installed; GrammarError if it refuses the tokenizer.
+
+        For a vocabulary of 128,000 tokens it takes a second, in which no other thread runs.
+        """
+        if importlib.util.find_spec("llguidance") is not None and self._eos:
+            self._llguidance_tokenizer()
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
         """A grammar at its first token; GrammarError if the library is missing or refuses it."""
@@ -84,20 +102,29 @@ class GrammarCompiler:
         matcher = LLMatcher(self._llguidance_tokenizer(), source)
         if matcher.is_error():
             raise GrammarError(f"this grammar cannot be used: {matcher.get_error().strip().splitlines()[0]}")
-        return Grammar(matcher, self._vocab_size, self._eos)
+        grammar = Grammar(matcher, self._vocab_size, self._eos)
+        grammar.allowed_tokens()
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            raise GrammarError("this grammar cannot be used: it has no token that a text may begin with")
+        return grammar
 
     def _llguidance_tokenizer(self) -> Any:
-        """Made once; llguidance reads the tokenizer from a file."""
-        if self._compiled is None:
-            from llguidance import LLTokenizer
-
-            if not self._eos:
-                raise GrammarError("structured outputs end with an end-of-sequence token, and the model names none")
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "tokenizer.json")
-                path.write_text(self._tokenizer.backend.to_str(), encoding="utf-8")
-                try:
-                    self._compiled = LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=list(self._eos))
-                except (ValueError, RuntimeError) as error:
-                    raise GrammarError(f"llguidance does not take this tokenizer: {error}") from error
+        """Made once, whichever request comes first."""
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = self._new_tokenizer()
         return self._compiled
+
+    def _new_tokenizer(self) -> Any:
+        """llguidance reads the tokenizer from a file."""
+        import llguidance
+
+        if not self._eos:
+            raise GrammarError("structured outputs end with an end-of-sequence token, and the model names none")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "tokenizer.json")
+            path.write_text(self._tokenizer.backend.to_str(), encoding="utf-8")
+            try:
+                return llguidance.LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=list(self._eos))
+            except (ValueError, RuntimeError) as error:
+                raise GrammarError(f"llguidance does not take this tokenizer: {error}") from error

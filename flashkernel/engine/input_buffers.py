@@ -25,7 +25,9 @@ class InputBuffers:
         self._last = list(fields)[-1]
         self._last_itemsize = fields[self._last][0].itemsize
         pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if pinned else 1)]
+        self._hosts = [
+            torch.zeros(end, dtype=torch.uint8, pin_memory=pinned, device="cpu") for _ in range(2 if pinned else 1)
+        ]
         self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []
         self._arrays = [
             {name: tensor.numpy() for name, tensor in self._views(host, fields).items()} for host in self._hosts

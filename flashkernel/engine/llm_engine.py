@@ -168,6 +168,18 @@ class LLMEngine:
         self._warm_up_s, self._builds = time.monotonic() - began, build_counter.counts()
         self._compiled_at_start = compiled_before + self._builds.compiled - before.compiled
 
+    def prepare_grammars(self) -> None:
+        """Makes what structured outputs share, which the first of them would hold up all requests for.
+
+        Raises:
+            RequestError: The library does not take the model's tokenizer.
+        """
+        if self._grammars is not None:
+            try:
+                self._grammars.prepare()
+            except GrammarError as error:
+                raise RequestError(str(error)) from error
+
     def add_request(
         self,
         prompt: str | collections.abc.Sequence[int],
@@ -404,7 +416,8 @@ class LLMEngine:
         if params.logprobs is None:
             logprob = None
         elif logprob is not None:
-            logprob = replace(logprob, top_logprobs=logprob.top_logprobs[: params.logprobs])
+            if len(logprob.top_logprobs) > params.logprobs:  # another request of the step asked for more
+                logprob = replace(logprob, top_logprobs=logprob.top_logprobs[: params.logprobs])
             sequence.logprobs.append(logprob)
         stops = is_end = token_id in sequence.end_token_ids
         if sequence.grammar is not None:

@@ -319,7 +319,7 @@ class ModelRunner:
             results += logprobs_of(output, rows, most, wanted)
         if self.device.type != "cuda":
             return LaunchedStep(sampled, results[:count], None, indices.tolist(), scores=results[count:])
-        hosts = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True) for result in results]
+        hosts = [torch.empty(result.shape, dtype=result.dtype, pin_memory=True, device="cpu") for result in results]
         for host, result in zip(hosts, results):
             host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()

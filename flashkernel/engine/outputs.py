@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):  # made for every streamed token, which takes a frozen dataclass four times as long
     """What one engine step produced for one request.
 
     A streamed request has one for each token; any other request has one, when it is finished.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from flashkernel.core.argument_types import plain_number
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -118,9 +120,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         bias: Any = self.logit_bias or ()
         object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
+        self._take_numpy()
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, None)
         _whole("n", self.n, 1, MAX_N)
@@ -150,6 +152,15 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _whole("an entry of stop_token_ids", token, 0, None)
         self._check_bias()
+
+    def _take_numpy(self) -> None:
+        """Numbers of NumPy's become Python's."""
+        for one in fields(self):
+            object.__setattr__(self, one.name, plain_number(getattr(self, one.name)))
+        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop_token_ids", tuple([plain_number(one) for one in ids]))
+        pairs = [tuple([plain_number(one) for one in pair]) for pair in self.logit_bias]
+        object.__setattr__(self, "logit_bias", tuple(pairs))
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -46,6 +47,7 @@ class Tokenizer:
     ) -> None:
         self.backend, self.chat_template = backend, chat_template
         self.special_tokens, self.bos_token_id = dict(special_tokens or {}), bos_token_id
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer | None:
@@ -99,16 +101,28 @@ class Tokenizer:
         """Names that the chat template reads, such as "tools"; none if it cannot be parsed."""
         return _template_variables(self.chat_template or "")
 
+    def prepare_chat_template(self) -> None:
+        """Compiles the chat template before the first conversation; `render_chat` says if it is wrong."""
+        import jinja2
+
+        with suppress(jinja2.TemplateError):
+            _compiled_template(self.chat_template or "")
+
     def token_text(self, token_id: int) -> str:
         """The text that the token `token_id` adds to others; half a character becomes a replacement mark.
 
         Args:
             token_id: One token.
         """
-        piece = self.backend.id_to_token(token_id)
-        if piece is not None and piece.startswith(WORD_START):  # the decoder strips a space before the first token
-            return piece.replace(WORD_START, " ")
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:  # a response with log probabilities asks for the same ones again and again
+            piece = self.backend.id_to_token(token_id)
+            if piece is not None and piece.startswith(WORD_START):  # the decoder strips a space before the first token
+                text = piece.replace(WORD_START, " ")
+            else:
+                text = self.backend.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any

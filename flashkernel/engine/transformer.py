@@ -172,7 +172,7 @@ class Transformer:
         else:
             x = F.embedding(input_ids, table)
         scale = self.config.embedding_scale
-        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
+        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device="cpu")
 
     def forward_layer(
         self, run: forward_pass.ForwardPass, x: Tensor, layer: LayerWeights, index: int, pages: LayerPages

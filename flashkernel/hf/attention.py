@@ -123,7 +123,7 @@ def attention_forward(
         **kwargs: Others that Transformers passes; ignored.
 
     Returns:
-        (batch, seqlen_q, heads, value_dim), and None in place of the probabilities.
+        (batch, seqlen_q, heads, value_dim), contiguous, and None in place of the probabilities.
 
     Raises:
         NotImplementedError: The layer asks for something that changes the result and is not supported.
@@ -170,7 +170,7 @@ def attention_forward(
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias, sinks=s_aux, mask=mask, **options
     )
-    return out, None  # type: ignore[return-value]
+    return out.contiguous(), None  # type: ignore[union-attr]  # some models take a view of it
 
 
 def _packed(
@@ -181,7 +181,7 @@ def _packed(
     _check_one_batch(query.shape[0])
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     found: Any = attention_varlen(q, k, v, lengths[0], lengths[1], sinks, window=window, **options)
-    return found.unsqueeze(0)
+    return found.contiguous().unsqueeze(0)
 
 
 def _check_one_batch(batch: int) -> None:

@@ -31,7 +31,14 @@ def activation_name(module: Any) -> str | None:
         return "gpt_oss_glu"
     if module.has_gate and getattr(kind, "_apply_gate", None) is not _default_apply_gate:
         return None  # a gate of its own
-    return activation_of(module.act_fn, gated=module.has_gate)
+    return activation_of(getattr(module, "act_fn", None), gated=module.has_gate)
+
+
+def uses_interface(module: Any) -> bool:
+    """Whether a module of experts is of Transformers' ExpertsInterface: stacks of weights, and attributes that say how
+    they are stored."""
+    said = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in said)
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

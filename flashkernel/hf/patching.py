@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from flashkernel.blocks.activation_modules import activation_of
 from flashkernel.hf import families, forwards, layer
 from flashkernel.hf.attention import NAME, register
-from flashkernel.hf.experts import activation_name
+from flashkernel.hf.experts import activation_name, uses_interface
 from flashkernel.hf.report import PARTS, Entry, Report
 
 LOSSES = ("fused", "logits", None)
@@ -205,8 +205,8 @@ def _patch_module(module: nn.Module) -> list[Entry]:
         return [entry if entry.kernel else replace(alone, module=type(module).__name__)]
     if key in families.LAYERS:
         return [_set_forward("layer", module, "one function, in steps and short prompts", layer.decoder_layer)]
-    if key in families.EXPERTS:
-        return [_patch_experts(module, families.EXPERTS[key])]
+    if key in families.EXPERTS or uses_interface(module):
+        return [_patch_experts(module, families.EXPERTS.get(key))]
     if key in families.GPT2_ATTENTIONS:  # reported with the model's attention, unless it could not be done
         entry = _set_forward("attention", module, "attention", forwards.gpt2_attention)
         return [] if entry.kernel else [entry]
@@ -225,7 +225,9 @@ def _patch_norm(module: nn.Module, kind: families.Norm) -> Entry:
 def _patch_experts(module: Any, glu: str | None) -> Entry:
     glu = glu or activation_name(module)
     if glu is None:
-        return _skipped("mlp", module, f"no kernel gates by {type(module.act_fn).__name__}")
+        known = hasattr(module, "act_fn")
+        reason = f"no kernel gates by {type(module.act_fn).__name__}" if known else "it has a gate of its own"
+        return _skipped("mlp", module, reason)
     return _set_forward("mlp", module, f"moe_experts with {glu}", forwards.experts, glu)
 
 

@@ -115,6 +115,10 @@ def quantize(
     Returns:
         The model.
 
+    Raises:
+        ValueError: The format does not take a layer, which the message names, or there is no layer to quantize. The
+            model is then as it was.
+
     Example:
         >>> import torch, flashkernel.hf
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
@@ -123,14 +127,38 @@ def quantize(
         >>> model(torch.randn(2, 8)).shape
         torch.Size([2, 4])
     """
-    for name, module in list(model.named_modules()):
-        for child, layer in list(module.named_children()):
-            full = f"{name}.{child}" if name else child
-            if type(layer) is nn.Linear and not full.endswith(skip):
-                made = QuantizedLinear(Weight.quantize(layer.weight, format, granularity), layer.bias)
-                made.use_kernel_order(layer.weight.dtype)
-                setattr(module, child, made)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hf.quantize: the model is a {type(model).__name__}; it must be a torch.nn.Module")
+    places = {
+        f"{name}.{child}" if name else child: (module, child)
+        for name, module in model.named_modules()
+        for child, layer in module.named_children()
+        if type(layer) is nn.Linear
+    }
+    places = {full: place for full, place in places.items() if not full.endswith(skip)}
+    if not places:
+        done = sum(isinstance(module, QuantizedLinear) for module in model.modules())
+        raise ValueError(
+            f"hf.quantize: the model has no torch.nn.Linear to quantize; {done} layers are quantized already"
+        )
+    for full, (module, child) in places.items():
+        _check_quantizes(full, getattr(module, child).weight, format, granularity)
+    for module, child in places.values():
+        layer = getattr(module, child)
+        made = QuantizedLinear(Weight.quantize(layer.weight, format, granularity), layer.bias)
+        made.use_kernel_order(layer.weight.dtype)
+        setattr(module, child, made)
     return model
+
+
+def _check_quantizes(name: str, weight: Tensor, format: str, granularity: str | None) -> None:
+    """ValueError for a layer that the format does not take, before anything is replaced."""
+    try:
+        Weight.quantize(torch.empty_like(weight, device="meta"), format, granularity)
+    except ValueError as error:
+        raise ValueError(f"hf.quantize: {name}: {error}") from error
+    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"hf.quantize: {name} has infinite or NaN elements; the checkpoint is damaged")
 
 
 def load_quantized(

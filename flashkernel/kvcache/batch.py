@@ -248,7 +248,7 @@ class _Host:
 
     def __init__(self, fields: dict[str, tuple[torch.dtype, int]], device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.bytes = torch.zeros(_offset(fields, None), dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = torch.zeros(_offset(fields, None), dtype=torch.uint8, pin_memory=pinned, device="cpu")
         self.tensors = _views(self.bytes, fields)
         self.arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
         self._device = device

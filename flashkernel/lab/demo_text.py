@@ -96,7 +96,7 @@ def time_runners(llm: LLM, tokens: list[int], log: Callable[[str], None]) -> lis
         tokens: the text that the engine wrote.
         log: gets a message where Transformers is not installed.
     """
-    given, new = torch.tensor([prompt(llm)]), min(len(tokens), ROUND_TOKENS)
+    given, new = torch.tensor([prompt(llm)], device="cpu"), min(len(tokens), ROUND_TOKENS)
     runners: dict[str, Callable[[int], Run]] = {"engine": partial(_run_engine, llm)}
     written = {"engine": tokens}
     try:
@@ -116,7 +116,7 @@ def _run_engine(llm: LLM, new: int) -> Run:
     for event in llm.stream(prompt(llm), SamplingParams(max_tokens=new, ignore_eos=True)):
         times.append(time.perf_counter())
         tokens.append(event.token_id)
-    return Run.of(began, times, torch.tensor([tokens]))
+    return Run.of(began, times, torch.tensor([tokens], device="cpu"))
 
 
 def _timing(name: str, runs: list[Run], tokens: list[int]) -> DemoTiming:

@@ -113,7 +113,9 @@ class BenchModel:
     def prompts(self, batch: int, length: int, period: int | None = None) -> Tensor:
         """Random token ids, int64 [batch, length], which repeat themselves after `period` tokens."""
         generator = torch.Generator().manual_seed(batch)
-        drawn = torch.randint(1, self.model.config.vocab_size, (batch, period or length), generator=generator)
+        drawn = torch.randint(
+            1, self.model.config.vocab_size, (batch, period or length), generator=generator, device="cpu"
+        )
         return drawn if period is None else drawn.repeat(1, -(-length // period))[:, :length]
 
     def max_logit_gap(self, options: EngineOptions = DEFAULT_OPTIONS) -> float:

@@ -176,6 +176,8 @@ def _serving_at_rates(figure: Any, records: Sequence[ServeRecord]) -> None:
         for label, points in lines.items():
             axes.plot(*zip(*sorted(points)), marker="o", label=label)
         axes.set(xlabel="requests/s", title=title)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 105 if title.startswith("goodput") else None)  # 98% shall not look like nothing
         axes.grid(True, alpha=0.3)
         if lines:
             axes.legend(fontsize=8)

@@ -1,8 +1,9 @@
 """Which cases are profiled, and what becomes a record.
 
 The representative case of an operator is the median by work of the benchmark cases whose forward pass is neither
-trivial nor long. Work is counted in GB moved plus TFLOP computed, as the operator's cost declares; from 0.1 to 1.5 a
-case fills a GPU many times over, and a profiler can still repeat it some dozen times within seconds.
+trivial nor long; where it has no gradients, the median of those that have is profiled too. Work is counted in GB moved
+plus TFLOP computed, as the operator's cost declares; from 0.1 to 1.5 a case fills a GPU many times over, and a profiler
+can still repeat it some dozen times within seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashkernel.lab.profile_records import ProfileRecord
 from flashkernel.lab.profile_session import Outcome
 from flashkernel.lab.profile_worker import Target
 
-Pair = tuple[str, str]  # operator, backend
+Pass = tuple[str, str, str]  # operator, backend, "fwd" or "bwd"
 
 KERNEL_BACKENDS = ("cuda", "triton", "hopper")  # those that launch kernels of this project
 MIN_WORK, MAX_WORK = 0.1, 1.5  # GB moved plus TFLOP computed
@@ -96,33 +97,53 @@ def _of_implementation(
     every: bool,
     on_note: Callable[[str], None],
 ) -> Iterator[Target]:
-    """Yields the targets of one operator and implementation: all supported cases, or the most representative one."""
+    """Yields the targets of one operator and implementation: all supported cases, or the most representative ones."""
     if not every and cases:
         cases = by_preference(op, cases, wanted or default_dtype(cases[0], name, hardware))
-    reasons = []
+    reasons, forward = [], False
     for case in cases:
         dtype = wanted or default_dtype(case, name, hardware)
         reason = selection.declined(op, case, dtype, hardware, name)
         if reason is not None:
             reasons.append(reason)
             continue
-        yield Target(op.name, case.name, str(dtype).removeprefix("torch."), name)
-        if not every:
+        target = Target(op.name, case.name, str(dtype).removeprefix("torch."), name)
+        backward = not every and target.directions() != ["fwd"]
+        if every or backward or not forward:
+            yield target
+        forward = True
+        if backward:
             return
     if len(reasons) == len(cases):
         on_note(f"{op.name}: {name} left out: {reasons[0] if reasons else 'no case matches'}")
 
 
-def pairs() -> set[Pair]:
-    """All pairs of an operator and a backend that launches kernels."""
+def passes(gpu: str) -> set[Pass]:
+    """All passes that `select` finds for a GPU, of every operator on every backend that launches kernels.
+
+    Args:
+        gpu: its name, as results files have it.
+
+    Raises:
+        ValueError: the GPU is none of `core.device.KNOWN`.
+    """
+    from flashkernel.core.device import KNOWN
     from flashkernel.ops import registry
 
-    return {
-        (op.name, backend.name)
-        for op in registry().values()
-        for backend in op.backends
-        if backend.name in KERNEL_BACKENDS
-    }
+    hardware = next((one for one in KNOWN.values() if one.name == gpu), None)
+    if hardware is None:
+        raise ValueError(f"{gpu} is no known GPU; there are {', '.join(one.name for one in KNOWN.values())}")
+    targets = select(list(registry().values()), None, None, None, hardware)
+    return {(target.op, target.implementation, _pass(one)) for target in targets for one in target.directions()}
+
+
+def pass_of(record: ProfileRecord) -> Pass:
+    """What a record profiles; a whole step has the backward's kernels."""
+    return record.op, record.implementation, _pass(record.direction)
+
+
+def _pass(direction: str) -> str:
+    return "fwd" if direction == "fwd" else "bwd"
 
 
 def profiled(profiles: Iterable[Mapping[str, Any]], tools: Collection[str] = ("ncu",)) -> list[ProfileRecord]:
@@ -138,7 +159,7 @@ def profiled(profiles: Iterable[Mapping[str, Any]], tools: Collection[str] = ("n
 
 
 def missing(targets: Sequence[Target], done: Iterable[ProfileRecord], *fields: str) -> list[Target]:
-    """The targets that no record of `done` agrees with in operator, implementation and these fields.
+    """The targets of which a pass has no record in `done` that agrees in operator, implementation and these fields.
 
     Args:
         targets: what is to be profiled.
@@ -146,8 +167,9 @@ def missing(targets: Sequence[Target], done: Iterable[ProfileRecord], *fields: s
         fields: "case", "dtype": which a record must share; else a record of any case and dtype is enough.
     """
     agreed = attrgetter("op", "implementation", *fields)
-    found = {agreed(record) for record in done}
-    return [target for target in targets if agreed(target) not in found]
+    found = {(agreed(record), _pass(record.direction)) for record in done}
+    return [target for target in targets
+            if any((agreed(target), _pass(one)) not in found for one in target.directions())]  # fmt: skip
 
 
 def default_dtype(case: Case, implementation: str, hardware: Device) -> torch.dtype:

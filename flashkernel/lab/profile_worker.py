@@ -47,6 +47,12 @@ class Target:
             raise selection.UnknownNameError(f"{op.name} has no case {self.case!r}")
         return op, found[0], selection.DTYPES[self.dtype]
 
+    def directions(self) -> list[str]:
+        """The directions that it is profiled in: forward, and backward where case and backend have one."""
+        op, case, dtype = self.resolve()
+        backward = op.backend(builds.backend_of(self.implementation)).offers(op.backward)
+        return [name for name in bench.directions_of(op, case, dtype) if name == "fwd" or backward]
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -69,10 +75,7 @@ def prepared(target: Target, device: torch.device) -> Iterator[tuple[str, Callab
     op, case, dtype = target.resolve()
     inputs = op.make_inputs(case, dtype, device)
     function = partial(op.call, backend=builds.backend_of(target.implementation), **case.options)
-    backward = op.backend(builds.backend_of(target.implementation)).offers(op.backward)
-    for direction in bench.directions_of(op, case, dtype):
-        if direction != "fwd" and not backward:
-            continue
+    for direction in target.directions():
         wanted = check.wanted_gradients(op, case, inputs) if direction != "fwd" else []
         with torch.set_grad_enabled(direction != "fwd"):
             (call,) = bench.build_calls(function, direction, [inputs], wanted, device)

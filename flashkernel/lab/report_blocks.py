@@ -54,13 +54,15 @@ def _profiles(files: Files, profiles: Files) -> str | None:
 def _profiles_missing(files: Files, profiles: Files) -> str | None:
     if not profiles:
         return None
-    done = {(record.op, record.implementation) for record in profile_targets.profiled(profiles.values())}
-    left = sorted(profile_targets.pairs() - done)
+    done = {profile_targets.pass_of(record) for record in profile_targets.profiled(profiles.values())}
+    left = sorted(profile_targets.passes(next(iter(profiles.values()))["device"]) - done)
     if not left:
         return "None is missing."
-    lines = ["| backend | operators without a profile |", "| --- | --- |"]
-    for name in dict.fromkeys(backend for _, backend in left):
-        lines.append(f"| {name} | {', '.join(op for op, backend in left if backend == name)} |")
+    lines = ["| backend | forward passes without a profile | backward |", "| --- | --- | --- |"]
+    for name in sorted({backend for _, backend, _ in left}):
+        cells = [", ".join(op for op, backend, kind in left if (backend, kind) == (name, wanted))
+                 for wanted in ("fwd", "bwd")]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -231,6 +231,18 @@ def finished(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str, str]
     return done
 
 
+def timed(folder: Path) -> dict[tuple[str, str, str], set[str]]:
+    """By record key, the implementations with a time that may be compared, ours among them; of suites' files too."""
+    found: dict[tuple[str, str, str], set[str]] = {}
+    ours = set()
+    for record in (one for file in load_folder(folder).values() for one in file["records"]):
+        if isinstance(record, Record) and record.mode != "host" and record.comparable:
+            found.setdefault(record.key, set()).add(record.implementation)
+            if record.kind == "backend":
+                ours.add(record.key)
+    return {key: names for key, names in found.items() if key in ours}
+
+
 def load(path: Path) -> dict[str, Any]:
     """The contents of a results file, its records as dataclasses; ValueError if it is not one."""
     try:

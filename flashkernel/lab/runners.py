@@ -145,7 +145,7 @@ def _run_engine(llm: LLM, early: int, prompts: Tensor, new: int) -> Run:
             engine.abort_request(name)
         while engine.has_unfinished_requests():
             engine.step()
-    run = Run.of(began, times, torch.tensor([tokens[name][:new] for name in names]), decoded)
+    run = Run.of(began, times, torch.tensor([tokens[name][:new] for name in names], device="cpu"), decoded)
     return replace(
         run, drafted=after.num_draft_tokens - stats.num_draft_tokens,
         accepted=after.num_accepted_tokens - stats.num_accepted_tokens,
@@ -250,7 +250,7 @@ def _run_llama_cpp(llama: Any, prompts: Tensor, new: int) -> Run:
         tokens.append(int(logits.argmax()))
         times.append(time.perf_counter())
         chunks = [tokens[-1:]]
-    return Run.of(began, times, torch.tensor([tokens]))
+    return Run.of(began, times, torch.tensor([tokens], device="cpu"))
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,10 +1,10 @@
 """Training steps (forward and backward) of a Transformers model, timed for each implementation.
 
-The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, where
-implementations differ in attention; or Llama-3.2-1B, where `hf_patch` also replaces norms, MLP, RoPE and loss. Weights
-are random. The batch is one sequence, or several of different lengths packed into one, with the `position_ids`,
-`cu_seq_lens` and labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must
-agree; a step with another loss is marked wrong and its time is not compared.
+The model is gpt-oss with its widths, attention sinks and sliding windows but fewer layers and experts, or Llama-3.2-1B.
+Implementations differ in attention; `hf_patch` also replaces norms, MLP or experts, RoPE and loss. Weights are random.
+The batch is one sequence, or several of different lengths packed into one, with the `position_ids`, `cu_seq_lens` and
+labels that Transformers' DataCollatorWithFlattening makes. The losses of all implementations must agree; a step with
+another loss is marked wrong and its time is not compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OP = "training_step"
 ATTENTION, PATCH = "fkernel", "hf_patch"
 OURS = (ATTENTION, PATCH)
 IMPLEMENTATIONS = {  # Transformers refuses sdpa for gpt-oss
-    "gpt-oss": (ATTENTION, "flex_attention", "eager"),
+    "gpt-oss": (PATCH, ATTENTION, "flex_attention", "eager"),
     "llama-3.2-1b": (PATCH, "sdpa"),
 }
 PEER = "flash_attention_4"  # Transformers' own name; measured where its package is installed
@@ -84,12 +84,12 @@ def packed_lengths(tokens: int, sequences: int) -> list[int]:
 
 def make_batch(vocab: int, tokens: int, sequences: int, device: torch.device) -> dict[str, Any]:
     """The arguments of a step: tokens and labels, and of packed sequences where each begins."""
-    batch = torch.randint(0, vocab, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    batch = torch.randint(0, vocab, (1, tokens), generator=torch.Generator().manual_seed(1), device="cpu").to(device)
     if sequences == 1:
         return {"input_ids": batch, "labels": batch}
     lengths = packed_lengths(tokens, sequences)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None].to(device)
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
     return {
         "input_ids": batch, "labels": batch.masked_fill(positions == 0, -100), "position_ids": positions,
         "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths),
@@ -153,7 +153,7 @@ def measure(
             "direction": "fwd+bwd", "implementation": name, "kind": "backend" if name in OURS else "baseline",
         }  # fmt: skip
         try:
-            seconds, peak, loss = _run(name, config, batch, device, steps, on_step)
+            seconds, peak, loss = _run(name, model, config, batch, device, steps, on_step)
         except (torch.OutOfMemoryError, ImportError, ValueError, RuntimeError) as error:
             yield Record(**common, correct=False, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
@@ -172,8 +172,9 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def _run(
-    implementation: str, config: Any, batch: dict[str, Any], device: torch.device, steps: int, on_step: OnStep
-) -> tuple[list[float], int | None, float]:
+    implementation: str, model_name: str, config: Any, batch: dict[str, Any], device: torch.device, steps: int,
+    on_step: OnStep,
+) -> tuple[list[float], int | None, float]:  # fmt: skip
     """Returns (seconds of each step after the warm-up, peak memory in bytes, the first loss)."""
     from transformers import AutoModelForCausalLM
 
@@ -184,7 +185,7 @@ def _run(
     tokens = batch["input_ids"].numel()
     on_step(f"{implementation}, {tokens} tokens: building the model", 0)
     torch.manual_seed(0)
-    attention = "sdpa" if implementation == PATCH else implementation
+    attention = IMPLEMENTATIONS[model_name][-1] if implementation == PATCH else implementation
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype_of(device))
     if implementation == PATCH:

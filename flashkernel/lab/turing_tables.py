@@ -152,11 +152,12 @@ def _faster(records: Sequence[Record]) -> tuple[str, str]:
 
 
 def _profiled(profiles: Files) -> tuple[str, str]:
-    wanted = profile_targets.pairs()
-    found = {(record.op, record.implementation) for record in profile_targets.profiled(profiles.values())}
+    found = {profile_targets.pass_of(record) for record in profile_targets.profiled(profiles.values())}
     if not found:
         return NOT_MEASURED, NOT_MEASURED
-    return f"{len(wanted & found)} of {len(wanted)} pairs of operator and backend", _verdict(wanted <= found)
+    wanted = profile_targets.passes(next(iter(profiles.values()))["device"])
+    figures = f"{len(wanted & found)} of {len(wanted)}: forward and backward of each operator on each backend"
+    return figures, _verdict(wanted <= found)
 
 
 def _generation(files: Files) -> tuple[str, str]:

@@ -105,7 +105,7 @@ def windows(token_ids: list[int], length: int, most: int | None = None) -> Tenso
             "a smaller length"
         )
     count = count if most is None else min(count, most)
-    return torch.tensor(token_ids[: count * length], dtype=torch.int64).view(count, length)
+    return torch.tensor(token_ids[: count * length], dtype=torch.int64, device="cpu").view(count, length)
 
 
 def shipped_text(name: str) -> str:

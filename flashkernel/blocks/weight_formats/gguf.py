@@ -16,6 +16,7 @@ from flashkernel.blocks.integers import pack_nibbles, unpack_nibbles
 from flashkernel.blocks.weight import Layout, Weight, register_format
 from flashkernel.blocks.weight_formats.grouped import FixedGroupsFormat, scales_of
 
+_LEAST_HALF = 2.0**-24
 SUPER_BLOCK = 256  # columns of q4_k and q6_k that share float16 scales of scales
 
 
@@ -33,6 +34,17 @@ class _GGUFFormat(FixedGroupsFormat):
     @abstractmethod
     def rounded(self, groups: Tensor) -> Weight:
         """The Weight of a matrix (..., blocks, groups of a block, columns of a group), rounded to nearest."""
+
+    def in_half(self, values: Tensor) -> Tensor:
+        """Scales or minima in float16; those between 0 and its least number become that. ValueError if one is larger
+        than float16 has."""
+        half = values.half()
+        if not (half.is_meta or torch.compiler.is_compiling()) and bool(half.isinf().any()):
+            raise ValueError(
+                f"Weight.quantize: {self.name} stores scales and minima in float16, and this matrix needs "
+                f"{values.abs().amax().item():.3g}; divide it by a power of two, or choose int4 or int8"
+            )
+        return torch.where((values > 0) & (half == 0), _LEAST_HALF, half)
 
     def pack(self, data: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Weight:
         return Weight(data, scales, zeros, self.name, (1, self.columns))
@@ -64,7 +76,7 @@ class Q4_1(_GGUFFormat):
 
     def rounded(self, groups: Tensor) -> Weight:
         low, high = groups.aminmax(dim=-1)
-        scales, minima = ((high - low) / 15).half(), low.half()
+        scales, minima = self.in_half((high - low) / 15), self.in_half(low)
         codes = _steps(groups - minima.float()[..., None], scales.float()).clamp(0, 15)
         return self.pack(pack_nibbles(codes.flatten(-3)), scales.flatten(-2), minima.flatten(-2))
 
@@ -112,9 +124,9 @@ class Q4_K(_SuperBlockFormat):
         low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
         parts, values = [], []
         for wanted in ((high - low) / 15, -low):
-            factor = (wanted.amax(-1, keepdim=True) / 63).half()
+            factor = self.in_half(wanted.amax(-1, keepdim=True) / 63)
             steps = _steps(wanted, factor[..., 0].float()).clamp(0, 63)
-            parts.append((steps.to(torch.uint8), factor.view(torch.uint8)))
+            parts.append((steps.to(torch.uint8), _bytes(factor)))
             values.append(steps * factor.float())
         codes = _steps(groups + values[1][..., None], values[0]).clamp(0, 15)
         scales = torch.cat((parts[0][0], parts[1][0], parts[0][1], parts[1][1]), -1)
@@ -149,16 +161,25 @@ class Q6_K(_SuperBlockFormat):
 
     def rounded(self, groups: Tensor) -> Weight:
         wanted = groups.abs().amax(-1) / 31
-        factor = (wanted.amax(-1, keepdim=True) / 127).half()
+        factor = self.in_half(wanted.amax(-1, keepdim=True) / 127)
         steps = _steps(wanted, factor[..., 0].float()).clamp(0, 127)
         codes = (_steps(groups, steps * factor.float()).clamp(-32, 31) + 32).to(torch.uint8).flatten(-2)
-        scales = torch.cat((steps.to(torch.uint8), factor.view(torch.uint8)), -1)
+        scales = torch.cat((steps.to(torch.uint8), _bytes(factor)), -1)
         return self.pack(_join_bits(codes), scales.flatten(-2), None)
 
 
 def _steps(values: Tensor, scales: Tensor) -> Tensor:
     """values / scales of each group, rounded to nearest; 0 where a scale is 0."""
     return (values * torch.where(scales > 0, 1 / scales, 0.0)[..., None]).round()
+
+
+def _bytes(factor: Tensor) -> Tensor:
+    """Float16 numbers (..., 1) as uint8 (..., 2)."""
+    return (
+        factor.contiguous().view(torch.uint8)
+        if factor.numel()
+        else factor.new_zeros((*factor.shape[:-1], 2), dtype=torch.uint8)
+    )
 
 
 def _join_bits(codes: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import time
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
+from anyio import to_thread
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import flashkernel
 from flashkernel.engine.llm import LLM
+from flashkernel.engine.llm_engine import RequestError
 from flashkernel.engine.server import errors, protocol
 from flashkernel.engine.server.async_engine import AsyncEngine
 from flashkernel.engine.server.errors import ApiError, ClientDisconnected
@@ -32,6 +35,7 @@ from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
 from flashkernel.engine.server.responses import ResponsesFormatter, ResponsesRequest
 from flashkernel.engine.server.server_args import ServerArgs
 
+log = logging.getLogger("flashkernel.server")
 Formatter = TypeVar("Formatter", bound=ChatFormatter)
 PUBLIC_PATH = "/health"  # the only path that needs no key
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; it is never sent
@@ -91,11 +95,21 @@ class ApiServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        await to_thread.run_sync(self._prepare)
         self.engine.start()
         try:
             yield
         finally:
             await self.engine.stop()
+
+    def _prepare(self) -> None:
+        """Makes what the first requests would otherwise hold up all others for."""
+        try:
+            self.llm.engine.prepare_grammars()
+        except RequestError as error:
+            log.warning("structured outputs will be refused: %s", error)
+        if self.llm.tokenizer is not None:
+            self.llm.tokenizer.prepare_chat_template()
 
     async def health(self, request: Request) -> Response:
         """Whether the engine runs and its last step did not fail."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from flashkernel.engine.llm import LLM
 from flashkernel.engine.server.api_server import ApiServer
 from flashkernel.engine.server.server_args import ServerArgs
 
+# The engine's thread and the event loop share Python's lock. A thread that waits for it asks after this long, which is
+# 5 ms by default: longer than a step of a small model.
+SWITCH_INTERVAL_S = 0.0005
 LAST_RESPONSES_S = 5.0  # after the grace, for error responses to the clients that are left
 
 
@@ -57,8 +61,13 @@ def run(llm: LLM, args: ServerArgs, listener: socket.socket, tell: Callable[[str
         if not args.local and args.api_key is None:
             tell("Whoever can reach this machine can use the model: give an API key, or bind to 127.0.0.1")
 
-    with listener:
-        Server(api, ready).run([listener])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(SWITCH_INTERVAL_S, before))
+    try:
+        with listener:
+            Server(api, ready).run([listener])
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _logging() -> dict[str, Any]:

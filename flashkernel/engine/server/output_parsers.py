@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_VALUES = ("const", "enum", "default", "examples")  # of a JSON schema: no schemas inside
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -269,14 +271,32 @@ def required_schema(tools: Sequence[Mapping[str, Any]], several: bool = True) ->
     kinds = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["name"]}, "parameters": tool.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": tool["name"]},
+                "parameters": _moved(
+                    tool.get("parameters") or {"type": "object"}, f"#/items/anyOf/{index}/properties/parameters"
+                ),
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for index, tool in enumerate(tools)
     ]
     most = {} if several else {"maxItems": 1}
     return json.dumps({"type": "array", "minItems": 1, **most, "items": {"anyOf": kinds}})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema for use at `place` of another one: references within it, such as "#/$defs/City", begin there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: one if name in _VALUES else _moved(one, place) for name, one in schema.items()}
+    target = found.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        found["$ref"] = place + target[1:]
+    return found
 
 
 def _json_calls(text: str, needs_arguments: bool = False) -> list[ToolCall] | None:

@@ -28,6 +28,7 @@ log = logging.getLogger("flashkernel.server")
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 SHOWN = 80  # characters of a wrong value in a message
 MAX_WARNINGS = 10  # lines that one request may write into the log
+RESERVED_VARIABLES = {"messages", "self"}  # of chat templates
 NO_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity",
@@ -308,6 +309,12 @@ class ChatRequest(GenerationRequest):
             raise bad_request("top_logprobs are given and logprobs is not true; set it, or leave them out", "logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request("max_tokens and max_completion_tokens are the same; give one of them", "max_tokens")
+        taken = RESERVED_VARIABLES & (self.chat_template_kwargs or {}).keys()
+        if taken:
+            raise bad_request(
+                f"chat_template_kwargs has {min(taken)!r}, which is not for clients to set; leave it out",
+                "chat_template_kwargs",
+            )
         forced = self.tool_choice not in (None, "none", "auto")
         if forced and self._forced_tools() is None:
             raise bad_request("tool_choice asks for a tool that `tools` does not have", "tool_choice")

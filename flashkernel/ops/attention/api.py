@@ -22,7 +22,7 @@ from flashkernel.core.arguments import (
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
 from flashkernel.ops.attention import library, spec
-from flashkernel.ops.attention.arguments import check_tensors
+from flashkernel.ops.attention.arguments import check_tensors, checked_score
 from flashkernel.ops.attention.params import AttentionInputs
 from flashkernel.ops.attention.support import FEW_KEYS
 from flashkernel.ops.attention.varlen.document_lengths import packed_lengths
@@ -71,7 +71,8 @@ def attention(
             visible by `causal`, by `window` and by `mask`.
         scale: what q kT is multiplied by; None is 1 / sqrt(head_dim).
         softcap: a score s becomes softcap * tanh(s / softcap); 0 is none.
-        score: a function of (score, b, h, q, k), written with operators, that returns the new score.
+        score: a function of (score, b, h, q, k), written with operators, that returns the new score. There are no
+            gradients of the tables that it reads.
         dropout: the share of probabilities that are dropped, others at each call.
         seed: a number, or int64 of one element on q's device, that fixes which are dropped. None draws one from torch's
             generator of the device, on the device, so torch.manual_seed and activation checkpointing repeat it, and a
@@ -108,9 +109,9 @@ def attention(
     mask = checked(mask, "attention", (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q.device)
     if causal is not False or window is not None:
         mask = narrowed(mask, causal, window, "attention")
-    _check_settings(q, scale, softcap, score, dropout, seed)
-    if score is not None and not isinstance(score, ex.Traced):
-        score = ex.score_function(score)
+    check_dropout("attention", dropout, seed, q.device)
+    check_scores("attention", scale, softcap)
+    score = checked_score(score, "attention")
     lengths = packed_lengths(mask, q, k) if mask is not None and mask.tables else None
     chosen = choose(
         spec.ATTENTION, backend, q.device, q.dtype, needs_gradients(q, k, v, bias, sinks, alibi_slopes),
@@ -174,20 +175,3 @@ def _check_extras(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | Non
             f"attention: alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be ({heads},), one slope a head, "
             f"or ({batch}, {heads})"
         )
-
-
-def _check_settings(
-    q: Tensor,
-    scale: float | None,
-    softcap: float,
-    score: Callable[..., Any] | ex.Traced | None,
-    dropout: float,
-    seed: int | Tensor | None,
-) -> None:
-    if score is not None and not callable(score) and not isinstance(score, ex.Traced):
-        raise TypeError(
-            f"attention: score is a {type(score).__name__}; it must be a function of (score, b, h, q, k) "
-            "written with operators; a tensor to be added goes into bias="
-        )
-    check_dropout("attention", dropout, seed, q.device)
-    check_scores("attention", scale, softcap)

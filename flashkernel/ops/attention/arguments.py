@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-from flashkernel.core.arguments import is_float
+from flashkernel.blocks import expression as ex
+from flashkernel.core.arguments import is_float, needs_gradients
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention") -> None:
@@ -22,6 +26,24 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, caller: str = "attention") ->
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{caller}: {label} has a batch of {x.shape[0]} but q has one of {q.shape[0]}")
     check_heads(q, k, v, caller)
+
+
+def checked_score(score: Callable[..., Any] | ex.Traced | None, caller: str) -> ex.Traced | None:
+    """A score function, traced; TypeError for what is none, ValueError where one of its tables wants a gradient."""
+    if score is None:
+        return None
+    if not callable(score) and not isinstance(score, ex.Traced):
+        raise TypeError(
+            f"{caller}: score is a {type(score).__name__}; it must be a function of (score, b, h, q, k) "
+            "written with operators; a tensor to be added goes into bias="
+        )
+    traced = score if isinstance(score, ex.Traced) else ex.score_function(score)
+    if traced.tables and needs_gradients(*traced.tables):
+        raise ValueError(
+            f"{caller}: a table of the score function requires a gradient, and tables have none; detach it, or use "
+            "bias= or alibi_slopes=, which have one"
+        )
+    return traced
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, caller: str) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.dropout import keep_pairs
 from flashkernel.blocks.mask import EMPTY, FULL
 from flashkernel.core.arguments import without_autocast
+from flashkernel.core.library import differentiable_once
 from flashkernel.ops.attention.params import AttentionParams
 
 TILE = 128  # queries and keys of a tile
@@ -344,7 +344,7 @@ class Tiled(torch.autograd.Function):
         return out.to(q.dtype), lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("attention")
     def backward(ctx, dout, dlse):  # type: ignore[override]
         kept = ctx.saved_tensors
         saved, (bias, sinks, alibi_slopes) = kept[:6], kept[6:9]

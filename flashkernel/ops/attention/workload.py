@@ -36,11 +36,13 @@ def visible_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys:
         seen -= int((status[:, :, -1] == FULL).sum()) * (tile - queries % tile) * tile
     partial = ((status != FULL) & (status != EMPTY)).nonzero()  # [tiles, 4]
     b, h = (partial[:, dim].view(-1, 1, 1) for dim in (0, 1))
-    within = torch.arange(tile)
+    within = torch.arange(tile, device="cpu")
     for chunk in range(0, len(partial), 256):
         part = slice(chunk, chunk + 256)
         q = partial[part, 2].view(-1, 1, 1) * tile + within.view(1, -1, 1)
         k = partial[part, 3].view(-1, 1, 1) * tile + within.view(1, 1, -1)
         values = {"b": b[part], "h": h[part], "q": q, "k": k, "sq": queries, "sk": keys}
-        seen += int((torch.as_tensor(ex.evaluate(mask.expression, values)) & (q < queries) & (k < keys)).sum())
+        seen += int(
+            (torch.as_tensor(ex.evaluate(mask.expression, values), device="cpu") & (q < queries) & (k < keys)).sum()
+        )
     return seen * repeats

@@ -10,7 +10,7 @@ from flashkernel.ops.decode.params import CachedKV, DecodeParams
 
 
 def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodeParams) -> tuple[Tensor, Tensor]:
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device="cpu")
     if cache.page_table is not None:
         _check_pages(cache.page_table, cache.seqlens, cache.k)
     call = AttendCall(cache.seqlens, cache.page_table, params.scale, params.softcap, params.sink_tokens)
@@ -21,7 +21,7 @@ def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodePara
 def _check_pages(page_table: Tensor, seqlens: Tensor, k: Tensor) -> None:
     """IndexError for a page that is not there: the kernels would read beyond the cache."""
     pages, page_size = k.shape[:2]
-    used = torch.arange(0, page_table.shape[1] * page_size, page_size) < seqlens[:, None]
+    used = torch.arange(0, page_table.shape[1] * page_size, page_size, device="cpu") < seqlens[:, None]
     found = torch.where(used, page_table, 0)
     if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < pages):
         wrong = found[(found < 0) | (found >= pages)][0]

@@ -60,7 +60,7 @@ class _Cache:
         if pages == list(range(pages[0], pages[0] + len(pages))):
             found = x[pages[0] : pages[0] + len(pages)]
         else:
-            found = x.index_select(0, torch.tensor(pages))
+            found = x.index_select(0, torch.tensor(pages, device="cpu"))
         return found.flatten(0, 1)[start - first * size : stop - first * size]
 
 
@@ -177,8 +177,8 @@ def _masked(first: int, seqlen_q: int, start: int, stop: int, sinks: int, option
     """Which of the first `sinks` keys and those of [start, stop) each query must not see, [N, S]; None: it sees all."""
     if seqlen_q == 1:  # only its window was read
         return None
-    position = torch.arange(first, first + seqlen_q)[:, None]
-    key = torch.cat([torch.arange(sinks), torch.arange(start, stop)])
+    position = torch.arange(first, first + seqlen_q, device="cpu")[:, None]
+    key = torch.cat([torch.arange(sinks, device="cpu"), torch.arange(start, stop, device="cpu")])
     masked = key > position
     if options.window is not None:
         masked |= (key <= position - options.window) & (key >= options.sink_tokens)

@@ -27,7 +27,7 @@ def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: Line
     epilogue = Epilogue.parse(chain)
     gated = epilogue.gated
     outputs = weights[0].shape[0] if gated else sum([weight.shape[0] for weight in weights])
-    out = torch.empty((x.shape[0], outputs), dtype=dtype)
+    out = torch.empty((x.shape[0], outputs), dtype=dtype, device="cpu")
     if out.numel() == 0:
         return out
     by_gemm = x.shape[0] >= GEMM_ROWS and any(weight.activation_dtype is None for weight in weights)
@@ -62,7 +62,7 @@ def _product(x: Tensor, weight: Weight, norm_weight: Tensor | None, eps: float, 
         return LinearCall(weight, None, None, None, norm_weight, eps, offset, torch.float32)(x)
     rows, columns = weight.shape
     step, wide = max(1, _SLICE_BYTES // (4 * columns)), x.float()
-    out = torch.empty((x.shape[0], rows))
+    out = torch.empty((x.shape[0], rows), device="cpu")
     for first in range(0, rows, step):
         count = min(step, rows - first)
         out[:, first : first + count] = F.linear(wide, dequantized(weight, first, count))

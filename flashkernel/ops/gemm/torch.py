@@ -16,6 +16,7 @@ from flashkernel.blocks.gate_up import split_gate_up
 from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight, rounded_activations
 from flashkernel.core import cpp
 from flashkernel.core.arguments import needs_gradients, shares_memory
+from flashkernel.core.library import differentiable_once
 from flashkernel.ops.gemm import library
 from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 from flashkernel.ops.matmul import matmul
@@ -133,7 +134,7 @@ class _AccumulatedProduct(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("linear")
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         dy = dy.to(x.dtype)

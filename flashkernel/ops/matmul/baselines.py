@@ -59,12 +59,12 @@ def _block_scaled(case: Case) -> Callable[..., Any]:
     missing = block_scaled_mm_missing()
     if missing is not None:
         raise ValueError(missing)
-    known: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by address; the tensor is kept, so that it is not used again
+    known: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id; the tensor is kept, so that it is not used again
 
     def run(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-        found = known.get(a_scale.data_ptr())
+        found = known.get(id(a_scale))
         if found is None:
-            found = known[a_scale.data_ptr()] = a_scale, *cublas_block_scales(a_scale, b_scale)
+            found = known[id(a_scale)] = a_scale, *cublas_block_scales(a_scale, b_scale)
         return torch._scaled_mm(a, b, found[1], found[2], out_dtype=torch.bfloat16)
 
     return run

@@ -151,6 +151,12 @@ _CASES = (
 )
 
 
+def _resized(axes: Axes, changed: Axes) -> dict[str, Any]:
+    """The axes with other sizes; a token has no more slots than there are experts, unless it is told to."""
+    given = {**axes, **changed}
+    return given if "slots" in changed else {**given, "slots": min(given["slots"], given["num_experts"])}
+
+
 def _random_case(rng: Rng, case: Case) -> Case:
     """Slots that fit, and an activation with the width that goes with it."""
     options = {name: value for name, value in case.options.items() if name in ("recompute", "stored")}
@@ -232,6 +238,7 @@ MOE_EXPERTS = declare(
     tolerance=Tolerance(floor32=8.0, of_inputs="gradients"),
     sum_length=lambda case: case.axes["hidden"] + case.axes["inner"],
     ranges={"tokens": (0, 70, 1), "num_experts": (1, 8, 1), "hidden": (1, 50, 1), "inner": (1, 40, 1)},
+    resized=_resized,
     random_case=_random_case,
     random_share=2,
     baselines=(Baseline("vllm", f"{_PACKAGE}.baselines:vllm", forward_only=True), "hf_grouped", "hf_eager"),

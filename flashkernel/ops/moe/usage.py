@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class ExpertUsage:
         if name not in STATISTICS:
             raise ValueError(f"ExpertUsage: there is no statistic {name!r}; there are {', '.join(STATISTICS)}")
         loads = self.loads
-        total, equal = loads.sum(2), torch.ones(loads.shape[:2])
+        total, equal = loads.sum(2), torch.ones(loads.shape[:2], device="cpu")
         if name == "min_over_max":
             return torch.where(total > 0, loads.amin(2) / loads.amax(2).clamp(min=1), equal)
         if name == "entropy":
@@ -95,6 +96,10 @@ class ExpertUsage:
             path: The picture's file.
             statistic: As in `statistic`.
         """
+        self._drawn(statistic).savefig(path, dpi=120)
+
+    def _drawn(self, statistic: str) -> Any:
+        """The figure that `plot` saves."""
         figure = new_figure("ExpertUsage.plot", figsize=(11, 3.5), layout="constrained")
         left, right = figure.subplots(1, 2)
         values = self.statistic(statistic)
@@ -108,4 +113,6 @@ class ExpertUsage:
         )  # fmt: skip
         right.set(xlabel="expert", ylabel="layer", title="share of the slots, last step")
         figure.colorbar(image, ax=right)
-        figure.savefig(path, dpi=120)
+        for axis in (left.xaxis, left.yaxis, right.xaxis, right.yaxis):
+            axis.get_major_locator().set_params(integer=True)  # there is no layer 0.5
+        return figure

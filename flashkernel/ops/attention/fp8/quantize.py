@@ -66,11 +66,11 @@ _rotations: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _rotation(width: int) -> Tensor:
-    hadamard = torch.ones(1, 1)
+    hadamard = torch.ones(1, 1, device="cpu")
     while hadamard.shape[0] < width:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     # Without the signs, the mean of all channels would end up in one channel.
-    signs = torch.randint(0, 2, (width, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    signs = torch.randint(0, 2, (width, 1), generator=torch.Generator().manual_seed(0), device="cpu") * 2.0 - 1
     return signs * hadamard / width**0.5
 
 

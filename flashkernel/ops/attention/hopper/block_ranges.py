@@ -150,8 +150,8 @@ def every_row_visible(mask: Mask | None, seqlen_q: int, seqlen_k: int) -> bool:
 def _every_row_visible(text: str, seqlen_q: int, seqlen_k: int) -> bool:
     if seqlen_q == 0 or seqlen_k == 0:
         return seqlen_q == 0
-    q = torch.arange(seqlen_q).view(-1, 1)
+    q = torch.arange(seqlen_q, device="cpu").view(-1, 1)
     diagonal = (q + (seqlen_k - seqlen_q)).clamp(0, seqlen_k - 1)
     k = torch.cat([diagonal, torch.zeros_like(diagonal), torch.full_like(diagonal, seqlen_k - 1)], 1)  # [seqlen_q, 3]
     visible = evaluate(recalled(text, []).expression, {"q": q, "k": k, "sq": seqlen_q, "sk": seqlen_k})
-    return bool(torch.as_tensor(visible).expand(k.shape).any(1).all())
+    return bool(torch.as_tensor(visible, device="cpu").expand(k.shape).any(1).all())

@@ -17,7 +17,7 @@ from flashkernel.core.arguments import (
 )
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
-from flashkernel.ops.attention.arguments import check_packed_tensors
+from flashkernel.ops.attention.arguments import check_packed_tensors, checked_score
 from flashkernel.ops.attention.varlen import library, spec
 from flashkernel.ops.attention.varlen.document_lengths import joined_lengths
 from flashkernel.ops.attention.varlen.params import NO_LIMIT, sides
@@ -93,6 +93,8 @@ def attention_varlen(
     _check_options(q, sinks, options)
     window = _checked_window(causal, window)
     check_scores("attention_varlen", scale, softcap)
+    if options.get("score") is not None:
+        options["score"] = checked_score(options["score"], "attention_varlen")
     if mask is not None:
         mask = checked(mask, "attention_varlen", (1, q.shape[1], q.shape[0], k.shape[0]), q.device)
     joined = None if mask is None else joined_lengths(mask, cu_seqlens_q, lengths_k, q[None], k[None])

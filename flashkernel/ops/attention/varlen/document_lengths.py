@@ -65,8 +65,8 @@ def _cumulative(ids: Tensor, batch: int, seqlen: int) -> tuple[Tensor, ...]:
     if bool((host[:, 1:] < host[:, :-1]).any()):
         return ()
     changes = host[:, 1:] != host[:, :-1]
-    starts = torch.cat([torch.ones(batch, 1, dtype=torch.bool), changes], 1).flatten().nonzero().flatten()
-    return (torch.cat([starts, torch.tensor([batch * seqlen])]).to(device=ids.device, dtype=torch.int32),)
+    starts = torch.cat([torch.ones(batch, 1, dtype=torch.bool, device="cpu"), changes], 1).flatten().nonzero().flatten()
+    return (torch.cat([starts, torch.tensor([batch * seqlen], device="cpu")]).to(device=ids.device, dtype=torch.int32),)
 
 
 def _read(ids: Tensor, batch: int, seqlen: int) -> Tensor:

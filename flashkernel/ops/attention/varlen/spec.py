@@ -135,7 +135,7 @@ def _visible_pairs(case: Case) -> int:
     left, right = sides(case.options.get("causal", False), case.options.get("window"))
     pairs = 0
     for queries, keys in zip(case.axes["lengths"], case.axes["key_lengths"]):
-        position = torch.arange(keys - queries, keys)
+        position = torch.arange(keys - queries, keys, device="cpu")
         last = (position + (keys if right is None else right)).clamp(max=keys - 1)
         first = (position - (keys + queries if left is None else left)).clamp(min=0)
         pairs += int((last - first + 1).clamp(min=0).sum())

@@ -17,13 +17,13 @@ from flashkernel.core.op import Case, Op
 Product = Callable[[Tensor], Tensor]
 
 
-def _prepared(prepare: Callable[[Weight], Product]) -> Callable[..., Tensor]:
+def _prepared(prepare: Callable[[Weight, torch.dtype], Product]) -> Callable[..., Tensor]:
     """A function of the operator's signature that prepares a weight the first time it sees its data."""
     known: dict[int, tuple[Tensor, Product]] = {}  # by address; the tensor is kept, so that it is not used again
 
     def run(x: Tensor, data: Tensor, scales: Tensor, *, layout: str) -> Tensor:
         if data.data_ptr() not in known:
-            known[data.data_ptr()] = data, prepare(Weight.from_tensors((data, scales), layout))
+            known[data.data_ptr()] = data, prepare(Weight.from_tensors((data, scales), layout), x.dtype)
         return known[data.data_ptr()][1](x)
 
     return run
@@ -42,14 +42,13 @@ def cublas(op: Op, case: Case) -> Callable[..., Tensor]:
     """
     if case.present:
         raise ValueError("benchmarked without zeros and a bias")
-    dtype = torch.bfloat16
 
-    def prepare(weight: Weight) -> Product:
+    def prepare(weight: Weight, dtype: torch.dtype) -> Product:
         matrix = weight.dequantize(dtype)
         return lambda x: F.linear(x, matrix)
 
-    def prepare_checked(weight: Weight) -> Product:
-        product = prepare(weight)
+    def prepare_checked(weight: Weight, dtype: torch.dtype) -> Product:
+        product = prepare(weight, dtype)
         return lambda x: product(rounded_activations(x, weight))
 
     run = _prepared(prepare)
@@ -75,7 +74,7 @@ def marlin(op: Op, case: Case) -> Callable[..., Tensor]:
 
     multiply: Any = getattr(ops, "marlin_gemm", None) or ops.gptq_marlin_gemm
 
-    def prepare(weight: Weight) -> Product:
+    def prepare(weight: Weight, dtype: torch.dtype) -> Product:
         columns, inner = weight.shape
         words, scales = _gptq(weight)
         none = torch.empty(0, dtype=torch.int32, device=words.device)
@@ -102,7 +101,7 @@ def machete(op: Op, case: Case) -> Callable[..., Tensor]:
     from vllm import _custom_ops as ops  # type: ignore[import-not-found]
     from vllm.scalar_type import scalar_types  # type: ignore[import-not-found]
 
-    def prepare(weight: Weight) -> Product:
+    def prepare(weight: Weight, dtype: torch.dtype) -> Product:
         words, scales = _gptq(weight)
         packed = ops.machete_prepack_B(words.t().contiguous().t(), torch.bfloat16, scalar_types.uint4b8, scales.dtype)
         return lambda x: ops.machete_mm(
@@ -117,7 +116,7 @@ def cutlass_fp8(op: Op, case: Case) -> Callable[..., Tensor]:
     _supported(case, "fp8 row x:float8_e4m3fn")
     from vllm import _custom_ops as ops  # type: ignore[import-not-found]
 
-    def prepare(weight: Weight) -> Product:
+    def prepare(weight: Weight, dtype: torch.dtype) -> Product:
         data, scales = weight.data.t(), weight.scales
 
         def product(x: Tensor) -> Tensor:

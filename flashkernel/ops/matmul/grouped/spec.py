@@ -14,7 +14,7 @@ from flashkernel.blocks.fp8 import FP8
 from flashkernel.blocks.gate_up import PACKINGS
 from flashkernel.core import backends
 from flashkernel.core.declare import Workload, declare
-from flashkernel.core.op import FLOATS, Axes, Baseline, Call, Case, Cost, Input, integers, normal
+from flashkernel.core.op import COLUMNS, FLOATS, Axes, Baseline, Call, Case, Cost, Input, integers, normal
 from flashkernel.core.random_case import Rng
 from flashkernel.core.shapes import MODELS
 
@@ -147,6 +147,7 @@ _CASES = (
     Case("float32-out", _FEW, {"out_dtype": torch.float32}),
     Case("padded", _FEW, present=("bias",), layout="padded"),
     Case("transposed", _FEW, present=("bias",), layout="transposed"),
+    Case("weights-by-columns", _FEW, present=("bias",), layout_of={"weights": COLUMNS}),  # (groups, N, K) transposed
     Case("silu", _FEW, {"activation": "silu"}, present=("bias",)),
     Case("gelu-tail", _groups(60, 4, 24, 40, tail=17), {"activation": "gelu_tanh"}, present=("scatter", "row_weights")),
     *(Case(f"{gate.replace('_', '-')}-{packed}", _groups(50, 4, 48, 40, tokens=20, tail=3),
@@ -161,6 +162,7 @@ _CASES = (
     Case("gate-no-groups", _groups(9, 0, 24, 8, tail=9), {"activation": "swiglu"}),
     _scaled("fp8-tensor", _groups(50, 4, 48, 64), "tensor"),
     _scaled("fp8-group", _groups(50, 4, 32, 80, tokens=20, tail=3), "group", ("gather", "scatter", "row_weights")),
+    replace(_scaled("fp8-by-columns", _groups(50, 4, 48, 64), "column"), layout_of={"weights": COLUMNS}),
     _scaled("fp8-column", _groups(50, 4, 48, 33), "column", ("bias",), activation="swiglu", out_dtype=torch.float32),
     Case("no-rows", _groups(0, 3, 24, 40)),
     Case("no-columns", _groups(9, 3, 0, 40)),
@@ -241,7 +243,7 @@ def _fp8_bench(rows: int, groups: int, n: int, k: int) -> Case:
     small = _groups(512, 4, 256, 256)
     return replace(
         _scaled(f"fp8-{groups}x{rows}x{n}x{k}", _groups(rows, groups, n, k, empty=0), "column"), dtypes=_HALF,
-        layout_of={"weights": "transposed"}, check_axes={**small, **_scale_axes(small, "column")},
+        layout_of={"weights": COLUMNS}, check_axes={**small, **_scale_axes(small, "column")},
     )  # fmt: skip
 
 

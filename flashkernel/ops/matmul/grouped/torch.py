@@ -21,13 +21,10 @@ def grouped_matmul(x: Tensor, weights: Tensor, group_offsets: Tensor, **options:
         return reference.grouped_matmul(x, weights, group_offsets, **options)
     params = GroupedOptions(**options)
     dtype, groups, gather = params.out_dtype or default_dtype(x.dtype), weights.shape[0], params.gather
+    if x.device.type == "cpu":
+        _check_indices(x.shape[0], params)
     given = x if gather is None else x.view(torch.uint8)[gather].view(x.dtype) if x.dtype.itemsize == 1 else x[gather]
-    bounds = as_offsets(group_offsets, groups).tolist()  # a host sync
-    if any(begin > end for begin, end in pairwise([0, *bounds, given.shape[0]])):
-        raise ValueError(
-            f"grouped_matmul: group_offsets give bounds {bounds} for {given.shape[0]} rows; they must ascend from 0 on "
-            "and end within the rows"
-        )
+    bounds = _bounds("grouped_matmul", as_offsets(group_offsets, groups), given.shape[0])
     # An activation and scales apply to sums that are not rounded.
     wide = torch.float32 if params.activation is not None or x.dtype.itemsize == 1 else x.dtype
     wide = torch.promote_types(wide, x.dtype) if x.dtype.itemsize > 1 else wide
@@ -55,9 +52,39 @@ def grouped_weight_gradient(x: Tensor, dz: Tensor, group_offsets: Tensor, *, gat
     """One product for each group."""
     if torch.compiler.is_compiling():
         return reference.grouped_weight_gradient(x, dz, group_offsets, gather=gather)
-    given, bounds = x if gather is None else x[gather], group_offsets.tolist()  # a host sync
+    given = x if gather is None else x[gather]
+    bounds = _bounds("grouped_weight_gradient", group_offsets, given.shape[0])
     products = [given[begin:end].t() @ dz[begin:end] for begin, end in pairwise(bounds)]
     return torch.stack(products) if products else x.new_empty((0, x.shape[1], dz.shape[1]))
+
+
+def _bounds(function: str, offsets: Tensor, rows: int) -> list[int]:
+    """The offsets on the host; ValueError unless they ascend from 0 on, within the rows."""
+    bounds: list[int] = offsets.tolist()
+    if bounds[:1] != [0] or any(begin > end for begin, end in pairwise([*bounds, rows])):
+        raise ValueError(
+            f"{function}: group_offsets give bounds {bounds} for {rows} rows; they must ascend from 0 on and end "
+            "within the rows"
+        )
+    return bounds
+
+
+def _check_indices(tokens: int, params: GroupedOptions) -> None:
+    """IndexError for a row that is not there, ValueError for one of the output that is written twice."""
+    out_rows = params.out_rows
+    if params.scatter is not None and out_rows is None:
+        out_rows = params.scatter.shape[0]
+    for name, index, rows in (("gather", params.gather, tokens), ("scatter", params.scatter, out_rows)):
+        if index is None or rows is None or index.numel() == 0:
+            continue
+        low, high = (int(one) for one in index.aminmax())
+        if low < 0 or high >= rows:
+            wrong = low if low < 0 else high
+            raise IndexError(f"grouped_matmul: {name} names row {wrong}; there are {rows} rows")
+        if name == "scatter" and int(index.long().bincount().max()) > 1:
+            raise ValueError(
+                "grouped_matmul: scatter names a row of the output twice; its indices must all be different"
+            )
 
 
 def _scales(params: GroupedOptions, groups: int) -> tuple[Tensor | None, Tensor | None]:

@@ -17,7 +17,14 @@ from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 from flashkernel.ops.matmul.tiles_triton import Operand, TileAccess, load_tile, tile_position
-from flashkernel.ops.matmul.triton.descriptors import aligned, describable, describe, precision, transposed
+from flashkernel.ops.matmul.triton.descriptors import (
+    aligned,
+    describable,
+    describable_from_any_row,
+    describe,
+    precision,
+    transposed,
+)
 
 
 @triton.jit
@@ -194,7 +201,7 @@ def grouped_forward(
     config = tune.pick(GROUPED, props, shape)
     # Offsets of tiles are multiples of 16 bytes, those of up as well.
     up_aligned = params.gate != "halves" or columns * x.element_size() % 16 == 0
-    x_tma, w_tma = tensors.gather is None and describable(x), describable(weights) and up_aligned
+    x_tma, w_tma = tensors.gather is None and describable_from_any_row(x), describable(weights) and up_aligned
     # Gate and up share the registers of one accumulator.
     block_n = max(16, config.block_n // 2) if params.gate == "halves" else config.block_n
     tiles_n = tune.ceil_div(columns if params.gate == "halves" else n, block_n)
@@ -225,7 +232,7 @@ def grouped_weight_gradient(
     shape = {"rows": dz.shape[0], "groups": groups, "n": n, "k": k, "bytes": x.element_size(), "weight_gradient": True,
              "blocks": False, "aligned": aligned(x) and aligned(dz)}  # fmt: skip
     config = tune.pick(GROUPED, props, shape)
-    tma = gather is None and describable(x) and describable(dz)
+    tma = gather is None and describable_from_any_row(x) and describable_from_any_row(dz)
     tiles = tune.ceil_div(k, config.block_m) * tune.ceil_div(n, config.block_n) * groups
     launch(
         grouped_weight_gradient_kernel, (min(tiles, props.sms) if config.persistent else tiles,),

@@ -40,6 +40,14 @@ def describable(x: Tensor) -> bool:
     return aligned(x) and 0 not in x.stride()
 
 
+def describable_from_any_row(x: Tensor) -> bool:
+    """As `describable`, for tiles that may begin at any row, as those of groups do.
+
+    TMA takes every coordinate; Triton's interpreter refuses those of the last dim within 16 bytes.
+    """
+    return describable(x) and not (transposed(x) and device.properties(x.device).kind == "cpu")
+
+
 def describe(x: Tensor, rows: int, columns: int) -> Any:
     """The descriptor of x [rows, columns] or [batch, rows, columns], whose tiles are rows x columns."""
     from triton.tools.tensor_descriptor import TensorDescriptor

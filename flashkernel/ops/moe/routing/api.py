@@ -28,7 +28,8 @@ def moe_route(
     """Chooses the experts of each token, and sorts the chosen rows by expert for `moe_experts`.
 
     Nothing waits for the GPU: the sizes of the groups stay there. The weights are differentiable in logits and noise;
-    the choice is not, nor is the bias. A token with a NaN logit gets NaN weights and valid experts.
+    the choice is not, nor is the bias. A token with a NaN logit gets NaN weights and valid experts, and so does one
+    whose softmax is over logits of -inf alone; an expert of logit -inf beside others has the weight 0.
 
     Args:
         logits: (tokens, experts), float32, float16 or bfloat16: the gate's output. Computed in float32.

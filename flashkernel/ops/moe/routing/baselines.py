@@ -15,7 +15,7 @@ from flashkernel.ops.moe.routing.router import Router, Routing
 def eager(op: Op, case: Case) -> Callable[..., Any]:
     """topk, softmax, sort and histogram: seven launches and more."""
     router: Router = case.options["router"]
-    if router.kind != "softmax" or router.groups > 1 or not router.normalize or router.capacity is not None:
+    if router.kind != "softmax" or router.groups > 1 or not router.normalize or router.limit(1, 1) is not None:
         raise ValueError(f"torch has no one operator for {router}")
 
     def run(logits: Tensor, router: Router) -> Routing:

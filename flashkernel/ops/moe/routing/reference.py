@@ -35,7 +35,7 @@ def moe_route(
     selected = torch.zeros_like(keys, dtype=torch.bool).scatter(1, order, used)
     weights = torch.where(used, weights_of(logits, selected, router).gather(1, order), 0)
     experts = torch.where(used, order, -1).int()
-    return Routing(experts, wide(weights), *sort_rows(experts, count, router.capacity))
+    return Routing(experts, wide(weights), *sort_rows(experts, count, router.limit(logits.shape[0], count)))
 
 
 def moe_sort(experts: Tensor, weights: Tensor, *, num_experts: int, capacity: int | None = None) -> Routing:

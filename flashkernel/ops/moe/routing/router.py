@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flashkernel.core.argument_types import check_fields
+from flashkernel.core.arguments import static
 from flashkernel.core.tune import ceil_div
 
 KINDS = ("softmax", "sigmoid", "dynamic", "random", "hash", "expert_choice")
@@ -42,6 +44,8 @@ class Router:
         capacity: Rows that an expert takes at most. Tokens beyond it, in the order of the batch, are dropped there.
             None: no limit; for "expert_choice" tokens * k / experts, rounded up.
         seed: Of "random" and "hash".
+        capacity_factor: In the place of `capacity`: rows that an expert takes at most, as a multiple of its equal share
+            tokens * k / experts, rounded up.
 
     Example:
         >>> import flashkernel as fk
@@ -62,6 +66,7 @@ class Router:
     min_k: int = 1
     capacity: int | None = None
     seed: int = 0
+    capacity_factor: float | None = None
     text: str = field(
         init=False, repr=False, compare=False
     )  # the other fields, for torch's operators; `parse` reads it
@@ -73,8 +78,9 @@ class Router:
             raise ValueError(f"Router: {error}")
         # Made here, of numbers: torch.compile may hold the fields of a router that it is given as symbols.
         values = (self.kind, self.k, self.normalize, self.scale, self.groups, self.top_groups, self.mass, self.min_k,
-                  self.capacity, self.seed)  # fmt: skip
-        object.__setattr__(self, "text", " ".join([str(value) for value in values]))
+                  self.capacity, self.seed, self.capacity_factor)  # fmt: skip
+        words = [str(static(value) if isinstance(value, (int, float)) else value) for value in values]
+        object.__setattr__(self, "text", " ".join(words))
 
     def _error(self) -> str | None:
         if self.kind not in KINDS:
@@ -91,6 +97,10 @@ class Router:
             return f"min_k is {self.min_k}; it must be from 1 to k ({self.k})"
         if self.capacity is not None and self.capacity < 1:
             return f"capacity is {self.capacity}; it must be at least 1, or None"
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+            return f"capacity_factor is {self.capacity_factor}; it must be above 0 and finite, or None"
+        if self.capacity is not None and self.capacity_factor is not None:
+            return f"capacity is {self.capacity} and capacity_factor {self.capacity_factor}; give one of them"
         if not abs(self.scale) < float("inf"):
             return f"scale is {self.scale}; it must be a finite number"
         return None
@@ -142,6 +152,17 @@ class Router:
             return experts * self.choice_capacity(tokens, experts)
         return tokens * self.k
 
+    def limit(self, tokens: int, experts: int) -> int | None:
+        """Of so many `tokens`, those that one of so many `experts` takes at most; None: no limit.
+
+        Args:
+            tokens: How many are routed.
+            experts: How many there are.
+        """
+        if self.capacity_factor is None:
+            return self.capacity
+        return max(1, math.ceil(self.capacity_factor * tokens * self.k / experts))
+
     def choice_capacity(self, tokens: int, experts: int) -> int:
         """Of so many `tokens`, those that one of so many `experts` takes with "expert_choice".
 
@@ -149,7 +170,8 @@ class Router:
             tokens: How many are routed.
             experts: How many there are.
         """
-        return min(tokens, ceil_div(tokens * self.k, experts) if self.capacity is None else self.capacity)
+        limit = self.limit(tokens, experts)
+        return min(tokens, ceil_div(tokens * self.k, experts) if limit is None else limit)
 
     def __repr__(self) -> str:
         shown = [f"{one.name}={getattr(self, one.name)}" for one in fields(self)[2:-1]
@@ -159,10 +181,10 @@ class Router:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Router:
-    kind, k, normalize, scale, groups, top_groups, mass, min_k, capacity, seed = text.split(" ")
+    kind, k, normalize, scale, groups, top_groups, mass, min_k, capacity, seed, factor = text.split(" ")
     return Router(
         kind, int(k), normalize == "True", float(scale), int(groups), int(top_groups), float(mass), int(min_k),
-        None if capacity == "None" else int(capacity), int(seed),
+        None if capacity == "None" else int(capacity), int(seed), None if factor == "None" else float(factor),
     )  # fmt: skip
 
 

@@ -289,7 +289,8 @@ def route(
     if router.kind == "expert_choice":
         choose_tokens(logits, noise, router, results, config)
         return results
-    capacity = tokens if router.capacity is None else min(tokens, router.capacity)
+    limit = router.limit(tokens, experts)
+    capacity = tokens if limit is None else min(tokens, limit)
     alone, padded = blocks == 1, tune.power_of_2(slots)
     block_counts = None if alone else torch.empty((blocks, experts), **integers)
     launch(
