@@ -177,6 +177,12 @@ class MoE(nn.Module):
         """
         if self.logits is None or self.routing is None:
             raise ValueError("MoE: balance_loss is of the last call, and there was none")
+        wanted = self.training and torch.is_grad_enabled() and self.gate.weight.requires_grad
+        if wanted and not self.logits.requires_grad:
+            raise ValueError(
+                "MoE: balance_loss has no gradient, since the last call was under no_grad, as in a checkpoint with "
+                "use_reentrant=True; call the layer with gradients (use_reentrant=False), or balance_loss under no_grad"
+            )
         return moe_balance_loss(self.logits, self.routing, kind)
 
     def extra_repr(self) -> str:

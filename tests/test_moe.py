@@ -531,6 +531,24 @@ def test_checkpointed_layers_choose_the_same_experts_again(use_reentrant: bool) 
             assert torch.equal(layer.balance_bias, other.balance_bias)
 
 
+def test_a_balance_loss_without_a_gradient_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer, x = fk.MoE(16, 12, 4), torch.randn(5, 16, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(ValueError, match="balance_loss has no gradient"):
+        layer.balance_loss()
+    with torch.no_grad():
+        assert layer.balance_loss() > 0
+    checkpoint(layer, x, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(layer.balance_loss(), layer.gate.weight)
+    assert gradient.abs().sum() > 0
+    layer.eval()
+    with torch.no_grad():
+        layer(x)
+    assert layer.balance_loss() > 0
+
+
 def test_balance_losses_in_float64() -> None:
     logits = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     for kind in ("switch", "cv", "z"):
