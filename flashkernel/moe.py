@@ -117,7 +117,12 @@ class MoE(nn.Module):
             nn.init.zeros_(self.noise.weight)
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """The weighted sum of each token's experts; x is (..., hidden). `token_ids` (...) is what "hash" routes by."""
+        """The weighted sum of each token's experts; x is (..., hidden). `token_ids` (...) is what "hash" routes by.
+
+        Args:
+            x: (..., hidden).
+            token_ids: Integers (...), what the "hash" router routes by; other routers do not read them.
+        """
         if x.ndim == 0 or x.shape[-1] != self.gate.in_features:
             raise ValueError(f"MoE: x is {tuple(x.shape)}; it must be (..., {self.gate.in_features})")
         flat = x.reshape(-1, x.shape[-1])

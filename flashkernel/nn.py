@@ -118,7 +118,12 @@ class FusedLinear(nn.Linear):
         return made.train(layer.training)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """activation(x weight^T + bias) + residual."""
+        """activation(x weight^T + bias) + residual.
+
+        Args:
+            x: (..., in_features).
+            residual: (..., out_features), added to the product; None: nothing.
+        """
         return _linear(
             x, self.weight, self.bias, residual, activation=self.activation, packed=self.packed,
             main_grads=_main_grads(self, [self.weight]), backend=self.backend,
@@ -229,7 +234,12 @@ class FusedMLP(nn.Module):
         return made
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """down(activation(up(x))) + residual, or activation(gate(x)) * up(x) in its middle."""
+        """down(activation(up(x))) + residual, or activation(gate(x)) * up(x) in its middle.
+
+        Args:
+            x: (..., hidden).
+            residual: (..., hidden), added to the result; None: nothing.
+        """
         wide, down = [getattr(self, name) for name in self._layout[0]], getattr(self, self._layout[1])
         dropout = getattr(self, "dropout", None)
         inside = residual if dropout is None else None  # the residual is added after a dropout

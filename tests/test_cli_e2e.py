@@ -42,13 +42,13 @@ class TestEndToEnd:
                 assert record.peak_bytes is None if sys.platform != "linux" else record.peak_bytes > 0
 
     @pytest.mark.gpu  # not for a GPU: that tier has the time
-    def test_contenders_agree_at_batch_one(self, tmp_path: Path) -> None:
+    def test_runners_agree_at_batch_one(self, tmp_path: Path) -> None:
         self.measure("--model", "gpt2-124m", "--model", "llama-3.2-1b", "--batch", "1", "--save", str(tmp_path))
         found = results.load(tmp_path / "e2e.json")["records"]
         assert len(found) == 2 * 5
         self.agreeing(found)
 
-    def test_contenders_agree_and_are_kept(self, tmp_path: Path) -> None:
+    def test_runners_agree_and_are_kept(self, tmp_path: Path) -> None:
         save = ("--save", str(tmp_path))
         self.measure("--model", "gpt2-124m", "--model", "llama-3.2-1b", "--batch", "3", *save)
         found = results.load(tmp_path / "e2e.json")["records"]
@@ -61,7 +61,7 @@ class TestEndToEnd:
         (earlier,) = again["earlier"]
         assert len(earlier["cases"]) == len(found) - 1
 
-    def test_rounds_take_contenders_in_turn(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_rounds_take_runners_in_turn(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         order: list[str] = []
 
         def heard(name: str, start: Any) -> Any:

@@ -163,7 +163,7 @@ def test_a_random_load_asks_for_no_other_kernel(seed: int) -> None:
     made = {compile_ahead._key(launch) for launch in _launches()}
     config = model.config
     storage = PageStorage(2, 60, 16, config.kv_heads, config.head_dim, dtype=torch.bfloat16, device="meta")
-    cache = KVCache(60, 16, most_sequences=24, most_tokens=512, storage=storage)
+    cache = KVCache(60, 16, max_num_seqs=24, max_model_len=512, storage=storage)
     runner = ModelRunner(model, storage, cache, 24, 256, enforce_eager=True)
     scheduler, known = Scheduler(cache, 24, 256, num_speculative_tokens=3), set(runner.shapes.all())
     waiting = [_sequence(index, draw) for index in range(60)]

@@ -150,7 +150,7 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capture_fails: bool = False) -> None:
         self.host = self.device = 0.0  # milliseconds
-        self.pending = self.most_pending = 0
+        self.pending = self.max_pending = 0
         self.capturing: list[float] | None = None
         self.slept = 0
         gpu = self

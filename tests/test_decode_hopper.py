@@ -174,7 +174,7 @@ COMPILED = {
 def test_compiles_to_tile_copies_and_asynchronous_products(name: str) -> None:
     """Beside what test_compile.py derives from the benchmarks: every kind of config, and what it must fit into."""
     axes, options, config = COMPILED[name]
-    case = Case(name, axes, options, present=("page_table",) if "most_pages" in axes else ())
+    case = Case(name, axes, options, present=("page_table",) if "max_pages" in axes else ())
     inputs = shapes_only(DECODE_ATTENTION, case, torch.bfloat16)
     with devices.pretend(H200), tune.override(HOPPER, config), collect_launches() as launches:
         fk.decode_attention(**inputs, **options, backend="hopper")

@@ -114,7 +114,7 @@ def test_the_result_is_described(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", _public(lambda value: isinstance(value, type) and not _is_error(value)))
-def test_methods_name_their_arguments(value: type) -> None:
+def test_every_argument_of_a_method_is_described(value: type) -> None:
     for name, member in vars(value).items():
         if name.startswith("_") or not callable(getattr(value, name)):
             continue
@@ -122,8 +122,10 @@ def test_methods_name_their_arguments(value: type) -> None:
         text = inspect.getdoc(method) or ""
         assert text, f"{value.__name__}.{name} has no docstring"
         given = [one for one in _parameters(method) if one != "cls" and not one.startswith("_")]
-        missing = [one for one in given if not re.search(rf"\b{one}\b", text)]
-        assert not missing, f"{value.__name__}.{name} does not mention {missing}"
+        described = entries(sections(text).get("Args", []))
+        missing = [one for one in given if one not in described]
+        assert not missing, f"{value.__name__}.{name} has no entry for {missing}"
+        assert described <= set(given), f"{value.__name__}.{name} has no argument {sorted(described - set(given))}"
 
 
 def _run_examples(text: str, name: str) -> None:

@@ -194,7 +194,7 @@ def test_shapes_are_few_and_fit_every_step() -> None:
 
 def test_decodes_are_padded_before_the_prompts() -> None:
     """The tensors of a padded step are those of the step without padding, with padding in between."""
-    cache = KVCache(64, 16, most_sequences=8, most_tokens=128)
+    cache = KVCache(64, 16, max_num_seqs=8, max_model_len=128)
     rows = [cache.add() for _ in range(4)]
     counts = [1, 1, 20, 7]
     for row, count in zip(rows, (5, 17, 20, 30)):

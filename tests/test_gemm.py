@@ -263,7 +263,7 @@ def test_up_to_64_rows_by_one_weight_are_cublas_on_hopper() -> None:
 
 
 def test_three_and_four_rows_are_the_tensor_cores_on_hopper() -> None:
-    shape = {"columns": 4096, "inner": 4096, "bytes": 2, "streams": 1, "outer": 0, "norm": 0}
+    shape = {"columns": 4096, "inner": 4096, "bytes": 2, "streams": 1, "transposed": 0, "norm": 0}
     found = {
         (gpu, rows, columns): LINEAR.heuristic(
             devices.KNOWN[gpu], {**shape, "rows": rows, "columns": columns}
@@ -283,7 +283,8 @@ def _shapes() -> list[dict[str, int]]:
         found.append(
             {
                 "rows": case.axes["rows"], "columns": columns, "inner": case.axes["inner"], "bytes": 2,
-                "streams": 2 if "up" in case.present else 1, "outer": 0, "norm": int("norm_weight" in case.present),
+                "streams": 2 if "up" in case.present else 1, "transposed": 0,
+                "norm": int("norm_weight" in case.present),
             }
         )  # fmt: skip
     return found
@@ -308,7 +309,7 @@ def test_heuristics_are_valid_and_spread_the_work(gpu: str) -> None:
 
 
 def test_configs_that_cannot_run_are_refused() -> None:
-    shape = {"rows": 16, "columns": 64, "inner": 64, "bytes": 2, "streams": 1, "outer": 0, "norm": 0}
+    shape = {"rows": 16, "columns": 64, "inner": 64, "bytes": 2, "streams": 1, "transposed": 0, "norm": 0}
     device = devices.KNOWN["h200"]
     refused = {
         LinearConfig("vector", 4, 256, 4, 1): "too many",
@@ -321,7 +322,7 @@ def test_configs_that_cannot_run_are_refused() -> None:
     one = {**shape, "rows": 1}
     assert "registers" in (LINEAR.valid(LinearConfig("vector", 16, 2048, 1, 1), device, one) or "")
     assert "one program" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1, 132), device, one) or "")
-    assert "contiguous" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1), device, {**one, "outer": 1}) or "")
+    assert "contiguous" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1), device, {**one, "transposed": 1}) or "")
     assert row_tile(17) == 32
 
 

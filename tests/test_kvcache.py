@@ -79,13 +79,13 @@ def test_a_window_gives_pages_up() -> None:
 
 def test_a_window_frees_before_it_asks() -> None:
     """A sequence as long as one likes lives in a pool of its window and a step."""
-    _grown(KVCache(4, 4, window=4, most_tokens=400), steps=50, tokens=8)
+    _grown(KVCache(4, 4, window=4, max_model_len=400), steps=50, tokens=8)
 
 
 def test_waste_is_small() -> None:
     """The lengths of a served batch: well below 4% of the reserved slots hold nothing."""
     random = np.random.default_rng(0)
-    cache = KVCache(20_000, 16, most_sequences=257)
+    cache = KVCache(20_000, 16, max_num_seqs=257)
     rows = np.array([cache.add() for _ in range(256)])
     cache.grow(rows, random.integers(200, 1500, 256))
     usage = cache.usage()
@@ -108,7 +108,7 @@ def test_wrong_calls_are_refused() -> None:
         KVCache(9, 16, window=0)
     with pytest.raises(ValueError, match="storage has 8 pages of 16"):
         KVCache(9, 16, storage=Memory(8, 16))
-    cache = KVCache(9, 4, most_sequences=2, most_tokens=10)
+    cache = KVCache(9, 4, max_num_seqs=2, max_model_len=10)
     row = cache.add()
     for call, message in [
         (lambda: cache.grow(row, 11), "at most 10"),
@@ -136,7 +136,7 @@ def test_wrong_calls_are_refused() -> None:
 
 @pytest.mark.filterwarnings("error::DeprecationWarning")  # what older numpy warns of, newer numpy refuses
 def test_versions_of_one_row_and_of_several_never_repeat() -> None:
-    cache = KVCache(40, 4, most_sequences=8, window=8, sink_tokens=4)
+    cache = KVCache(40, 4, max_num_seqs=8, window=8, sink_tokens=4)
     seen: list[int] = []
 
     def changed(rows: list[int]) -> None:
@@ -185,7 +185,7 @@ def _expected(cache: KVCache, rows: list[int], counts: list[int]) -> tuple[list[
 def test_batch_tensors_follow_the_cache(device: str) -> None:
     """Sequences come, go, change places and grow by different counts; only changed rows are sent."""
     random = np.random.default_rng(3)
-    cache = KVCache(400, 4, most_sequences=16, most_tokens=100)
+    cache = KVCache(400, 4, max_num_seqs=16, max_model_len=100)
     tensors = BatchTensors(cache, 12, 64, device)
     rows: list[int] = []
     addresses = set()
@@ -243,7 +243,7 @@ def test_keys_come_back_through_pages(dtype: torch.dtype, device: str) -> None:
     """Write through slots, fork, copy on write on the device, and gather through page tables: the same keys."""
     layers, heads, dim = 2, 2, 8
     storage = PageStorage(layers, 30, 4, heads, dim, dtype=dtype, device=device)
-    cache = KVCache(30, 4, most_sequences=8, most_tokens=40, storage=storage)
+    cache = KVCache(30, 4, max_num_seqs=8, max_model_len=40, storage=storage)
     tensors = BatchTensors(cache, 8, 64, device)
     generator = torch.Generator().manual_seed(0)
     written: dict[int, torch.Tensor] = {}  # [tokens, layers, heads, dim] of each sequence

@@ -44,7 +44,7 @@ class World:
     def __init__(self, pages: int, page_size: int, window: int | None = None, sinks: int = 0, most: int = 8) -> None:
         self.memory = Memory(pages, page_size)
         self.cache = KVCache(
-            pages, page_size, most_sequences=most, most_tokens=max(43, 10 * page_size + 3), window=window,
+            pages, page_size, max_num_seqs=most, max_model_len=max(43, 10 * page_size + 3), window=window,
             sink_tokens=sinks, storage=self.memory,
         )  # fmt: skip
         self.window, self.sinks = window, sinks
@@ -53,7 +53,7 @@ class World:
 
     def add(self, tokens: list[int], salt: str) -> int | None:
         expected = self.cache.match(tokens, salt=salt)
-        if len(self.models) == self.cache.most_sequences:
+        if len(self.models) == self.cache.max_num_seqs:
             with pytest.raises(OutOfSequences):
                 self.cache.add(tokens, salt=salt)
             return None
@@ -112,7 +112,7 @@ class World:
         model.committed += count
 
     def fork(self, row: int) -> int | None:
-        if len(self.models) == self.cache.most_sequences:
+        if len(self.models) == self.cache.max_num_seqs:
             with pytest.raises(OutOfSequences):
                 self.cache.fork(row)
             return None
@@ -203,7 +203,7 @@ def _walk(world: World, operations: int, seed: int) -> None:
             p=[0.14, 0.3, 0.14, 0.14, 0.06, 0.12, 0.1],
         )
         row = int(random.choice(rows)) if rows else -1
-        most = world.cache.most_tokens
+        most = world.cache.max_model_len
         if kind == "add" or not rows:
             prompt = PROMPTS[random.integers(3)][: random.integers(0, 30)] + random.integers(0, 2, 2).tolist()
             added = world.add(prompt, str(random.integers(2)))
@@ -276,7 +276,7 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9), tokens=st.lists(st.integers(0, 1), max_size=9), committed=st.integers(0, 9))
     def grow(self, number: int, tokens: list[int], committed: int) -> None:
         row = self._row(number)
-        tokens = tokens[: self.world.cache.most_tokens - len(self.world.models[row].tokens)]
+        tokens = tokens[: self.world.cache.max_model_len - len(self.world.models[row].tokens)]
         if self.world.grow([row], [len(tokens)], [tokens]):
             self.world.commit(row, committed)
 
@@ -284,7 +284,7 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 2))
     def grow_all(self, count: int) -> None:
         rows = sorted(self.world.models)
-        if max(len(self.world.models[row].tokens) for row in rows) + count <= self.world.cache.most_tokens:
+        if max(len(self.world.models[row].tokens) for row in rows) + count <= self.world.cache.max_model_len:
             self.world.grow(rows, [count] * len(rows), [[1] * count] * len(rows))
 
     @precondition(lambda self: self.world.models)

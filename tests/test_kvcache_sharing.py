@@ -10,7 +10,7 @@ from flashkernel.kvcache import KVCache
 
 def test_a_prefix_is_stored_once() -> None:
     """64 sequences of a shared 1024-token prompt: its pages exist once, and only the rest is left to compute."""
-    cache = KVCache(1024, 16, most_sequences=64)
+    cache = KVCache(1024, 16, max_num_seqs=64)
     prompt = np.arange(1024) % 311
     first = cache.add([*prompt, 5])
     assert cache.lengths[first] == 0

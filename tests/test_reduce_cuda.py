@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashkernel as fk
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.core.check import compare
 from flashkernel.ops.reduce import kinds, spec
 
@@ -81,7 +82,7 @@ def test_cuda_text_compiles_without_spills(element: str, vector: int, arch: str)
     if reason := can_compile():
         pytest.skip(reason)
     source, names = (PACKAGE / "kernel.cu").read_text(), _instances(element, vector)
-    compiled = compile_cubin(source, names, arch, include=[PACKAGE, PACKAGE.parents[1] / "blocks" / "cuda"])
+    compiled = compile_cubin(source, names, arch, include=[PACKAGE, *CUDA_HEADERS])
     assert set(compiled.names) == set(names)
     assert compiled.spilled_bytes == 0, compiled.log
     assert compiled.log.count("registers") >= len(names), "ptxas reported on fewer kernels than were asked for"

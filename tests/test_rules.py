@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flashkernel
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.core import dispatch
 from flashkernel.core.op import LAYOUTS, Call, Case, Op, UnknownFactError, resolve
 from flashkernel.ops import registry
@@ -250,6 +251,12 @@ def test_no_function_shadows_a_module() -> None:
         assert not names & modules, f"{path.parent.name}: {sorted(names & modules)}"
 
 
+def test_the_folder_of_shared_cuda_headers_stands_in_one_file() -> None:
+    names = [str(path.relative_to(ROOT)) for path in SOURCES if '"blocks" / "cuda"' in path.read_text()]
+    assert not names, "take blocks/cuda_headers.py"
+    assert all((folder / "ptx.cuh").is_file() for folder in CUDA_HEADERS)
+
+
 RESERVED = {"params", "options", "specialization"}  # locals of the function that Triton generates to launch a kernel
 
 
@@ -262,7 +269,7 @@ def test_launched_kernels_name_no_parameter_as_triton_does() -> None:
             importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts)) if names else None
         )
         for kernel in (getattr(module, name, None) for name in names):
-            if hasattr(kernel, "arg_names"):
+            if kernel is not None and hasattr(kernel, "arg_names"):
                 found += 1
                 wrong += [f"{path.name}: {kernel.__name__} has {name}" for name in RESERVED & set(kernel.arg_names)]
     assert found > 20

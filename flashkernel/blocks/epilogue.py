@@ -321,8 +321,8 @@ def _value_and_derivative(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
         return x * share, share * (1 + x * (1 - share))
     if kind == "gelu_tanh":
         root = math.sqrt(2 / math.pi)
-        bent = torch.tanh(root * (x + 0.044715 * x**3))
-        derivative = 0.5 * (1 + bent) + 0.5 * x * (1 - bent.square()) * root * (1 + 3 * 0.044715 * x.square())
-        return 0.5 * x * (1 + bent), derivative
+        tanh_x = torch.tanh(root * (x + 0.044715 * x**3))
+        derivative = 0.5 * (1 + tanh_x) + 0.5 * x * (1 - tanh_x.square()) * root * (1 + 3 * 0.044715 * x.square())
+        return 0.5 * x * (1 + tanh_x), derivative
     below = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     return x * below, below + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)

@@ -187,23 +187,39 @@ class Frequencies:
         return _from_hf(config, layer_type)
 
     def inverse(self, device: torch.device | str = "cpu") -> Tensor:
-        """The values as a float32 tensor [dim / 2], kept per device."""
+        """The values as a float32 tensor [dim / 2], kept per device.
+
+        Args:
+            device: The device of the result.
+        """
         return self._kept("inverse", device)
 
     def rates(self, device: torch.device | str = "cpu") -> Tensor:
         """Rotations per position in units of 2^-64, modulo one rotation: int64 [dim / 2], kept per device.
 
         A position times a rate, in wrapping int64 arithmetic, is the phase without the rounding of large angles.
+
+        Args:
+            device: The device of the result.
         """
         return self._kept("rates", device)
 
     def table(self, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions 0, 1, ..., each float32 [positions, dim / 2] on `device`."""
+        """(cos, sin) of the positions 0, 1, ..., each float32 [positions, dim / 2] on `device`.
+
+        Args:
+            positions: How many, counted from 0.
+            device: The device of the result.
+        """
         cos, sin = self.cos_sin(torch.arange(positions, device=device))
         return cos.float(), sin.float()
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of integer positions [...], each float64 [..., dim / 2], times the scaling."""
+        """(cos, sin) of integer positions [...], each float64 [..., dim / 2], times the scaling.
+
+        Args:
+            positions: Integers of any shape [...].
+        """
         angles = positions.double()[..., None] * self.inverse(positions.device).double()
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 

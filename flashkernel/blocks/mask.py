@@ -68,7 +68,7 @@ __all__ = [
     "window",
 ]
 
-MOST_KEYS = 1 << 29  # more than there are; positions beside it stay in 32 bits
+MAX_KEYS = 1 << 29  # more than there are; positions beside it stay in 32 bits
 
 
 @kept
@@ -110,7 +110,7 @@ def window(left: int | None, right: int | None = None) -> Mask:
 
 def _limited(keys: int) -> int:
     """A side of a window, at most as many keys as there can be."""
-    return min(keys, MOST_KEYS)
+    return min(keys, MAX_KEYS)
 
 
 @kept

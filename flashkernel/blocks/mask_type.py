@@ -149,7 +149,15 @@ class Mask(Traced):
     def visible(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """The mask as bool [batch or 1, heads or 1, seqlen_q, seqlen_k] on `device`: the ground truth for kernels."""
+        """The mask as bool [batch or 1, heads or 1, seqlen_q, seqlen_k] on `device`: the ground truth for kernels.
+
+        Args:
+            batch: Entries of the batch.
+            heads: Query heads.
+            seqlen_q: Queries.
+            seqlen_k: Keys.
+            device: The device of the result.
+        """
         b = torch.arange(batch if "b" in self.depends else 1, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads if "h" in self.depends else 1, device=device).view(1, -1, 1, 1)
         q = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1)
@@ -174,6 +182,15 @@ class Mask(Traced):
 
         By interval arithmetic, so without looking at pairs: a tile is never called empty or full that is not, but a
         partial one may turn out to be either. A tile that sticks out beyond the last key is partial.
+
+        Args:
+            batch: Entries of the batch.
+            heads: Query heads.
+            seqlen_q: Queries.
+            seqlen_k: Keys.
+            block_m: Queries of a tile.
+            block_n: Keys of a tile.
+            device: The device of the result.
         """
         q = _tile_bounds(seqlen_q, block_m, device, (1, 1, -1, 1))
         k = _tile_bounds(seqlen_k, block_n, device, (1, 1, 1, -1))
@@ -196,6 +213,12 @@ class Mask(Traced):
     def draw(self, seqlen_q: int = 32, seqlen_k: int | None = None, batch: int = 0, head: int = 0) -> str:
         """The mask of one `batch` entry and `head` as text: seqlen_k columns, seqlen_q / 2 lines of two queries each.
 
+        Args:
+            seqlen_q: Queries.
+            seqlen_k: Keys; None: as many as queries.
+            batch: Which entry of the batch.
+            head: Which query head.
+
         Example:
             >>> import flashkernel as fk
             >>> fk.causal().draw(4).splitlines()
@@ -211,7 +234,14 @@ class Mask(Traced):
 
     def image(self, path: Any, seqlen_q: int = 256, seqlen_k: int | None = None, tile: int = 32) -> None:
         """Writes a picture of the mask, seqlen_q by seqlen_k, to `path`. Tiles of `tile` by `tile` are colored by
-        whether a kernel skips, masks or just computes them."""
+        whether a kernel skips, masks or just computes them.
+
+        Args:
+            path: The picture's file; matplotlib takes the format from its name.
+            seqlen_q: Queries.
+            seqlen_k: Keys; None: as many as queries.
+            tile: Queries, and keys, of a tile.
+        """
         figure = new_figure("Mask.image", figsize=(6, 6))
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         seen = self.visible(1, 1, seqlen_q, seqlen_k)[0, 0].float().numpy()

@@ -130,7 +130,11 @@ class Weight:
 
     @staticmethod
     def concatenate(weights: Sequence[Weight]) -> Weight:
-        """Returns the rows of several `weights` of one format in one, as q, k and v are stored for one product."""
+        """Returns the rows of several `weights` of one format in one, as q, k and v are stored for one product.
+
+        Args:
+            weights: Each (out, in), of one format and one in.
+        """
         first = weights[0]
         if any(one.format != first.format or one.activation_dtype != first.activation_dtype for one in weights):
             raise ValueError(f"Weight.concatenate: {', '.join(map(repr, weights))} have different formats")
@@ -138,7 +142,11 @@ class Weight:
 
     @staticmethod
     def stack(weights: Sequence[Weight]) -> Weight:
-        """Returns a stack (experts, out, in) of `weights` of one layout."""
+        """Returns a stack (experts, out, in) of `weights` of one layout.
+
+        Args:
+            weights: Each (out, in), of one layout and shape.
+        """
         first = weights[0]
         if any(one.layout != first.layout or one.shape != first.shape for one in weights):
             raise ValueError(f"Weight.stack: {', '.join(map(repr, weights))} have different layouts")
@@ -186,7 +194,12 @@ class Weight:
 
     @staticmethod
     def from_tensors(tensors: Sequence[Tensor], layout: str) -> Weight:
-        """Returns the Weight of such `tensors` and such a `layout`: the inverse of those two properties."""
+        """Returns the Weight of such `tensors` and such a `layout`: the inverse of those two properties.
+
+        Args:
+            tensors: As the property `tensors` gives them.
+            layout: As the property `layout` gives it.
+        """
         return _rebuilt(list(tensors), Layout.parse(layout))
 
     @property
@@ -203,7 +216,11 @@ class Weight:
         return 1, columns if columns == -1 else max(columns, MIN_ACTIVATION_GROUP)
 
     def take(self, indices: Tensor) -> Weight:
-        """Returns the rows of the matrix that `indices` (int64) name, as an embedding's lookup takes them."""
+        """Returns the rows of the matrix that `indices` (int64) name, as an embedding's lookup takes them.
+
+        Args:
+            indices: int64 of any shape, rows of the matrix.
+        """
         if self.group_shape[0] != 1 or self.ndim != 2:
             raise ValueError(f"Weight.take: {self!r} has no scales of its own for each row")
         flat = indices.reshape(-1)
@@ -212,11 +229,19 @@ class Weight:
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Returns the matrix as a tensor in `dtype`, computed in float32 (in float64 for that) and rounded once."""
+        """Returns the matrix as a tensor in `dtype`, computed in float32 (in float64 for that) and rounded once.
+
+        Args:
+            dtype: Of the result: a floating-point dtype.
+        """
         return _FORMATS[self.format].dequantize(self, dtype)
 
     def rows(self, rows: slice) -> Weight:
-        """Returns some rows of the matrix, that is outputs of the layer: a view of the data. `rows` is a slice."""
+        """Returns some rows of the matrix, that is outputs of the layer: a view of the data. `rows` is a slice.
+
+        Args:
+            rows: A slice without a step: which outputs.
+        """
         return _FORMATS[self.format].rows(self, rows)
 
     def tiled(self) -> Weight:
@@ -226,7 +251,11 @@ class Weight:
         return tiles.tiled_format(self).tiled(self)
 
     def to(self, device: torch.device | str | int) -> Weight:
-        """Returns the Weight on another `device`. Its tensors keep their dtypes, which are those of its format."""
+        """Returns the Weight on another `device`. Its tensors keep their dtypes, which are those of its format.
+
+        Args:
+            device: The device of the result.
+        """
         if not isinstance(device, (torch.device, str, int)):
             raise TypeError(
                 f"Weight.to: {device!r} is no device; {self!r} keeps its format: dequantize() gives a matrix in a dtype"

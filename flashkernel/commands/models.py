@@ -161,7 +161,7 @@ def e2e(
     records: list[GenerationRecord] = []
     unavailable: list[str] = []
     ceilings: Ceilings | None = None
-    total = len(models) * len(generation.contenders_of(names, engines)) * len(work.batches) * rounds
+    total = len(models) * len(generation.runner_setups(names, engines)) * len(work.batches) * rounds
     with progress.progress_bar(total) as bar, progress.keep_results() as stopped:
         bar.describe("measuring memory bandwidth")
         ceilings = roofline.ceilings(target, [])

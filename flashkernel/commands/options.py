@@ -40,7 +40,7 @@ Commit = Annotated[str | None, typer.Option(help="The commit to record, where th
 Model = Annotated[
     str, typer.Option("--model", "-m", help="A folder, a GGUF file, a cached owner/name, or smollm2 (downloaded).")
 ]
-MostTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: from all.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens whose probabilities sum to p.")]

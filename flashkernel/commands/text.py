@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashkernel.commands.options import (
+    MaxTokens,
     Model,
     ModelDtype,
-    MostTokens,
     OnDevice,
     Seed,
     Stop,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to write or answer; - reads standard input.")],
     model: Model = "smollm2",
-    max_tokens: MostTokens = 256,
+    max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -56,7 +56,7 @@ def generate(
 def chat(
     model: Model = "smollm2",
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: MostTokens = 512,
+    max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
     top_p: TopP = 0.9,

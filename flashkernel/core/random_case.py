@@ -116,10 +116,10 @@ def _options(rng: Rng, op: Op, base: Case) -> dict[str, Any]:
             seen.setdefault(name, []).append(value)
     options = dict(base.options)
     for name, values in seen.items():
-        luck = rng.kernel.random()
-        if luck < 0.35:
+        number = rng.kernel.random()
+        if number < 0.35:
             options[name] = rng.one(values)
-        elif luck < 0.55:
+        elif number < 0.55:
             options.pop(name, None)
     return options
 

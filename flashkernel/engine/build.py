@@ -132,10 +132,10 @@ def build_engine(
     tokens = max(tokens, max_num_seqs)  # every running sequence gets its token
     dtype = model.dtype if engine_args.kv_cache_dtype is None else KV_CACHE_DTYPES[engine_args.kv_cache_dtype]
     block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
-    told = progress or (lambda what, done, total: None)
+    on_progress = progress or (lambda what, done, total: None)
     compiled = 0
     if engine_args.warm_up and device.type == "cuda":  # before the KV cache takes the memory
-        compiled = precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), told)
+        compiled = precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), on_progress)
     block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, dtype)
     blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
     blocks += 1  # block 0 stays empty
@@ -144,14 +144,14 @@ def build_engine(
         config.num_layers, blocks, block_size, config.kv_heads, config.head_dim, dtype=dtype, device=device
     )
     cache = KVCache(
-        blocks, block_size, most_sequences=max_num_seqs, most_tokens=max_model_len,
+        blocks, block_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
         prefix_caching=engine_args.enable_prefix_caching, storage=storage,
     )  # fmt: skip
     runner = ModelRunner(model, storage, cache, max_num_seqs, tokens, engine_args.enforce_eager)
     scheduler = Scheduler(cache, max_num_seqs, tokens, engine_args.num_speculative_tokens)
     engine = LLMEngine(runner, scheduler, tokenizer, max_model_len, async_scheduling=device.type == "cuda")
     if engine_args.warm_up:
-        engine.warm_up(told, compiled)
+        engine.warm_up(on_progress, compiled)
     return engine
 
 

@@ -23,7 +23,7 @@ class ModelError(ValueError):
     """
 
 
-_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "n_layer"), 10_000
+_LAYERS, _MAX_LAYERS = ("num_hidden_layers", "n_layer"), 10_000
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class HFConfig:
         value = self.need(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.source}: {name} is {value!r}; it must be a whole number")
-        if name in _LAYERS and value > _MOST_LAYERS:  # lists of so many entries are made before a tensor is missed
+        if name in _LAYERS and value > _MAX_LAYERS:  # lists of so many entries are made before a tensor is missed
             raise ModelError(f"{self.source}: {name} is {value}; no model has so many layers, and the file is damaged")
         return value
 

@@ -198,7 +198,12 @@ lists of token ids
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[StepOutput]:
-        """Generates the next message, token by token; `messages` and `sampling_params` as for `chat`."""
+        """Generates the next message, token by token; `messages` and `sampling_params` as for `chat`.
+
+        Args:
+            messages: As for `chat`.
+            sampling_params: As for `chat`; None: the defaults.
+        """
         return self.stream(self._conversation(messages), sampling_params)
 
     def _conversation(self, messages: Sequence[Message]) -> list[int]:

@@ -236,7 +236,11 @@ class LLMEngine:
         return name
 
     def abort_request(self, request_id: str) -> None:
-        """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored."""
+        """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored.
+
+        Args:
+            request_id: As `add_request` returned it.
+        """
         with self._changed:
             if request_id in self._unfinished:
                 self._aborted.append(request_id)
@@ -247,7 +251,11 @@ class LLMEngine:
         return bool(self._unfinished or self._launched)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleeps until there is an unfinished request; returns False after `timeout` seconds without one."""
+        """Sleeps until there is an unfinished request; returns False after `timeout` seconds without one.
+
+        Args:
+            timeout: Seconds; None: until there is a request.
+        """
         with self._changed:
             return self._changed.wait_for(self.has_unfinished_requests, timeout)
 

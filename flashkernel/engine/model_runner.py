@@ -98,12 +98,12 @@ class ModelRunner:
         self.settings = RowSamplingParams(max_num_seqs)
         self.states = SamplingStates(max_num_seqs + 1, model.config.vocab_size, self.device)
         self._padding_row = max_num_seqs
-        most_tokens = max_num_batched_tokens + max_num_seqs  # decodes are padded apart from prompts
-        self._batch_tensors = BatchTensors(cache, 2 * max_num_seqs, most_tokens, self.device)
+        num_tokens = max_num_batched_tokens + max_num_seqs  # decodes are padded apart from prompts
+        self._batch_tensors = BatchTensors(cache, 2 * max_num_seqs, num_tokens, self.device)
         names = ("rows", "decode_rows", "logits_indices")
         fields = dict.fromkeys(names, (torch.int64, max_num_seqs))
         fields |= {name: (dtype, width * max_num_seqs) for name, (dtype, width) in FIELDS.items()}
-        self._buffers = InputBuffers({**fields, "input_ids": (torch.int64, most_tokens)}, self.device)
+        self._buffers = InputBuffers({**fields, "input_ids": (torch.int64, num_tokens)}, self.device)
         self._last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)  # by row
         self._settings_views: dict[int, dict[str, Tensor]] = {}  # by number of logits
         self._graphs: dict[StepShape, StepGraph] = {}

@@ -186,7 +186,7 @@ def _build(payload: bytes, sizes: EngineSizes) -> ModelRunner:
         device=model.device,
     )  # fmt: skip
     cache = KVCache(
-        NUM_BLOCKS, sizes.block_size, most_sequences=sizes.max_num_seqs, most_tokens=sizes.max_model_len,
+        NUM_BLOCKS, sizes.block_size, max_num_seqs=sizes.max_num_seqs, max_model_len=sizes.max_model_len,
         storage=storage,
     )  # fmt: skip
     return ModelRunner(model, storage, cache, sizes.max_num_seqs, sizes.max_num_batched_tokens, enforce_eager=True)

@@ -51,7 +51,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer | None:
-        """The tokenizer of the model folder `path`; None if there is no tokenizer.json."""
+        """The tokenizer of the model folder `path`; None if there is no tokenizer.json.
+
+        Args:
+            path: The folder of a model.
+        """
         file = path / "tokenizer.json"
         if not file.exists():
             return None
@@ -72,14 +76,24 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds those that the model wants around every text."""
+        """Token ids of a text; `add_special_tokens` adds those that the model wants around every text.
+
+        Args:
+            text: What is encoded.
+            add_special_tokens: Whether tokens such as <s> are added, which the model wants around every text.
+        """
         token_ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self.bos_token_id is not None and token_ids[:1] != [self.bos_token_id]:
             token_ids = [self.bos_token_id, *token_ids]
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`, without special tokens if `skip_special_tokens`."""
+        """The text of `token_ids`, without special tokens if `skip_special_tokens`.
+
+        Args:
+            token_ids: What is decoded.
+            skip_special_tokens: Whether special tokens give no text.
+        """
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @property
@@ -95,7 +109,11 @@ class Tokenizer:
             _compiled_template(self.chat_template or "")
 
     def token_text(self, token_id: int) -> str:
-        """The text that the token `token_id` adds to others; half a character becomes a replacement mark."""
+        """The text that the token `token_id` adds to others; half a character becomes a replacement mark.
+
+        Args:
+            token_id: One token.
+        """
         text = self._token_texts.get(token_id)
         if text is None:  # a response with log probabilities asks for the same ones again and again
             piece = self.backend.id_to_token(token_id)
@@ -113,12 +131,23 @@ class Tokenizer:
         the reply begins.
 
         `variables` are further names that some templates take (tools, enable_thinking).
+
+        Args:
+            messages: The conversation: dicts with "role" and "content".
+            add_generation_prompt: Whether the head of the reply is added.
+            variables: Further names that some templates take, such as tools and enable_thinking.
         """
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text that `apply_chat_template` encodes, with its `messages`, `add_generation_prompt` and `variables`."""
+        """The text that `apply_chat_template` encodes, with its `messages`, `add_generation_prompt` and `variables`.
+
+        Args:
+            messages: As for `apply_chat_template`.
+            add_generation_prompt: As for `apply_chat_template`.
+            variables: As for `apply_chat_template`.
+        """
         check_messages(messages)
         if self.chat_template is None:
             raise ValueError("chat: the model came without a chat template; complete plain text with generate instead")

@@ -112,7 +112,11 @@ class Transformer:
         return sum(found.values())
 
     def quantized(self, format: str) -> Transformer:
-        """The model with its layers' projections in another `Weight` format, with that format's default groups."""
+        """The model with its layers' projections in another `Weight` format, with that format's default groups.
+
+        Args:
+            format: A name of `flashkernel.Weight` formats, such as "int4".
+        """
         layers = []
         for layer in self.layers:
             found: dict[str, Any] = {name: getattr(layer, name) for name in PROJECTIONS}
@@ -157,7 +161,11 @@ class Transformer:
         return self.logits(run, x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The embeddings of tokens `input_ids`, [..., hidden]; of a quantized table only their rows are dequantized."""
+        """The embeddings of tokens `input_ids`, [..., hidden]; of a quantized table only their rows are dequantized.
+
+        Args:
+            input_ids: Integers [...].
+        """
         table = self.weights.embedding
         if isinstance(table, Weight):
             x = table.take(input_ids).dequantize(self.dtype).view(*input_ids.shape, -1)
@@ -190,7 +198,12 @@ class Transformer:
         return run.mlp(x, layer)
 
     def logits(self, run: forward_pass.ForwardPass, x: Tensor) -> Tensor:
-        """Logits in float32 of hidden states x [tokens, hidden], by the operators of the pass `run`."""
+        """Logits in float32 of hidden states x [tokens, hidden], by the operators of the pass `run`.
+
+        Args:
+            run: A forward pass: whose operators compute them.
+            x: Hidden states [tokens, hidden].
+        """
         weights = self.weights
         return run.norm_linear(
             x, weights.final_norm, weights.final_norm_bias, weights.lm_head, None, out_dtype=torch.float32

@@ -70,7 +70,11 @@ class LayerMask:
         return self.ndim
 
     def to(self, device: Any, **_: Any) -> LayerMask:
-        """The mask with its tables on another device, for models on several devices."""
+        """The mask with its tables on another device, for models on several devices.
+
+        Args:
+            device: Where the tables go.
+        """
         tables = ex.tables(self.mask.expression)
         moved = ex.bind(self.mask.expression, tables, [table.to(device) for table in tables])
         return LayerMask(Mask(moved, self.mask.name, self.mask.requires), self.shape)

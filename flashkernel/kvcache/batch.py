@@ -35,10 +35,10 @@ class Step(NamedTuple):
 
     Example:
         >>> from flashkernel.kvcache import BatchTensors, KVCache
-        >>> cache = KVCache(8, 16, most_sequences=2, most_tokens=64)
+        >>> cache = KVCache(8, 16, max_num_seqs=2, max_model_len=64)
         >>> row = cache.add()
         >>> cache.grow(row, 3)
-        >>> step = BatchTensors(cache, most_sequences=2, most_tokens=64).fill(row, 3)
+        >>> step = BatchTensors(cache, max_num_seqs=2, max_num_batched_tokens=64).fill(row, 3)
         >>> step.positions.tolist(), step.lengths.tolist(), step.cu_seqlens.tolist()
         ([0, 1, 2], [3], [0, 3])
     """
@@ -55,8 +55,8 @@ class BatchTensors:
 
     Args:
         cache: the cache whose sequences the steps run.
-        most_sequences: sequences of a step, at most.
-        most_tokens: new tokens of a step, of all sequences together, at most.
+        max_num_seqs: sequences of a step, at most.
+        max_num_batched_tokens: new tokens of a step, of all sequences together, at most.
         device: where the tensors are.
 
     Returns:
@@ -64,32 +64,32 @@ class BatchTensors:
 
     Example:
         >>> from flashkernel.kvcache import BatchTensors, KVCache
-        >>> cache = KVCache(8, 16, most_sequences=4, most_tokens=64)
+        >>> cache = KVCache(8, 16, max_num_seqs=4, max_model_len=64)
         >>> rows = [cache.add(), cache.add()]
         >>> cache.grow(rows)  # one new token for each sequence
-        >>> step = BatchTensors(cache, most_sequences=4, most_tokens=4).fill(rows, pad=(4, 4))
+        >>> step = BatchTensors(cache, max_num_seqs=4, max_num_batched_tokens=4).fill(rows, pad=(4, 4))
         >>> step.lengths.tolist(), step.slots.tolist()
         ([1, 1, 0, 0], [16, 32, -1, -1])
     """
 
     def __init__(
-        self, cache: KVCache, most_sequences: int, most_tokens: int, device: torch.device | str = "cpu"
+        self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.cache, self.most_sequences, self.most_tokens = cache, most_sequences, most_tokens
+        self.cache, self.max_num_seqs, self.max_num_batched_tokens = cache, max_num_seqs, max_num_batched_tokens
         self.device = torch.device(device)
         fields = {  # name -> dtype, size
-            "slots": (torch.int64, most_tokens),
-            "changed": (torch.int64, most_sequences),
-            "lengths": (torch.int32, most_sequences),
-            "positions": (torch.int32, most_tokens),
-            "cu_seqlens": (torch.int32, most_sequences + 1),
-            "rows": (torch.int32, most_sequences * cache.most_pages),  # changed rows of the page table, packed
+            "slots": (torch.int64, max_num_batched_tokens),
+            "changed": (torch.int64, max_num_seqs),
+            "lengths": (torch.int32, max_num_seqs),
+            "positions": (torch.int32, max_num_batched_tokens),
+            "cu_seqlens": (torch.int32, max_num_seqs + 1),
+            "rows": (torch.int32, max_num_seqs * cache.max_pages),  # changed rows of the page table, packed
         }
         self._small = _offset(fields, "rows")  # bytes before the last field
         # Two alternating host buffers: one may still be copied to the device while the other is written.
         self._hosts = [_Host(fields, self.device) for _ in range(2 if self.device.type == "cuda" else 1)]
         self._next_host = 0
-        table = torch.zeros((most_sequences, cache.most_pages), dtype=torch.int32, device=self.device)
+        table = torch.zeros((max_num_seqs, cache.max_pages), dtype=torch.int32, device=self.device)
         if self.device.type != "cpu":
             self._bytes = torch.zeros(_offset(fields, None), dtype=torch.uint8, device=self.device)
             self._views = _views(self._bytes, fields)
@@ -97,8 +97,8 @@ class BatchTensors:
             self._bytes, self._views = self._hosts[0].bytes, self._hosts[0].tensors
             self._host_table = table.numpy()
         self._table = table
-        self._numbers = np.arange(1, most_sequences + 1, dtype=np.int32)
-        self._versions = np.full(most_sequences, -1, dtype=np.int64)  # version of the page table in each row
+        self._numbers = np.arange(1, max_num_seqs + 1, dtype=np.int32)
+        self._versions = np.full(max_num_seqs, -1, dtype=np.int64)  # version of the page table in each row
 
     def fill(
         self,
@@ -142,10 +142,10 @@ class BatchTensors:
 
     def _check_room(self, sequences: int, entries: int, tokens: int, padded: int, padded_tokens: int) -> None:
         """ValueError if a step of so many tokens, in `entries` rows of the buffers, does not fit."""
-        if not (entries <= padded <= self.most_sequences and tokens <= padded_tokens <= self.most_tokens):
+        if not (entries <= padded <= self.max_num_seqs and tokens <= padded_tokens <= self.max_num_batched_tokens):
             raise ValueError(
                 f"kvcache: a step of {sequences} sequences and {tokens} tokens, padded to {padded} and "
-                f"{padded_tokens}, does not fit buffers for {self.most_sequences} and {self.most_tokens}"
+                f"{padded_tokens}, does not fit buffers for {self.max_num_seqs} and {self.max_num_batched_tokens}"
             )
 
     def _free_host(self) -> _Host:

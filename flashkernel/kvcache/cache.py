@@ -43,8 +43,8 @@ class KVCache:
     Args:
         pages: the number of pages, the empty page 0 included.
         page_size: tokens per page, a power of two up to 256.
-        most_sequences: sequences at the same time, at most.
-        most_tokens: tokens of a sequence, at most.
+        max_num_seqs: sequences at the same time, at most.
+        max_model_len: tokens of a sequence, at most.
         window: keys that a token sees, itself included. Pages that no later token sees are released, except those of
             the sink tokens; their entries in the page table become the empty page.
         sink_tokens: the first tokens, which stay visible beside the window.
@@ -52,11 +52,11 @@ class KVCache:
         storage: the memory of the pages, for copy-on-write; without it only the tables are kept.
 
     Returns:
-        An empty cache. `page_table` (int32 [most_sequences, max_pages]) and `lengths` have a row for each sequence.
+        An empty cache. `page_table` (int32 [max_num_seqs, max_pages]) and `lengths` have a row for each sequence.
 
     Example:
         >>> from flashkernel.kvcache import KVCache
-        >>> cache = KVCache(8, 4, most_sequences=2, most_tokens=16)
+        >>> cache = KVCache(8, 4, max_num_seqs=2, max_model_len=16)
         >>> first = cache.add([1, 2, 3, 4, 5])
         >>> cache.grow(first, 5)
         >>> cache.commit(first, [1, 2, 3, 4, 5])
@@ -70,8 +70,8 @@ class KVCache:
         pages: int,
         page_size: int = 16,
         *,
-        most_sequences: int = 256,
-        most_tokens: int = 8192,
+        max_num_seqs: int = 256,
+        max_model_len: int = 8192,
         window: int | None = None,
         sink_tokens: int = 0,
         prefix_caching: bool = True,
@@ -89,21 +89,21 @@ class KVCache:
         self._shift = page_size.bit_length() - 1
         self.window, self.sink_pages = window, -(-sink_tokens // page_size)
         self.prefix_caching, self.storage = prefix_caching, storage
-        self.most_sequences, self.most_tokens = most_sequences, most_tokens
-        self.most_pages = -(-most_tokens // page_size)
-        self.page_table = np.zeros((most_sequences, self.most_pages), dtype=np.int32)
-        self.lengths = np.zeros(most_sequences, dtype=np.int32)
-        self.page_counts = np.zeros(most_sequences, dtype=np.int32)
-        self.versions = np.zeros(most_sequences, dtype=np.int64)  # of a row's page table, never the same twice
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.max_pages = -(-max_model_len // page_size)
+        self.page_table = np.zeros((max_num_seqs, self.max_pages), dtype=np.int32)
+        self.lengths = np.zeros(max_num_seqs, dtype=np.int32)
+        self.page_counts = np.zeros(max_num_seqs, dtype=np.int32)
+        self.versions = np.zeros(max_num_seqs, dtype=np.int64)  # of a row's page table, never the same twice
         self._version = 0
-        self._alive = np.zeros(most_sequences, dtype=bool)
-        self._unused = deque(range(most_sequences))
-        self._released = np.zeros(most_sequences, dtype=np.int32)  # pages from sink_pages up to this one are released
+        self._alive = np.zeros(max_num_seqs, dtype=bool)
+        self._unused = deque(range(max_num_seqs))
+        self._released = np.zeros(max_num_seqs, dtype=np.int32)  # pages from sink_pages up to this one are released
         # The system backs this array with memory only where tokens are written.
-        self._tokens = np.zeros((most_sequences, most_tokens if prefix_caching else 0), dtype=np.int32)
-        self._committed = np.zeros(most_sequences, dtype=np.int32)
-        self._digests: list[list[bytes]] = [[] for _ in range(most_sequences)]  # the chain's start, then one a page
-        self._digested = np.zeros(most_sequences, dtype=np.int32)  # full pages that have a digest
+        self._tokens = np.zeros((max_num_seqs, max_model_len if prefix_caching else 0), dtype=np.int32)
+        self._committed = np.zeros(max_num_seqs, dtype=np.int32)
+        self._digests: list[list[bytes]] = [[] for _ in range(max_num_seqs)]  # the chain's start, then one a page
+        self._digested = np.zeros(max_num_seqs, dtype=np.int32)  # full pages that have a digest
         self._checked: bytes | None = None  # the sequences, as bytes, that were last found to exist
 
     def add(self, tokens: Tokens = (), *, salt: bytes | str = b"") -> int:
@@ -131,7 +131,12 @@ class KVCache:
         return row
 
     def match(self, tokens: Tokens, *, salt: bytes | str = b"") -> int:
-        """How many of `tokens` `add` would find in cached pages made with the same `salt`."""
+        """How many of `tokens` `add` would find in cached pages made with the same `salt`.
+
+        Args:
+            tokens: Token ids of a prompt.
+            salt: As `add` takes it: pages of another salt are not found.
+        """
         return len(self._find(np.asarray(tokens, dtype=np.int32), salt)[0]) * self.page_size
 
     def grow(self, sequences: Rows, count: int | Tokens = 1) -> None:
@@ -147,10 +152,10 @@ class KVCache:
         old = self.lengths[rows]
         counts = count if isinstance(count, int) else np.asarray(count, dtype=np.int32)
         new = old + counts
-        if np.count_nonzero((new < old) | (new > self.most_tokens)):
+        if np.count_nonzero((new < old) | (new > self.max_model_len)):
             raise ValueError(
                 f"kvcache: sequences of {old.tolist()} tokens cannot grow to {new.tolist()}; they grow by 0 or more, "
-                f"to at most {self.most_tokens}"
+                f"to at most {self.max_model_len}"
             )
         have = self.page_counts[rows]
         more = ((new + (self.page_size - 1)) >> self._shift) - have
@@ -204,7 +209,11 @@ class KVCache:
             self._register(int(rows[index]), int(full[index]))
 
     def fork(self, sequence: int) -> int:
-        """Adds a sequence with the same tokens, in the same pages until one of the two writes (copy-on-write)."""
+        """Adds a sequence with the same tokens, in the same pages until one of the two writes (copy-on-write).
+
+        Args:
+            sequence: Row of the sequence to copy.
+        """
         (source,) = self._rows(sequence).tolist()
         row = self._new_row()
         count = self.page_counts[source]
@@ -220,7 +229,12 @@ class KVCache:
         return row
 
     def truncate(self, sequences: Rows, lengths: int | Tokens) -> None:
-        """Drops all tokens of each of `sequences` from `lengths` on, such as those of a rejected draft."""
+        """Drops all tokens of each of `sequences` from `lengths` on, such as those of a rejected draft.
+
+        Args:
+            sequences: Rows.
+            lengths: Tokens to keep: one number for all, or one for each.
+        """
         rows = self._rows(sequences)
         target = np.zeros(rows.size, dtype=np.int32) + np.asarray(lengths, dtype=np.int32)
         if ((target < 0) | (target > self.lengths[rows])).any():
@@ -242,7 +256,11 @@ class KVCache:
             del self._digests[row][1 + int(whole[index]) :]
 
     def free(self, sequences: Rows) -> None:
-        """Releases these sequences and their pages; committed full pages can still be found."""
+        """Releases these sequences and their pages; committed full pages can still be found.
+
+        Args:
+            sequences: Rows.
+        """
         for row in self._rows(sequences).tolist():
             self._drop(row, 0)
             self.lengths[row] = self._committed[row] = self._digested[row] = 0
@@ -257,7 +275,13 @@ class KVCache:
         return np.nonzero(self._alive)[0].tolist()
 
     def slots(self, sequence: int, start: int, stop: int) -> np.ndarray:
-        """The slots (page * page_size + offset, int64) of the tokens [start, stop) of a sequence."""
+        """The slots (page * page_size + offset, int64) of the tokens [start, stop) of a sequence.
+
+        Args:
+            sequence: Row.
+            start: First token.
+            stop: Behind the last token.
+        """
         position = np.arange(start, stop)
         pages = self.page_table[sequence, position // self.page_size].astype(np.int64)
         return pages * self.page_size + position % self.page_size
@@ -278,8 +302,8 @@ class KVCache:
         names = rows.tobytes()
         if names == self._checked:  # the same batch as in the call before
             return rows
-        if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.most_sequences):
-            raise ValueError(f"kvcache: sequences {rows.tolist()} are not all within 0 to {self.most_sequences - 1}")
+        if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.max_num_seqs):
+            raise ValueError(f"kvcache: sequences {rows.tolist()} are not all within 0 to {self.max_num_seqs - 1}")
         if not self._alive[rows].all():
             raise ValueError(f"kvcache: sequences {rows[~self._alive[rows]].tolist()} do not exist; add gives numbers")
         if rows.size > 1 and np.unique(rows).size < rows.size:
@@ -290,7 +314,7 @@ class KVCache:
     def _new_row(self) -> int:
         if not self._unused:
             raise OutOfSequences(
-                f"kvcache: all {self.most_sequences} sequences are in use; free one, or make most_sequences larger"
+                f"kvcache: all {self.max_num_seqs} sequences are in use; free one, or make max_num_seqs larger"
             )
         row = self._unused.popleft()
         self._alive[row] = True
@@ -308,7 +332,7 @@ class KVCache:
         digests, pages = [first_digest(salt)], []
         if self.prefix_caching:
             data, step = tokens.tobytes(), self.page_size * tokens.itemsize
-            most = min(tokens.size, self.most_tokens) * tokens.itemsize
+            most = min(tokens.size, self.max_model_len) * tokens.itemsize
             for end in range(step, most, step):
                 digest = next_digest(digests[-1], data[end - step : end])
                 page = self.pool.index.find(digest)

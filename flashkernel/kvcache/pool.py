@@ -79,7 +79,11 @@ class PagePool:
         return self.pages - 1 - self.available
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` pages (int32) with one reference each: free ones first, then the least recently used cached ones."""
+        """`count` pages (int32) with one reference each: free ones first, then the least recently used cached ones.
+
+        Args:
+            count: How many.
+        """
         if count > self.available:
             raise OutOfPages(count, self.available)
         taken = min(count, self._free_count)
@@ -91,17 +95,25 @@ class PagePool:
         return pages
 
     def share(self, pages: np.ndarray) -> None:
-        """Adds a reference to each of `pages`; each is in use or cached."""
+        """Adds a reference to each of `pages`; each is in use or cached.
+
+        Args:
+            pages: Int32 page numbers.
+        """
         lost = pages[(self.references[pages] == 0) & ~self.index.registered[pages]]
         if lost.size:
             raise RuntimeError(f"kvcache: pages {lost.tolist()} are free and cannot be shared")
         idle = pages[self.references[pages] == 0]
         if idle.size:
-            self.index.revive(list(dict.fromkeys(idle.tolist())))
+            self.index.reuse(list(dict.fromkeys(idle.tolist())))
         np.add.at(self.references, pages, 1)
 
     def release(self, pages: np.ndarray) -> None:
-        """Removes a reference from each of `pages`; unreferenced ones become free, or cached in the order given."""
+        """Removes a reference from each of `pages`; unreferenced ones become free, or cached in the order given.
+
+        Args:
+            pages: Int32 page numbers.
+        """
         if (pages == EMPTY_PAGE).any():
             raise RuntimeError("kvcache: the empty page belongs to nobody and cannot be released")
         np.subtract.at(self.references, pages, 1)
@@ -122,5 +134,9 @@ class PagePool:
             self.index.retire(unused[registered].tolist())
 
     def forget(self, page: int) -> None:
-        """Removes a page from the prefix index, because its content is about to change."""
+        """Removes a page from the prefix index, because its content is about to change.
+
+        Args:
+            page: Its number.
+        """
         self.index.forget(page)

@@ -58,11 +58,20 @@ class PrefixIndex:
         return len(self._idle)
 
     def find(self, digest: bytes) -> int | None:
-        """The page with this digest, or None."""
+        """The page with this digest, or None.
+
+        Args:
+            digest: Of the page's tokens and all tokens before them.
+        """
         return self._page_of.get(digest)
 
     def register(self, digest: bytes, page: int) -> bool:
-        """Registers a page; False where the digest has a page, or the page a digest, already."""
+        """Registers a page; False where the digest has a page, or the page a digest, already.
+
+        Args:
+            digest: Of the page's tokens and all tokens before them.
+            page: Its number.
+        """
         if digest in self._page_of or self.registered[page]:
             return False
         self._page_of[digest] = page
@@ -71,23 +80,39 @@ class PrefixIndex:
         return True
 
     def forget(self, page: int) -> None:
-        """Removes a page whose content is about to change."""
+        """Removes a page whose content is about to change.
+
+        Args:
+            page: Its number.
+        """
         del self._page_of[self._digest_of.pop(page)]
         self.registered[page] = False
         self._idle.pop(page, None)
 
     def retire(self, pages: list[int]) -> None:
-        """Makes registered pages that lost their last reference evictable; the last is the most recently used."""
+        """Makes registered pages that lost their last reference evictable; the last is the most recently used.
+
+        Args:
+            pages: Their numbers.
+        """
         for page in pages:
             self._idle[page] = None
 
-    def revive(self, pages: list[int]) -> None:
-        """Takes pages that are referenced again out of the LRU order."""
+    def reuse(self, pages: list[int]) -> None:
+        """Takes pages that are referenced again out of the LRU order.
+
+        Args:
+            pages: Their numbers.
+        """
         for page in pages:
             del self._idle[page]
 
     def evict(self, count: int) -> list[int]:
-        """The `count` least recently used evictable pages, removed from the index."""
+        """The `count` least recently used evictable pages, removed from the index.
+
+        Args:
+            count: How many.
+        """
         pages: list[int] = []
         for _ in range(count):
             page, _ = self._idle.popitem(last=False)

@@ -102,7 +102,12 @@ class PageStorage:
         return sum(words.nbytes for words in self._words)
 
     def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copies the pages `sources` to `targets` on the device, in every layer; no target is a source."""
+        """Copies the pages `sources` to `targets` on the device, in every layer; no target is a source.
+
+        Args:
+            sources: Page numbers.
+            targets: Page numbers, as many.
+        """
         both = torch.from_numpy(np.stack((sources, targets)).astype(np.int64)).to(self.device, non_blocking=True)
         for words in self._words:
             words.index_copy_(1, both[1], words.index_select(1, both[0]))

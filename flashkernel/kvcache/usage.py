@@ -26,7 +26,7 @@ class Usage:
 
     Example:
         >>> from flashkernel.kvcache import KVCache
-        >>> cache = KVCache(8, 16, most_sequences=2, most_tokens=64)
+        >>> cache = KVCache(8, 16, max_num_seqs=2, max_model_len=64)
         >>> cache.grow(cache.add(), 20)
         >>> cache.usage().tokens, cache.usage().in_use, cache.usage().waste
         (20, 2, 0.375)

@@ -80,7 +80,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Contender:
+class RunnerSetup:
     """A runner, with options if it is the engine."""
 
     name: str
@@ -208,37 +208,37 @@ def measure(
         on_progress: called with what is about to be measured.
         engines: the options that the engine is measured with, in turn.
     """
-    contenders = contenders_of(names, engines)
-    measured: dict[tuple[Contender, int], Measured | str] = {}  # or the reason why nothing was measured
+    setups = runner_setups(names, engines)
+    measured: dict[tuple[RunnerSetup, int], Measured | str] = {}  # or the reason why nothing was measured
     for round_index in range(work.rounds):
         which = f" (round {round_index + 1} of {work.rounds})" if work.rounds > 1 else ""
-        for contender in contenders:
+        for setup in setups:
             loaded, reason = None, None
-            on_progress(f"{model.name} {contender.label}{which}: loading")
+            on_progress(f"{model.name} {setup.label}{which}: loading")
             try:
-                loaded = contender.runner.load(model.model, model.gguf)
+                loaded = setup.runner.load(model.model, model.gguf)
             except Exception as error:  # a runner that cannot load must not end the others
                 reason = _first_line(error)
             for batch in work.batches:
-                describe = partial(_describe, on_progress, f"{model.name} {contender.label} batch {batch}{which}")
-                so_far = measured.setdefault((contender, batch), Measured())
+                describe = partial(_describe, on_progress, f"{model.name} {setup.label} batch {batch}{which}")
+                so_far = measured.setdefault((setup, batch), Measured())
                 if reason is not None:
-                    measured[contender, batch] = reason
+                    measured[setup, batch] = reason
                 elif isinstance(so_far, Measured):
                     try:
-                        _measure_runs(so_far, model, contender, loaded, batch, work, describe)
+                        _measure_runs(so_far, model, setup, loaded, batch, work, describe)
                     except Exception as error:
-                        measured[contender, batch] = _first_line(error)
-                yield _record(model, contender, batch, work, measured[contender, batch], copy_tbs)
+                        measured[setup, batch] = _first_line(error)
+                yield _record(model, setup, batch, work, measured[setup, batch], copy_tbs)
                 free_memory(model.device)
             del loaded
             free_memory(model.device)
 
 
-def contenders_of(names: Sequence[str], engines: Sequence[EngineOptions]) -> list[Contender]:
+def runner_setups(names: Sequence[str], engines: Sequence[EngineOptions]) -> list[RunnerSetup]:
     """The runners of these names, the engine once for each of its options."""
     return [
-        Contender(name, options) for name in names for options in (engines if name == "engine" else [DEFAULT_OPTIONS])
+        RunnerSetup(name, options) for name in names for options in (engines if name == "engine" else [DEFAULT_OPTIONS])
     ]
 
 
@@ -249,7 +249,7 @@ def _describe(on_progress: Callable[[str], None], head: str, phase: str) -> None
 def _measure_runs(
     measured: Measured,
     model: BenchModel,
-    contender: Contender,
+    setup: RunnerSetup,
     loaded: Any,
     batch: int,
     work: Workload,
@@ -257,12 +257,12 @@ def _measure_runs(
 ) -> None:
     """Times one runner on one batch; adds to what was measured in earlier rounds."""
     prompts, on_gpu = model.prompts(batch, work.prompt, work.period), model.device.type == "cuda"
-    quantized = loaded if contender.options.quantization else None
+    quantized = loaded if setup.options.quantization else None
     measured.weight_bytes = None if quantized is None else quantized.nbytes
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
     host_peak = None if on_gpu else HostPeak()
     describe("warm-up")
-    generate: Generate = contender.runner.start(loaded, batch, work.prompt, work.new)
+    generate: Generate = setup.runner.start(loaded, batch, work.prompt, work.new)
     generate(prompts, min(WARM_UP_TOKENS, work.new))
     if on_gpu:  # the first full run is discarded
         generate(prompts, work.new)
@@ -278,7 +278,7 @@ def _measure_runs(
     rise = torch.cuda.max_memory_allocated(model.device) - before if host_peak is None else host_peak.bytes()
     if rise is not None:
         weights = model.model.nbytes if measured.weight_bytes is None else measured.weight_bytes
-        measured.peak_bytes = max(measured.peak_bytes or 0, rise + (0 if contender.runner.loads_at_start else weights))
+        measured.peak_bytes = max(measured.peak_bytes or 0, rise + (0 if setup.runner.loads_at_start else weights))
     del generate
     measured.runs += runs
     measured.joules = None if measured.joules is None or meter.joules is None else measured.joules + meter.joules
@@ -293,11 +293,16 @@ def _measure_runs(
 
 
 def _record(
-    model: BenchModel, contender: Contender, batch: int, work: Workload, measured: Measured | str, copy_tbs: float
+    model: BenchModel,
+    setup: RunnerSetup,
+    batch: int,
+    work: Workload,
+    measured: Measured | str,
+    copy_tbs: float,
 ) -> GenerationRecord:
-    options = contender.options
+    options = setup.options
     common: dict[str, Any] = {
-        "model": model.name, "implementation": contender.name, "kind": contender.runner.kind,
+        "model": model.name, "implementation": setup.name, "kind": setup.runner.kind,
         "dtype": str(model.dtype).removeprefix("torch."), "batch": batch, "prompt": work.prompt, "new": work.new,
         "period": work.period, **options.fields(),
     }  # fmt: skip

@@ -55,10 +55,10 @@ def entry_records(
         "date": entries.get("date", date), "source": source, "start_s": entries.get("start_s"),
     }  # fmt: skip
     records = [
-        _record(source, load, turn, entries[f"{load}, {turn}"], facts)
+        _record(source, load, pass_name, entries[f"{load}, {pass_name}"], facts)
         for load in LOADS
-        for turn in PASSES
-        if f"{load}, {turn}" in entries
+        for pass_name in PASSES
+        if f"{load}, {pass_name}" in entries
     ]
     if not records:
         raise ValueError(
@@ -68,20 +68,20 @@ def entry_records(
     return records
 
 
-def _record(source: str, load: str, turn: str, entry: Any, facts: Mapping[str, Any]) -> ServeRecord:
+def _record(source: str, load: str, pass_name: str, entry: Any, facts: Mapping[str, Any]) -> ServeRecord:
     try:
         seconds, speed = float(entry["s"]), float(entry["out_tokens_per_s"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source}: {load}, {turn} has no s and out_tokens_per_s ({error!r})") from error
+        raise ValueError(f"{source}: {load}, {pass_name} has no s and out_tokens_per_s ({error!r})") from error
     lengths = Load.named(load).lengths
     tokens = sum(answer for _, answer in lengths)
     if seconds <= 0 or abs(speed * seconds / tokens - 1) > SAME:
         raise ValueError(
-            f"{source}: {load}, {turn} has {speed * seconds:.0f} tokens in {seconds:g} s, and the load has {tokens}; "
-            "the file was made with other loads"
+            f"{source}: {load}, {pass_name} has {speed * seconds:.0f} tokens in {seconds:g} s, and the load has "
+            f"{tokens}; the file was made with other loads"
         )
     return ServeRecord(
-        load=load, pass_name=turn, requests=len(lengths), rate=None, seconds=seconds, out_tokens=tokens,
+        load=load, pass_name=pass_name, requests=len(lengths), rate=None, seconds=seconds, out_tokens=tokens,
         out_tokens_per_s=speed, requests_per_s=len(lengths) / seconds, **facts,
     )  # fmt: skip
 

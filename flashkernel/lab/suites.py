@@ -88,7 +88,7 @@ def _rope(batch: int, length: int, dim: int) -> Case:
 def _paged(batch: int, length: int, dim: int) -> Case:
     pages = length // PAGE
     axes = {"batch": batch, "new": 1, "heads": HEADS, "kv_heads": HEADS, "head_dim": dim, "value_dim": dim,
-            "cache": (batch * pages + 3, PAGE), "most_pages": pages}  # fmt: skip
+            "cache": (batch * pages + 3, PAGE), "max_pages": pages}  # fmt: skip
     return _case(f"paged-kv-b{batch}-n{length}-d{dim}", axes, present=("page_table",),
                  check_axes={"batch": 1, "cache": (pages + 3, PAGE)})  # fmt: skip
 

@@ -197,7 +197,7 @@ class SequenceRunner:
         """The input of a pass over so many sequences; it is always the same but for the tokens."""
         if sequences not in self._inputs:
             length = self.token_ids.shape[1]
-            cache = KVCache(self._storage.pages, PAGE, most_sequences=sequences, most_tokens=-(-length // PAGE) * PAGE)
+            cache = KVCache(self._storage.pages, PAGE, max_num_seqs=sequences, max_model_len=-(-length // PAGE) * PAGE)
             rows = [cache.add() for _ in range(sequences)]
             cache.grow(rows, length)
             step = BatchTensors(cache, sequences, sequences * length, self.model.device).fill(rows, length)

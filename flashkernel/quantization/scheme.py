@@ -63,7 +63,12 @@ class Scheme:
         return _INTEGERS[self.format]
 
     def check(self, name: str, columns: int) -> None:
-        """ValueError if the groups do not divide the columns of a matrix `name`."""
+        """ValueError if the groups do not divide the columns of a matrix `name`.
+
+        Args:
+            name: Of the matrix, for the message.
+            columns: Of the matrix: the inputs of its layer.
+        """
         if self.format in _INTEGERS and self.group_size != -1 and columns % self.group_size:
             fitting = [str(size) for size in (128, 64, 32) if columns % size == 0]
             raise ValueError(

@@ -14,7 +14,7 @@ def _elements(shape: Mapping[str, int], splits: int) -> int:
     return (queries + 2 * heads_per_program(shape["kv_heads"], splits)) * power_of_2(shape["dim"])
 
 
-def _most_heads(shape: Mapping[str, int]) -> int:
+def _max_heads(shape: Mapping[str, int]) -> int:
     return max(shape["q_heads"], shape["kv_heads"])
 
 
@@ -27,4 +27,4 @@ def _bytes_per_thread(shape: Mapping[str, int]) -> int:
     return 64 if shape["quantized"] else 128  # dividing takes registers of its own
 
 
-APPEND = head_tunable("append_kv", _elements, _most_heads, _bucket, _bytes_per_thread)
+APPEND = head_tunable("append_kv", _elements, _max_heads, _bucket, _bytes_per_thread)

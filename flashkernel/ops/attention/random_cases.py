@@ -88,14 +88,14 @@ def _shared(rng: Rng, dims: tuple[tuple[int, ...], tuple[int, ...]] = _DIMS) -> 
 
 def _mask(rng: Rng, axes: Mapping[str, int], depth: int) -> Mask:
     """A constructor's mask, or two of them combined."""
-    luck = rng.kernel.random()
-    if depth == 0 or luck < 0.35:
+    number = rng.kernel.random()
+    if depth == 0 or number < 0.35:
         return _constructed(rng, axes)
     left = _mask(rng, axes, depth - 1)
-    if luck < 0.45:
+    if number < 0.45:
         return ~left
     right = _mask(rng, axes, depth - 1)
-    return left & right if luck < 0.75 else left | right
+    return left & right if number < 0.75 else left | right
 
 
 def _constructed(rng: Rng, axes: Mapping[str, int]) -> Mask:

@@ -266,7 +266,7 @@ def _check_lengths(name: str, q: Tensor, lengths: Tensor, page_table: Tensor | N
     if page_table is not None and (not _is_int32(page_table, q, 2) or page_table.shape[0] != batch):
         raise ValueError(
             f"{name}: page_table is {page_table.dtype} {tuple(page_table.shape)} on {page_table.device}; it must be "
-            f"int32 ({batch}, most_pages) on {q.device}"
+            f"int32 ({batch}, max_pages) on {q.device}"
         )
 
 

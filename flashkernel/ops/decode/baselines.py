@@ -23,7 +23,7 @@ def eager(op: Op, case: Case) -> Function:
 
 def eager_packed(op: Op, case: Case) -> Function:
     """Every token gathers its sequence's keys, which only small cases have the memory for."""
-    if case.axes["tokens"] * case.axes["most_pages"] * case.axes["cache"][1] > 2**20:
+    if case.axes["tokens"] * case.axes["max_pages"] * case.axes["cache"][1] > 2**20:
         raise ValueError("it would hold all keys once for every token")
     return reference.paged_attention
 

@@ -54,7 +54,7 @@ def _cache(rng: Rng, axes: dict[str, Any], page: int, most: int = 1100) -> int:
     capacity = rng.size(1, most if rng.large else 70)
     if page:
         pages = -(-capacity // page)
-        axes |= {"most_pages": pages, "cache": (axes["batch"] * pages + 3, page)}
+        axes |= {"max_pages": pages, "cache": (axes["batch"] * pages + 3, page)}
         capacity = pages * page
     else:
         axes["cache"] = (axes["batch"], capacity)

@@ -93,7 +93,7 @@ def _not_faster(call: Call) -> str | None:
 
 
 def _capacity(axes: Axes) -> int:
-    return axes["most_pages"] * axes["cache"][1] if "most_pages" in axes else axes["cache"][1]
+    return axes["max_pages"] * axes["cache"][1] if "max_pages" in axes else axes["cache"][1]
 
 
 def _cached(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> Tensor:
@@ -102,7 +102,7 @@ def _cached(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) -> T
     if axes.get("levels"):
         return torch.randint(-axes["levels"], axes["levels"] + 1, shape, generator=generator, device=device).float()
     values = torch.randn(shape, generator=generator, device=device)
-    if "most_pages" not in axes and axes.get("shared") and shape[0]:
+    if "max_pages" not in axes and axes.get("shared") and shape[0]:
         values[:, : axes["shared"]] = values[:1, : axes["shared"]].clone()
     return values
 
@@ -142,7 +142,7 @@ def _cumulative(shape: tuple[int, ...], axes: Axes, generator: torch.Generator) 
 
 _SHARED_INPUTS = {
     "lengths": Input(("batch",), torch.int32, _lengths, grad=False),
-    "page_table": Input(("batch", "most_pages"), torch.int32, _pages, grad=False, optional=True),
+    "page_table": Input(("batch", "max_pages"), torch.int32, _pages, grad=False, optional=True),
     "sinks": Input(("heads",), optional=True),
     "k_scale": Input(("*cache", "kv_heads"), torch.float32, _scales, optional=True),
     "v_scale": Input(("*cache", "kv_heads"), torch.float32, _scales, optional=True),
@@ -157,7 +157,7 @@ _PREFILL_INPUTS = {
     **_CACHE_INPUTS,
     "cu_seqlens_q": Input(("bounds",), torch.int32, _cumulative, grad=False),
     **_SHARED_INPUTS,
-    "page_table": Input(("batch", "most_pages"), torch.int32, _pages, grad=False),
+    "page_table": Input(("batch", "max_pages"), torch.int32, _pages, grad=False),
 }
 
 
@@ -171,7 +171,7 @@ def _axes(
         "value_dim": value_dim, "cache": (batch, capacity), **more,
     }  # fmt: skip
     if page:
-        axes |= {"most_pages": -(-capacity // page), "cache": (batch * -(-capacity // page) + 3, page)}
+        axes |= {"max_pages": -(-capacity // page), "cache": (batch * -(-capacity // page) + 3, page)}
     return axes
 
 
@@ -229,7 +229,7 @@ _PAGES = (
 def _quantized(
     name: str, axes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, levels: int, *more: str
 ) -> Case:
-    present = (*_QUANTIZED, *more, *(_PAGED if "most_pages" in axes else ()))
+    present = (*_QUANTIZED, *more, *(_PAGED if "max_pages" in axes else ()))
     return Case(name, {**axes, "levels": levels}, options, present=present, dtype_of={"k": dtype, "v": dtype})
 
 
@@ -287,7 +287,7 @@ def _bench(name: str, heads: tuple[int, int], dim: int, batch: int, capacity: in
            options: dict[str, Any] | None = None, present: tuple[str, ...] = (), **more: Any) -> Case:  # fmt: skip
     few, short = min(batch, 4), min(capacity, 1024)
     small = _axes(few, new, heads, dim, short, page)
-    checked = {axis: small[axis] for axis in ("batch", "cache", *(("most_pages",) if page else ()))}
+    checked = {axis: small[axis] for axis in ("batch", "cache", *(("max_pages",) if page else ()))}
     return Case(
         f"{name}{f'-page{page}' if page else ''}", _axes(batch, new, heads, dim, capacity, page, **more), options or {},
         _HALF, (*present, *(_PAGED if page else ())), gradients=False, check_axes=checked,
@@ -327,7 +327,7 @@ def _prefill_benches() -> tuple[Case, ...]:
         axes = _axes(batch, 0, (llama.heads, llama.kv_heads), llama.head_dim, keys, 16, tokens=tokens, bounds=batch + 1)
         del axes["new"]
         small = _axes(1, 0, (1, 1), 16, 1024, 16)
-        checked = {"batch": 1, "bounds": 2, "tokens": 256, "cache": small["cache"], "most_pages": small["most_pages"]}
+        checked = {"batch": 1, "bounds": 2, "tokens": 256, "cache": small["cache"], "max_pages": small["max_pages"]}
         cases.append(Case(name, axes, {}, _HALF, gradients=False, check_axes=checked))
     return tuple(cases)
 

@@ -128,8 +128,8 @@ def linear(
     if quantized:
         formats = {"weight": spec.layouts(weights), "weights": len(weights), "blocks": support.in_blocks(x.shape[-1])}
         if support.in_tiles(formats["weight"]):
-            unfit = packed == "interleaved" or sizes[0] % TILE != 0
-            formats["interleaved"] = gated and len(weights) == 1 and unfit
+            no_tiles = packed == "interleaved" or sizes[0] % TILE != 0
+            formats["interleaved"] = gated and len(weights) == 1 and no_tiles
             formats["many_tokens"] = x.shape[:-1].numel() > TILE_ROWS
     if main_grads is not None:
         check_main_grads("linear", main_grads, weights)

@@ -55,14 +55,14 @@ def tile_count(config: LinearConfig, sizes: tuple[int, ...]) -> int:
 def _bucket(shape: Mapping[str, int]) -> tuple[int, ...]:
     # Columns and inner stay exact: how they divide among the SMs is what the choice depends on.
     rows = shape["rows"] if shape["rows"] <= MAX_VECTOR_ROWS else power_of_2(shape["rows"])
-    key = (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["outer"], shape["norm"])
+    key = (rows, shape["columns"], shape["inner"], shape["bytes"], shape["streams"], shape["transposed"], shape["norm"])
     return (*key, shape.get("x_bytes", shape["bytes"]), bool(shape.get("dequantized")))
 
 
 def _heuristic(device: Device, shape: Mapping[str, int]) -> LinearConfig:
     if shape.get("dequantized"):
         return _dequantized(device, shape)
-    if shape["rows"] <= _vector_rows(device, shape) and not shape["outer"]:
+    if shape["rows"] <= _vector_rows(device, shape) and not shape["transposed"]:
         return _vector(device, shape)
     return _tensor(device, shape)
 
@@ -171,7 +171,7 @@ def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> st
             return "the vector kernel has one program for each tile"
         if shape.get("dequantized"):
             return "the vector kernel multiplies by weights as they are"
-        if shape["outer"]:
+        if shape["transposed"]:
             return "the vector kernel wants weights that are contiguous along the sum"
         each = loaded / (32 * config.num_warps)
         return None if each <= 128 else f"{each:.0f} weights a thread do not fit its registers"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.epilogue import Epilogue
 from flashkernel.blocks.epilogue_cuda import cuda_steps
 from flashkernel.core import cuda, tune
@@ -17,7 +18,6 @@ from flashkernel.ops.gemm.configs import CUDA_LINEAR, TileConfig
 from flashkernel.ops.gemm.params import LinearExtras, in_one_layout
 
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[1] / "blocks" / "cuda",)
 MAX_WEIGHTS, VECTOR = 3, 8  # VECTOR: 16-bit elements in 16 bytes
 MAX_STRIDE = 1 << 24  # elements; offsets within a tile are 32-bit
 NORM_THREADS, COMBINE_THREADS, MAX_GRID_ROWS = 256, 256, 65535
@@ -35,7 +35,7 @@ def module(chain: str, bias: torch.dtype, residual: torch.dtype, out: torch.dtyp
     }  # fmt: skip
     if chain:
         defines["EPILOGUE"] = cuda_steps(chain)
-    return Module(FOLDER / "kernel.cu", defines=defines, include=INCLUDE)
+    return Module(FOLDER / "kernel.cu", defines=defines, include=CUDA_HEADERS)
 
 
 def _tile_kernel(dtype: torch.dtype, config: TileConfig, gated: bool, transposed: bool, vector: bool) -> str:

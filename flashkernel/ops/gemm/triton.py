@@ -314,20 +314,20 @@ def forward(x: Tensor, weights: list[Any], biases: list[Tensor], extras: LinearE
         return y
     quantized = _Quantized() if isinstance(weights[0], Tensor) else _quantized(weights)
     matrices = [weight.data for weight in weights]
-    weights, outer = _one_layout([one.contiguous() for one in matrices] if quantized.format else matrices)
+    weights, transposed = _one_layout([one.contiguous() for one in matrices] if quantized.format else matrices)
     biases = in_one_layout(biases)
     if norm_weight is not None:
         norm_weight = norm_weight.contiguous()
     shape = {
         "rows": rows, "columns": sum(sizes), "inner": inner, "bytes": weights[0].element_size(),
-        "x_bytes": x.element_size(), "streams": 2 if gated else 1, "outer": outer, "norm": norm_weight is not None,
-        "dequantized": bool(quantized.format),
+        "x_bytes": x.element_size(), "streams": 2 if gated else 1, "transposed": transposed,
+        "norm": norm_weight is not None, "dequantized": bool(quantized.format),
     }  # fmt: skip
     props = device.properties(x.device)
     config = tune.pick(LINEAR, props, shape)
     tensors = (tuple(weights), quantized.scales, tuple(biases) if biases else (x,) * len(weights), residual, y)
     strides = (
-        x.stride(0), tuple([weight.stride(1 if outer else 0) for weight in weights]), quantized.scale_strides,
+        x.stride(0), tuple([weight.stride(1 if transposed else 0) for weight in weights]), quantized.scale_strides,
         biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0), sizes, inner,
     )  # fmt: skip
     constants = {
@@ -354,7 +354,7 @@ def forward(x: Tensor, weights: list[Any], biases: list[Tensor], extras: LinearE
         x, norm_weight, *tensors, workspace, counters(x.device) if shared else None, quantized.zeros, *strides, rows,
         tiles, share,
         eps, offset,
-        TRANSPOSED=outer, STREAM_K=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        TRANSPOSED=transposed, STREAM_K=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         FORMAT=quantized.format, ZEROS=quantized.has_zeros, GROUP=quantized.group,
         BLOCK_M=row_tile(rows), **constants,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,52 @@ from flashkernel.blocks.fp8 import FP8
 from flashkernel.core import device, env
 from flashkernel.core.arguments import unit_stride
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
+
+
+class EpiloguePointers(NamedTuple):
+    """What an epilogue reads and writes beside C, as kernels take it; `EpilogueTensors` says what each is."""
+
+    z: Any
+    dz: Any
+    bias: Any
+    up_bias: Any
+    residual: Any
+    seed: Any  # a `seed_word`
+    device_seed: Any  # or the address of a number
+    out_scale: Any
+    block_scales: Any
+
+
+class EpilogueStrides(NamedTuple):
+    """Strides of the batch and of the rows, 0 for what is the same for all; of the biases that of their elements."""
+
+    c_batch: Any
+    c_row: Any
+    z_batch: Any
+    z_row: Any
+    dz_batch: Any
+    dz_row: Any
+    bias: Any
+    residual_batch: Any
+    residual_row: Any
+    out_scale_batch: Any
+    out_scale_row: Any
+    block_scales_batch: Any
+    block_scales_row: Any
+
+
+class EpilogueTraits(NamedTuple):
+    """What the epilogue of a kernel is compiled for.
+
+    BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it. PACKED says
+    how z holds gate and up; without a gate it is "".
+    """
+
+    BEFORE: str
+    AFTER: str
+    PACKED: str
+    C_TMA: bool  # C is stored by its descriptor
+    PART_N: int  # columns of a tile that are worked on at a time, to save registers
 
 
 @dataclass(frozen=True)
@@ -68,23 +115,27 @@ class EpilogueTensors:
         return EpilogueTensors(activated, ("", params.chain), packed, z=z, dz=dz)
 
     @property
-    def pointers(self) -> tuple[Tensor | int | None, ...]:
-        """C first, and the seed of dropout and the output's scales last."""
-        tensors = (self.c, self.z, self.dz, self.bias, self.up_bias, self.residual)
-        return *tensors, *self.seed, self.out_scale, self.block_scales
+    def pointers(self) -> EpiloguePointers:
+        return EpiloguePointers(
+            self.z, self.dz, self.bias, self.up_bias, self.residual, *self.seed, self.out_scale, self.block_scales
+        )
 
     @property
-    def strides(self) -> tuple[Any, ...]:
-        """Of C, z, dz, the bias, the residual and C's scales: batch and rows, 0 for what is the same for all."""
-        return (
-            _matrix_strides(self.c), _matrix_strides(self.z), _matrix_strides(self.dz),
-            0 if self.bias is None else self.bias.stride(0), _matrix_strides(self.residual),
-            _matrix_strides(self.out_scale), _matrix_strides(self.block_scales),
+    def strides(self) -> EpilogueStrides:
+        return EpilogueStrides(
+            *_matrix_strides(self.c), *_matrix_strides(self.z), *_matrix_strides(self.dz),
+            0 if self.bias is None else self.bias.stride(0), *_matrix_strides(self.residual),
+            *_matrix_strides(self.out_scale), *_matrix_strides(self.block_scales),
         )  # fmt: skip
 
     @property
-    def constants(self) -> dict[str, str]:
-        return {"BEFORE": self.chains[0], "AFTER": self.chains[1], "PACKED": self.packed}
+    def stride_pairs(self) -> tuple[Any, ...]:
+        """The same by tensor: pairs of the batch and the rows, and a number for the biases."""
+        (*before, bias), after = self.strides[:7], self.strides[7:]
+        return *_pairs(before), bias, *_pairs(after)
+
+    def traits(self, c_tma: bool, part_n: int) -> EpilogueTraits:
+        return EpilogueTraits(*self.chains, self.packed, c_tma, part_n)
 
 
 def seed_arguments(epilogue: Epilogue, seed: int | Tensor) -> tuple[int | None, Tensor | None]:
@@ -99,6 +150,10 @@ def fp8_bytes(x: Tensor) -> Tensor:
     if x.dtype != FP8 or (device.properties(x.device).arch >= 89 and not env.interpreting()):
         return x
     return x.view(torch.uint8)
+
+
+def _pairs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(values[::2], values[1::2])
 
 
 def _matrix_strides(x: Tensor | None) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.core.cuda import TYPES, Kernel, Module, target
 from flashkernel.core.launch import pdl_options
 from flashkernel.core.tune import power_of_2
@@ -14,7 +15,7 @@ from flashkernel.ops.reduce import kinds
 from flashkernel.ops.reduce.masks import PLAIN, MaskRows, Pair, Scores
 
 FOLDER = Path(__file__).parent
-MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
+MODULE = Module(FOLDER / "kernel.cu", include=CUDA_HEADERS)
 WARP, IN_FLIGHT, MAX_THREADS = 32, 4, 512  # as in row.cuh
 MAX_COLUMNS = 16384  # of a softmax that keeps its row in registers: 32 values a thread
 MAX_SINGLE_COLUMNS = 8192  # the same where rows are not whole vectors: every load takes a register of its own

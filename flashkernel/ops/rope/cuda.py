@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.rope import Rotation
 from flashkernel.core import cuda
 from flashkernel.core.arguments import unit_stride
@@ -15,7 +16,7 @@ from flashkernel.core.cuda import TYPES, Kernel, Module
 from flashkernel.core.tune import ceil_div
 
 FOLDER = Path(__file__).parent
-MODULE = Module(FOLDER / "kernel.cu", include=(FOLDER.parents[1] / "blocks" / "cuda",))
+MODULE = Module(FOLDER / "kernel.cu", include=CUDA_HEADERS)
 MAX_THREADS, HEADS = 256, 4  # as in kernel.cu
 MAX_BATCHES = 65535  # of a grid's second axis; the third takes the rest
 

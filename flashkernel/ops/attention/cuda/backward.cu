@@ -132,7 +132,7 @@ struct QueryBlocks {
 template <int BLOCK_M>
 struct StatsCopy {
 #if !SM80
-    float held;
+    float statistic;
 #endif
 
     // `stats` and `delta_offset`: where the block's LSE begins, and delta behind it.
@@ -144,13 +144,13 @@ struct StatsCopy {
             cp_async_16(target + thread * 16, from, true);
         }
 #else
-        if (thread < 2 * BLOCK_M) held = stats[(thread < BLOCK_M ? 0 : delta_offset) + thread % BLOCK_M];
+        if (thread < 2 * BLOCK_M) statistic = stats[(thread < BLOCK_M ? 0 : delta_offset) + thread % BLOCK_M];
 #endif
     }
     __device__ inline void finish(unsigned target) {
 #if !SM80
         const int thread = reread_thread_index();
-        if (thread < 2 * BLOCK_M) store_shared(target + thread * 4, __float_as_uint(held));
+        if (thread < 2 * BLOCK_M) store_shared(target + thread * 4, __float_as_uint(statistic));
 #endif
     }
 };

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flashkernel.blocks import expression as ex
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.dropout import seed_word, threshold
 from flashkernel.blocks.source_cuda import cuda_source, table_arguments, table_macros
 from flashkernel.blocks.tile_ranges import TileRanges
@@ -18,7 +19,6 @@ from flashkernel.ops.attention.cuda.configs import padded_dim
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 
 # Groups of kernel parameters, in the order of the functions below.
 STRIDES = "int64, int32, int64"  # of a batch, a row and a head
@@ -102,4 +102,4 @@ def kernel_for(
 
 @lru_cache(maxsize=1024)
 def module(name: str, macros: tuple[tuple[str, Any], ...]) -> Module:
-    return Module(FOLDER / f"{name}.cu", defines=dict(macros), include=INCLUDE)
+    return Module(FOLDER / f"{name}.cu", defines=dict(macros), include=CUDA_HEADERS)

@@ -268,12 +268,14 @@ def _grid(
     kv_bytes += 2 * seqlen_k * (head_dim + value_dim) * k.element_size()
     # Under a mask at least as many heads as are worked on anyway, and two: fewer programs then ask for the same blocks.
     least = 1 if params.mask is None else max(2, properties.sms // tiles)
-    together = min(batch_heads, max(least, head_group(properties, kv_bytes, 1, batch_heads, params.mask is not None)))
-    together = _even_groups(batch_heads, together)
+    heads_per_group = min(
+        batch_heads, max(least, head_group(properties, kv_bytes, 1, batch_heads, params.mask is not None))
+    )
+    heads_per_group = _even_groups(batch_heads, heads_per_group)
     # If the mask has tables, the lengths of work tiles are unknown: each gets a program, and the device schedules them.
     lengths_known = params.mask is None or not params.mask.tables
     programs = min(properties.sms, tiles * batch_heads) if lengths_known else tiles * batch_heads
-    return TileGrid(batch_heads, tiles, kv_heads, 1, together, transposed=True, group_size=group_size), programs
+    return TileGrid(batch_heads, tiles, kv_heads, 1, heads_per_group, transposed=True, group_size=group_size), programs
 
 
 def backward_config(

@@ -139,9 +139,9 @@ __device__ inline void compute_keys(const WorkTile& work, int owner, unsigned sh
 
             // s[4 j + 2 half + e] is query 8 j + 2 (lane % 4) + e of key 16 warp + lane / 4 + 8 half.
             const unsigned vectors = shared + VECTORS + step % STAGES * 2 * VECTOR + lane % 4 * 8;
-            const int apart = (i - key_block) * BLOCK;  // of the blocks
-            const bool masked = apart == 0 || apart + BLOCK > window;
-            const int first = apart + lane % 4 * 2 - warp * 16 - lane / 4;  // query minus key of s[0]
+            const int block_distance = (i - key_block) * BLOCK;  // of the blocks
+            const bool masked = block_distance == 0 || block_distance + BLOCK > window;
+            const int first = block_distance + lane % 4 * 2 - warp * 16 - lane / 4;  // query minus key of s[0]
             unsigned p[16], ds[16];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.mask import Mask
 from flashkernel.core.cuda import TYPES, Module
 from flashkernel.core.device import properties
@@ -45,8 +46,7 @@ def _causal_window(mask: Mask) -> int:
 
 @cache
 def _module() -> Module:
-    include = (_FOLDER.parents[2] / "blocks" / "cuda",)
-    return Module(_FOLDER / "window_backward.cu", include=include, specific=True)
+    return Module(_FOLDER / "window_backward.cu", include=CUDA_HEADERS, specific=True)
 
 
 @lru_cache(maxsize=256)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flashkernel.blocks.mask import MOST_KEYS, Mask, causal, window
+from flashkernel.blocks.mask import MAX_KEYS, Mask, causal, window
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 
-NO_LIMIT = MOST_KEYS  # of `left` and `right`
+NO_LIMIT = MAX_KEYS  # of `left` and `right`
 
 
 Window = int | tuple[int | None, int | None] | None

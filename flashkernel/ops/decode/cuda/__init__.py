@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.core import cuda, device, tune
 from flashkernel.core.cuda import Kernel, Module
 from flashkernel.core.launch import pdl_options
@@ -16,9 +17,8 @@ from flashkernel.ops.decode.cuda.configs import PREFILL, SPLIT, PrefillConfig, S
 from flashkernel.ops.decode.params import CachedKV, DecodeParams
 
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
-DECODE = Module(FOLDER / "split_kv.cu", include=INCLUDE)
-PAGED = Module(FOLDER / "prefill.cu", include=INCLUDE)
+DECODE = Module(FOLDER / "split_kv.cu", include=CUDA_HEADERS)
+PAGED = Module(FOLDER / "prefill.cu", include=CUDA_HEADERS)
 TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 STORED = {**TYPES, torch.int8: "signed char", torch.float8_e4m3fn: "unsigned char"}
 SINKS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # as in attend.cuh

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.core import cuda
 from flashkernel.core.cuda import TYPES, Kernel, Module
 from flashkernel.core.device import Device
@@ -17,7 +18,6 @@ from flashkernel.core.driver import TensorMap
 from flashkernel.core.tune import ceil_div
 
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 HALVES = (torch.float16, torch.bfloat16)
 MAX_GRID_Y = 65535
 MAX_INNER = 1 << 24  # of K and N: offsets within a tile are 32-bit
@@ -60,7 +60,7 @@ class Rung:
     @cached_property
     def module(self) -> Module:
         """The .cu file of this rung."""
-        return Module(FOLDER / self.file, include=INCLUDE, specific=self.hopper)
+        return Module(FOLDER / self.file, include=CUDA_HEADERS, specific=self.hopper)
 
     def kernel(self, arguments: str, *template: object) -> Kernel:
         """The instance of this rung's kernel for these template arguments."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.epilogue import Epilogue, Residual
 from flashkernel.blocks.epilogue_cuda import cuda_steps
 from flashkernel.blocks.weight import Weight
@@ -25,7 +26,6 @@ from flashkernel.ops.gemm.quantized.configs import QUANTIZED, TILE, QuantizedCon
 from flashkernel.ops.gemm.quantized.schedule import whole_tiles
 
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 _TMA_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle
 _ARGUMENTS = ", ".join(["tensor_map"] + ["pointer"] * 12 + ["int64"] * 2 + ["int32"] * 8)
@@ -40,7 +40,7 @@ def module(chain: str, bias: torch.dtype, residual: torch.dtype, out: torch.dtyp
     pieces = Epilogue.parse(chain)
     if out.itemsize == 2 and not pieces.gated and not any(isinstance(piece, Residual) for piece in pieces.pieces):
         defines["ELEMENTWISE_EPILOGUE"] = "1"
-    return Module(FOLDER / "kernel.cu", defines=defines, include=INCLUDE, specific=True)
+    return Module(FOLDER / "kernel.cu", defines=defines, include=CUDA_HEADERS, specific=True)
 
 
 class Call(few_rows.Product):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.epilogue_cuda import cuda_steps
 from flashkernel.blocks.weight import Weight
 from flashkernel.blocks.weight_formats.grouped import scales_of
@@ -32,7 +33,6 @@ from flashkernel.ops.gemm.quantized.configs import (
 
 __all__ = ["FewRows", "QuantizedConfig", "few_rows_configs", "few_rows_error", "launch", "max_chunks", "module"]
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 TILE_ROWS = 16  # of the weight: a work item
 _ARGUMENTS = ", ".join(["pointer"] * 15 + ["int64"] * 4 + ["int32"] * 10)
 
@@ -43,7 +43,7 @@ def module(chain: str, bias: torch.dtype, residual: torch.dtype, out: torch.dtyp
     defines = {"BIAS_TYPE": TYPES[bias], "RESIDUAL_TYPE": TYPES[residual], "OUT_TYPE": TYPES[out]}
     if chain:
         defines["EPILOGUE"] = cuda_steps(chain)
-    return Module(FOLDER / "few_rows.cu", defines=defines, include=INCLUDE, specific=True)
+    return Module(FOLDER / "few_rows.cu", defines=defines, include=CUDA_HEADERS, specific=True)
 
 
 @dataclass(frozen=True)

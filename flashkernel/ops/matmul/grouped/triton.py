@@ -16,7 +16,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import GROUPED
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
-from flashkernel.ops.matmul.tiles_triton import load_tile, tile_position
+from flashkernel.ops.matmul.tiles_triton import Operand, TileAccess, load_tile, tile_position
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
     describable,
@@ -64,14 +64,14 @@ def grouped_matmul_kernel(
     x, x_descriptor, weights, weights_descriptor, y, offsets, gather, scatter, row_weights, bias, x_scale,
     weight_scale, preactivation, x_strides, weight_strides, bias_strides, x_scale_stride, weight_scale_strides,
     rows, groups, N, K, columns,
-    PRECISION: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr,
-    W_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, GROUPS: tl.constexpr, GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, X: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr, GROUPS: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile [BLOCK_M, BLOCK_N] of the products of all groups.
 
-    GATE "halves": a tile is BLOCK_N columns of gate and of up, with an accumulator each. "interleaved": BLOCK_N / 2.
+    X and W say how tiles of x and of the weights are loaded (`TileAccess`). GATE "halves": a tile is BLOCK_N columns of
+    gate and of up, with an accumulator each. "interleaved": BLOCK_N / 2.
     """
     HALVES: tl.constexpr = GATE == "halves"
     group_id = tl.arange(0, GROUPS)  # [GROUPS], a power of two above groups
@@ -95,28 +95,23 @@ def grouped_matmul_kernel(
         x_row = _row_index(gather, row, in_rows)
         real = group < groups
         weight_group = tl.where(real, group, 0)
+        x_operand = Operand(x, x_descriptor, 0, 0)
         weight = weights + weight_group.to(tl.int64) * weight_strides[0]
+        w_operand = Operand(weight, weights_descriptor, weight_strides[1], weight_strides[2])
         value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = value
         for step in tl.range(0, tl.where(real, tl.cdiv(K, BLOCK_K), 0), num_stages=NUM_STAGES):
             k = step * BLOCK_K
-            if X_TMA:  # rows of the next group are read too, and not stored
-                x_tile = load_tile(
-                    x, x_descriptor, 0, first_m, k, rows, K, 0, 0,
-                    BLOCK_M, BLOCK_K, False, False, True, False, X_TRANSPOSED,
-                )  # fmt: skip
+            if X.TMA:  # rows of the next group are read too, and not stored
+                x_tile = load_tile(x_operand, 0, first_m, k, rows, K, X, BLOCK_M, BLOCK_K, False, False)
             else:
                 x_tile = _load_rows(x, x_row, in_rows, x_strides[0], k + tl.arange(0, BLOCK_K), K, x_strides[1])
-            w_tile = load_tile(
-                weight, weights_descriptor, weight_group, k, first_n, K, N, weight_strides[1], weight_strides[2],
-                BLOCK_K, BLOCK_N, not EVEN_K, True, W_TMA, True, W_TRANSPOSED,
-            )  # fmt: skip
+            w_tile = load_tile(w_operand, weight_group, k, first_n, K, N, W, BLOCK_K, BLOCK_N, not EVEN_K, True)
             value = tl.dot(x_tile, w_tile, value, input_precision=PRECISION)
             if HALVES:
                 up_tile = load_tile(
-                    weight, weights_descriptor, weight_group, k, first_n + columns, K, N, weight_strides[1],
-                    weight_strides[2], BLOCK_K, BLOCK_N, not EVEN_K, True, W_TMA, True, W_TRANSPOSED,
-                )  # fmt: skip
+                    w_operand, weight_group, k, first_n + columns, K, N, W, BLOCK_K, BLOCK_N, not EVEN_K, True
+                )
                 up = tl.dot(x_tile, up_tile, up, input_precision=PRECISION)
         value = _scaled_and_biased(
             value, x_scale, weight_scale, bias, x_row, weight_group, column, in_rows, in_columns, x_scale_stride,
@@ -156,11 +151,13 @@ def grouped_matmul_kernel(
 @triton.jit
 def grouped_weight_gradient_kernel(
     x, x_descriptor, dz, dz_descriptor, dw, offsets, gather, x_strides, dz_strides, rows, groups, N, K,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, DZ_TRANSPOSED: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, X: tl.constexpr, DZ: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dW[g] [K, N]: a tile is BLOCK_M features of x by BLOCK_N of dz; the sum goes over BLOCK_K rows at a time."""
+    """dW[g] [K, N]: a tile is BLOCK_M features of x by BLOCK_N of dz; the sum goes over BLOCK_K rows at a time.
+
+    X and DZ say how whole tiles are loaded (`TileAccess`): both by TMA, or both by rows.
+    """
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_k * tiles_n
     for work in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0)):
@@ -171,21 +168,16 @@ def grouped_weight_gradient_kernel(
         begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
         full = begin + (end - begin) // BLOCK_K * BLOCK_K  # rows in whole steps; the last step has bounds
         value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if TMA:
+        if X.TMA:
+            x_operand, dz_operand = Operand(x, x_descriptor, 0, 0), Operand(dz, dz_descriptor, 0, 0)
             for first in tl.range(begin, full, BLOCK_K, num_stages=NUM_STAGES):
-                x_tile = load_tile(
-                    x, x_descriptor, 0, first, first_k, rows, K, 0, 0,
-                    BLOCK_K, BLOCK_M, False, False, True, False, X_TRANSPOSED,
-                )  # fmt: skip
-                dz_tile = load_tile(
-                    dz, dz_descriptor, 0, first, first_n, rows, N, 0, 0,
-                    BLOCK_K, BLOCK_N, False, False, True, False, DZ_TRANSPOSED,
-                )  # fmt: skip
+                x_tile = load_tile(x_operand, 0, first, first_k, rows, K, X, BLOCK_K, BLOCK_M, False, False)
+                dz_tile = load_tile(dz_operand, 0, first, first_n, rows, N, DZ, BLOCK_K, BLOCK_N, False, False)
                 value = tl.dot(x_tile.T, dz_tile, value, input_precision=PRECISION)
             rest = full
         else:
             rest = begin
-        for first in tl.range(rest, end, BLOCK_K, num_stages=1 if TMA else NUM_STAGES):
+        for first in tl.range(rest, end, BLOCK_K, num_stages=1 if X.TMA else NUM_STAGES):
             row = first + tl.arange(0, BLOCK_K)
             inside = row < end
             x_tile = _load_rows(x, _row_index(gather, row, inside), inside, x_strides[0], k, K, x_strides[1])
@@ -220,8 +212,8 @@ def grouped_forward(
         weights, describe(weights, config.block_k, block_n) if w_tma else weights,
         y, offsets, *tensors, x.stride(), weights.stride(), tensors.bias_strides, *tensors.scale_strides,
         rows, groups, n, k, columns,
-        PRECISION=precision(x, params.tf32), X_TMA=x_tma, W_TMA=w_tma, X_TRANSPOSED=x_tma and transposed(x),
-        W_TRANSPOSED=w_tma and transposed(weights), EVEN_K=k % config.block_k == 0,
+        PRECISION=precision(x, params.tf32), X=TileAccess(x_tma, False, x_tma and transposed(x)),
+        W=TileAccess(w_tma, True, w_tma and transposed(weights)), EVEN_K=k % config.block_k == 0,
         GROUPS=tune.power_of_2(groups + 1), GATE=params.gate, ACTIVATION=params.activation, BLOCK_M=config.block_m,
         BLOCK_N=block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
@@ -247,8 +239,8 @@ def grouped_weight_gradient(
         x, describe(x, config.block_k, config.block_m) if tma else x,
         dz, describe(dz, config.block_k, config.block_n) if tma else dz,
         dw, offsets, gather, x.stride(), dz.stride(), dz.shape[0], groups, n, k,
-        PRECISION=precision(x, params.tf32), TMA=tma, X_TRANSPOSED=tma and transposed(x),
-        DZ_TRANSPOSED=tma and transposed(dz), GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        PRECISION=precision(x, params.tf32), X=TileAccess(tma, False, tma and transposed(x)),
+        DZ=TileAccess(tma, False, tma and transposed(dz)), GROUP_M=config.group_m, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return dw

@@ -205,8 +205,8 @@ def _multiply(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
         _right_tile(b_operand, tile_n - second_n, b_k_major), _right_tile(*second, b_k_major), target,
-        *z_targets, *[None] * (2 - len(z_targets)), *epilogue.pointers[1:], *scaling.tensors, partials, flags,
-        *epilogue.strides, *scaling.strides,
+        *z_targets, *[None] * (2 - len(z_targets)), *epilogue.pointers, *scaling.tensors, partials, flags,
+        *epilogue.stride_pairs, *scaling.strides,
         m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits, streamed,
         TRAITS=traits, num_warps=4,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.cuda_headers import CUDA_HEADERS
 from flashkernel.blocks.epilogue import Activation, Bias, Epilogue, Residual, Scale
 from flashkernel.blocks.epilogue_cuda import cuda_steps
 from flashkernel.core.cuda import TYPES, Module
@@ -19,7 +20,6 @@ from flashkernel.ops.matmul.hopper.descriptors import tma_compatible
 from flashkernel.ops.matmul.kernel_args import EpilogueTensors
 
 FOLDER = Path(__file__).parent
-INCLUDE = (FOLDER.parents[2] / "blocks" / "cuda",)
 THREADS = 288  # two consumer warpgroups and the producer warp
 _ARGUMENTS = ", ".join(["tensor_map"] * 2 + ["pointer"] * 3 + ["int64"] * 2 + ["int32"] * 5)
 _BLOCK_K = 64
@@ -33,7 +33,7 @@ def module(chain: str, bias: torch.dtype, residual: torch.dtype) -> Module:
     defines = {"BIAS_TYPE": TYPES[bias], "RESIDUAL_TYPE": TYPES[residual]}
     if chain:
         defines["EPILOGUE"] = cuda_steps(chain)
-    return Module(FOLDER / "tile_width.cu", defines=defines, include=INCLUDE, specific=True)
+    return Module(FOLDER / "tile_width.cu", defines=defines, include=CUDA_HEADERS, specific=True)
 
 
 def serves(a: Tensor, b: Tensor, epilogue: EpilogueTensors) -> bool:

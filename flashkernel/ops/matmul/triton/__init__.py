@@ -17,7 +17,8 @@ from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import MATMUL
 from flashkernel.ops.matmul.kernel_args import EpilogueTensors, fp8_bytes, seed_arguments
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
-from flashkernel.ops.matmul.triton.dense import activation_gradient_kernel, matmul_kernel
+from flashkernel.ops.matmul.tiles_triton import TileAccess
+from flashkernel.ops.matmul.triton.dense import ProductTraits, Scales, activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
     batch_strides,
@@ -30,7 +31,6 @@ from flashkernel.ops.matmul.triton.quantize import quantize_rows
 from flashkernel.ops.matmul.triton.split_k import add_partials
 
 __all__ = ["activation_gradient", "dact", "forward", "quantize_rows"]
-_Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of A, B and up
 _ELEMENTWISE = (16, 128)  # tile of the activation's gradient
 
 
@@ -48,11 +48,11 @@ def forward(a: Tensor, b: Tensor, params: MatmulParams, tensors: MatmulTensors) 
 def dact(a: Tensor, b: Tensor, z: Tensor, dz: Tensor, activated: Tensor, params: MatmulParams) -> None:
     """Writes dz and activated; `MatmulDactKernels.dact` documents the arguments."""
     if activated.numel():
-        _run(a, b, None, (None, None, None), params, EpilogueTensors.of_gradient(activated, z, dz, params))
+        _run(a, b, None, Scales(None, None, None), params, EpilogueTensors.of_gradient(activated, z, dz, params))
 
 
 def _run(
-    a: Tensor, b: Tensor, up: Tensor | None, scales: _Scales, params: MatmulParams, epilogue: EpilogueTensors
+    a: Tensor, b: Tensor, up: Tensor | None, scales: Scales, params: MatmulParams, epilogue: EpilogueTensors
 ) -> None:
     """One launch for a product; with split-K two."""
     c, (m, k), n = fp8_bytes(epilogue.c), a.shape[1:], b.shape[2]
@@ -84,18 +84,19 @@ def _run(
         matmul_kernel, (min(tiles, props.sms) if config.persistent else tiles,),
         a, describe(_matrix(a), block_m, config.block_k) if tma else a,
         b, describe(_matrix(b), config.block_k, block_n) if tma else b,
-        up, describe(_matrix(up), config.block_k, block_n) if tma and up is not None else up, *scales, workspace,
-        c, describe(c, block_m, part_n) if c_tma else c, *epilogue.pointers[1:],
+        up, describe(_matrix(up), config.block_k, block_n) if tma and up is not None else up, scales, workspace,
+        c, describe(c, block_m, part_n) if c_tma else c, epilogue.pointers,
         batch_strides(a), batch_strides(b), nothing if up is None else batch_strides(up),
         a_scale.stride() if a_scale is not None else nothing, b_scale.stride() if b_scale is not None else nothing,
-        *epilogue.strides, batches, m, n, k, **epilogue.constants,
-        SCALING=params.scaling, PRECISION=precision(a, params.tf32), TMA=tma, C_TMA=c_tma,
-        A_BATCHED=a.shape[0] > 1, B_BATCHED=b.shape[0] > 1,
-        A_TRANSPOSED=tma and transposed(a), B_TRANSPOSED=tma and transposed(b),
-        EVEN_K=k % config.block_k == 0, SPLITS=splits, PERSISTENT=config.persistent, GROUP_M=config.group_m,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, PART_N=part_n,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        epilogue.strides, batches, m, n, k,
+        PRODUCT=ProductTraits(
+            params.scaling, precision(a, params.tf32),
+            TileAccess(tma, a.shape[0] > 1, tma and transposed(a)),
+            TileAccess(tma, b.shape[0] > 1, tma and transposed(b)),
+            k % config.block_k == 0, splits, config.persistent, config.group_m,
+            block_m, block_n, config.block_k, config.num_stages,
+        ),
+        EPILOGUE=epilogue.traits(c_tma, part_n), num_warps=config.num_warps,
     )  # fmt: skip
     if workspace is not None:
         add_partials(workspace, epilogue)
@@ -143,15 +144,15 @@ def activation_gradient(
     return dz
 
 
-def _expanded(tensors: MatmulTensors, batches: int, m: int, n: int, scaling: str) -> _Scales:
+def _expanded(tensors: MatmulTensors, batches: int, m: int, n: int, scaling: str) -> Scales:
     """Scales of A, B and up, with stride 0 along what they have one of."""
     a_scale, b_scale, up_scale = tensors.a_scale, tensors.b_scale, tensors.up_scale
     if a_scale is None or b_scale is None:
-        return None, None, None
+        return Scales(None, None, None)
     rows, columns = (m, n) if scaling == "row" else (-1, -1)
     a_scale = a_scale.expand(batches, rows, -1)
     b_scale, up_scale = (None if x is None else x.expand(batches, -1, columns) for x in (b_scale, up_scale))
-    return a_scale, b_scale, up_scale
+    return Scales(a_scale, b_scale, up_scale)
 
 
 def _matrix(x: Tensor) -> Tensor:

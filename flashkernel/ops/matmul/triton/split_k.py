@@ -9,18 +9,15 @@ from torch import Tensor
 from flashkernel.core import tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.kernel_args import EpilogueTensors, fp8_bytes
-from flashkernel.ops.matmul.triton.store import store_result
+from flashkernel.ops.matmul.triton.store import Output, Tile, store_result
 
 _TILE = (16, 128)  # rows and columns of C that a program adds
 
 
 @triton.jit
 def add_partial_sums(
-    partials, c, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales, matrix_stride, row_stride,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
-    batches, M, N,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, PAIR: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    partials, c, pointers, matrix_stride, row_stride, strides, batches, M, N,
+    EPILOGUE: tl.constexpr, PAIR: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """C [batches, M, N] of partials [SPLITS * batches, M, N], of gate and up (PAIR) [SPLITS * batches, 2, M, N].
 
@@ -41,12 +38,8 @@ def add_partial_sums(
             up += tl.load(start + (2 * part + 1) * matrix_stride, mask=inside, other=0.0)
             part *= 2
         value += tl.load(start + part * matrix_stride, mask=inside, other=0.0)
-    store_result(
-        value, up, batch, first_m, first_n, M, N, c, c, z, dz, bias, up_bias, residual, seed, device_seed,
-        out_scale, block_scales, c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides,
-        block_scales_strides,
-        BEFORE, AFTER, PACKED, False, BLOCK_M, BLOCK_N, BLOCK_N,
-    )  # fmt: skip
+    output = Output(c, c, pointers, strides, M, N)
+    store_result(value, up, Tile(batch, first_m, first_n), output, EPILOGUE, BLOCK_M, BLOCK_N)
 
 
 def add_partials(partials: Tensor, tensors: EpilogueTensors) -> None:
@@ -62,8 +55,9 @@ def add_partials(partials: Tensor, tensors: EpilogueTensors) -> None:
     pair = tensors.gated
     launch(
         add_partial_sums, (batch * tune.ceil_div(m, rows) * tune.ceil_div(n, columns),),
-        partials, fp8_bytes(tensors.c), *tensors.pointers[1:], partials.stride(0), partials.stride(1),
-        *tensors.strides, batch, m, n,
-        **tensors.constants, PAIR=pair, SPLITS=partials.shape[0] // (batch * (2 if pair else 1)),
+        partials, fp8_bytes(tensors.c), tensors.pointers, partials.stride(0), partials.stride(1),
+        tensors.strides, batch, m, n,
+        EPILOGUE=tensors.traits(c_tma=False, part_n=columns), PAIR=pair,
+        SPLITS=partials.shape[0] // (batch * (2 if pair else 1)),
         BLOCK_M=rows, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip

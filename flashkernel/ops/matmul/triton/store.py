@@ -1,5 +1,7 @@
 """Device functions that end a product: they apply the epilogue to a tile in registers and store it."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -43,83 +45,92 @@ def store_preactivation(z, stride, value, up, row, first, in_rows, N, PACKED: tl
             tl.store(z + start + (N + column)[None, :], up, mask=inside)
 
 
+class Output(NamedTuple):
+    """What `store_result` writes C by, and what it reads for that; inside a kernel."""
+
+    c: Any  # [batches, M, N]
+    c_descriptor: Any
+    pointers: Any  # EpiloguePointers
+    strides: Any  # EpilogueStrides
+    M: Any
+    N: Any
+
+
+class Tile(NamedTuple):
+    """Where a tile of C begins."""
+
+    batch: Any
+    first_m: Any
+    first_n: Any
+
+
 @triton.jit
 def store_result(
-    value, up, batch, first_m, first_n, M, N,
-    c, c_descriptor, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr, C_TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
+    value, up, tile, output, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Applies the epilogue to value [BLOCK_M, BLOCK_N] in float32 and stores it at (batch, first_m, first_n) of C.
+    """Applies the epilogue to value [BLOCK_M, BLOCK_N] in float32 and stores it at a `Tile` of an `Output`.
 
-    BEFORE is the part of the chain ahead of the activation; AFTER is the activation and what follows it. What BEFORE
-    gives is stored to z, if there is one. PACKED says how z holds gate and up; without a gate it is "". With dz the
-    product is the gradient of the activation in AFTER: z is read, the activation stored to C and its gradient to dz.
-    Strides are those of the batch and of the rows. Dropout follows from `seed`, a `seed_word`, or from the number at
-    `device_seed`. C in fp8 is divided by out_scale[row], or by scales of 1 x 128 elements that are stored to
-    block_scales; then PART_N is 128. PART_N columns are worked on at a time, to save registers.
+    EPILOGUE is an `EpilogueTraits`. What its BEFORE gives is stored to z, if there is one. With dz the product is the
+    gradient of the activation in AFTER: z is read, the activation stored to C and its gradient to dz. C in fp8 is
+    divided by out_scale[row], or by scales of 1 x 128 elements that are stored to block_scales; then PART_N is 128.
     """
-    if BLOCK_N > PART_N:
+    if BLOCK_N > EPILOGUE.PART_N:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = _column_halves(value, BLOCK_M, HALF)
         up_left, up_right = _column_halves(up, BLOCK_M, HALF)
-        store_result(
-            left, up_left, batch, first_m, first_n, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-            seed, device_seed, out_scale, block_scales, c_strides, z_strides, dz_strides, bias_stride,
-            residual_strides, out_scale_strides, block_scales_strides,
-            BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, HALF, PART_N,
-        )  # fmt: skip
-        store_result(
-            right, up_right, batch, first_m, first_n + HALF, M, N, c, c_descriptor, z, dz, bias, up_bias, residual,
-            seed, device_seed, out_scale, block_scales, c_strides, z_strides, dz_strides, bias_stride,
-            residual_strides, out_scale_strides, block_scales_strides,
-            BEFORE, AFTER, PACKED, C_TMA, BLOCK_M, HALF, PART_N,
-        )  # fmt: skip
+        store_result(left, up_left, tile, output, EPILOGUE, BLOCK_M, HALF)
+        right_tile = Tile(tile.batch, tile.first_m, tile.first_n + HALF)
+        store_result(right, up_right, right_tile, output, EPILOGUE, BLOCK_M, HALF)
     else:
+        BEFORE: tl.constexpr = EPILOGUE.BEFORE
+        AFTER: tl.constexpr = EPILOGUE.AFTER
+        PACKED: tl.constexpr = EPILOGUE.PACKED
+        c, pointers, strides, M, N = output.c, output.pointers, output.strides, output.M, output.N
+        z, dz, bias, up_bias, residual = pointers.z, pointers.dz, pointers.bias, pointers.up_bias, pointers.residual
+        batch, first_m, first_n = tile.batch, tile.first_m, tile.first_n
         row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
         in_rows, in_columns = row < M, column < N
         matrix = batch.to(tl.int64)
         residual_matrix = residual
         if residual is not None:
-            residual_matrix = residual + matrix * residual_strides[0]
+            residual_matrix = residual + matrix * strides.residual_batch
         z_matrix = z
         if z is not None:
-            z_matrix = z + matrix * z_strides[0]
+            z_matrix = z + matrix * strides.z_batch
         if dz is not None:
-            z_value, z_up = load_preactivation(z_matrix, z_strides[1], row, first_n, in_rows, N, PACKED, BLOCK_N)
+            z_value, z_up = load_preactivation(z_matrix, strides.z_row, row, first_n, in_rows, N, PACKED, BLOCK_N)
             value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, AFTER)
-            dz_matrix = dz + matrix * dz_strides[0]
+            dz_matrix = dz + matrix * strides.dz_batch
             store_preactivation(
-                dz_matrix, dz_strides[1], gradient, up_gradient, row, first_n, in_rows, N, PACKED, BLOCK_N
+                dz_matrix, strides.dz_row, gradient, up_gradient, row, first_n, in_rows, N, PACKED, BLOCK_N
             )
         else:
-            value, up = add_bias(value, up, column, in_columns, bias, up_bias, bias_stride, BEFORE, PACKED)
+            value, up = add_bias(value, up, column, in_columns, bias, up_bias, strides.bias, BEFORE, PACKED)
             if z is not None:
-                store_preactivation(z_matrix, z_strides[1], value, up, row, first_n, in_rows, N, PACKED, BLOCK_N)
+                store_preactivation(z_matrix, strides.z_row, value, up, row, first_n, in_rows, N, PACKED, BLOCK_N)
             value = apply_epilogue(
                 value, up, row, column, column, in_rows, in_columns,
-                bias, up_bias, bias_stride, residual_matrix, residual_strides[1], AFTER,
-                seed, device_seed, matrix * M, N,
+                bias, up_bias, strides.bias, residual_matrix, strides.residual_row, AFTER,
+                pointers.seed, pointers.device_seed, matrix * M, N,
             )  # fmt: skip
-        if out_scale is not None:
-            scales = out_scale + matrix * out_scale_strides[0] + row.to(tl.int64) * out_scale_strides[1]
+        if pointers.out_scale is not None:
+            scales = pointers.out_scale + matrix * strides.out_scale_batch + row.to(tl.int64) * strides.out_scale_row
             value /= tl.load(scales, mask=in_rows, other=1.0)[:, None]
-        if block_scales is not None:
+        if pointers.block_scales is not None:
             tl.static_assert(BLOCK_N == 128, "a scale belongs to 128 columns")
             scale = block_scale(value, in_columns)
             scale_offset = (
-                matrix * block_scales_strides[0] + row.to(tl.int64) * block_scales_strides[1] + first_n // 128
+                matrix * strides.block_scales_batch + row.to(tl.int64) * strides.block_scales_row + first_n // 128
             )
-            tl.store(block_scales + scale_offset, scale, mask=in_rows & (first_n < N))
+            tl.store(pointers.block_scales + scale_offset, scale, mask=in_rows & (first_n < N))
             value /= scale[:, None]
         result = as_stored(value, c)
-        if C_TMA:
-            c_descriptor.store([batch, first_m, first_n], result.reshape([1, BLOCK_M, BLOCK_N]))
+        if EPILOGUE.C_TMA:
+            output.c_descriptor.store([batch, first_m, first_n], result.reshape([1, BLOCK_M, BLOCK_N]))
         else:
-            offset = row.to(tl.int64)[:, None] * c_strides[1] + column[None, :]
+            offset = row.to(tl.int64)[:, None] * strides.c_row + column[None, :]
             inside = in_rows[:, None] & in_columns[None, :]
-            tl.store(c + matrix * c_strides[0] + offset, result, mask=inside)
+            tl.store(c + matrix * strides.c_batch + offset, result, mask=inside)
 
 
 @triton.jit

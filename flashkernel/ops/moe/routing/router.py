@@ -106,7 +106,11 @@ class Router:
         return None
 
     def declines(self, experts: int) -> str | None:
-        """Why it cannot choose among so many `experts`; None where it can."""
+        """Why it cannot choose among so many `experts`; None where it can.
+
+        Args:
+            experts: How many there are.
+        """
         if experts % self.groups:
             return f"{experts} experts do not divide into {self.groups} groups of one size"
         allowed = experts // self.groups * self.top_groups
@@ -122,27 +126,50 @@ class Router:
 
     @staticmethod
     def parse(text: str) -> Router:
-        """Returns the Router of such a `text`."""
+        """Returns the Router of such a `text`.
+
+        Args:
+            text: As `text` of a Router gives it.
+        """
         return _parse(text)
 
     def slots(self, experts: int) -> int:
-        """Slots that a token has with so many `experts`: the columns of `Routing.experts`."""
+        """Slots that a token has with so many `experts`: the columns of `Routing.experts`.
+
+        Args:
+            experts: How many there are.
+        """
         return experts if self.kind == "expert_choice" else self.k
 
     def rows(self, tokens: int, experts: int) -> int:
-        """Rows that so many `experts` take at most of so many `tokens`, all together."""
+        """Rows that so many `experts` take at most of so many `tokens`, all together.
+
+        Args:
+            tokens: How many are routed.
+            experts: How many there are.
+        """
         if self.kind == "expert_choice":
             return experts * self.choice_capacity(tokens, experts)
         return tokens * self.k
 
     def limit(self, tokens: int, experts: int) -> int | None:
-        """Of so many `tokens`, those that one of so many `experts` takes at most; None: no limit."""
+        """Of so many `tokens`, those that one of so many `experts` takes at most; None: no limit.
+
+        Args:
+            tokens: How many are routed.
+            experts: How many there are.
+        """
         if self.capacity_factor is None:
             return self.capacity
         return max(1, math.ceil(self.capacity_factor * tokens * self.k / experts))
 
     def choice_capacity(self, tokens: int, experts: int) -> int:
-        """Of so many `tokens`, those that one of so many `experts` takes with "expert_choice"."""
+        """Of so many `tokens`, those that one of so many `experts` takes with "expert_choice".
+
+        Args:
+            tokens: How many are routed.
+            experts: How many there are.
+        """
         limit = self.limit(tokens, experts)
         return min(tokens, ceil_div(tokens * self.k, experts) if limit is None else limit)
 
