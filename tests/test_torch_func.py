@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import flashkernel as fk
 from flashkernel.core.check import named
@@ -153,6 +154,20 @@ def test_second_derivatives_are_refused(times: int, recorded_soon: None) -> None
         torch.func.jacrev(torch.func.jacrev(_norm))(X[0, :1])
     mixed = torch.func.grad(lambda x: torch.func.grad(lambda y: _norm(y).sum())(X).sum() + x.sum())(X)
     assert torch.equal(mixed, torch.ones_like(X))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_kept_graph_of_a_checkpoint(backend: str) -> None:
+    """Saved tensors may be unpacked once; softcap makes attention an autograd.Function on every backend."""
+
+    def function(q: Tensor) -> Tensor:
+        return fk.attention(q, K, V, causal=True, softcap=4.0, backend=backend)
+
+    q = Q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(q).sum(), q)
+    out = checkpoint(function, q, use_reentrant=False)
+    (found,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    torch.testing.assert_close(found, expected)
 
 
 def test_vmap() -> None:

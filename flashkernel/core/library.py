@@ -222,6 +222,16 @@ class _Once(torch.autograd.Function):
         _refuse_forward_mode(ctx.name)
 
 
+class _Unpacked:
+    """The context of a backward pass, its saved tensors read once: activation checkpointing refuses a second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks the backward function of an autograd.Function whose results have no derivatives; to differentiate them is
     an error in the name of the operator."""
@@ -230,9 +240,10 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
         def run(ctx, *gradients):
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # without create_graph=True
                 return run_backward(ctx, *gradients)
+            unpacked = _Unpacked(ctx)
             with torch.no_grad():
-                results = run_backward(ctx, *gradients)
-            depends = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.is_floating_point()]
+                results = run_backward(unpacked, *gradients)
+            depends = [x for x in (*gradients, *unpacked.saved_tensors) if x is not None and x.is_floating_point()]
             found = [x for x in results if x is not None]
             passed = iter(_Once.apply(name, len(found), *found, *depends))
             return tuple([None if x is None else next(passed) for x in results])
