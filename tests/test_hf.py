@@ -190,6 +190,39 @@ def test_generated_tokens_match_eager(name: str, cache: str) -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("padding", ["none", "left", "left, of booleans"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_static_cache_is_filled_in_chunks(name: str, padding: str) -> None:
+    """A prompt, single tokens and several at once, as eager attention has them."""
+    inputs = batch("left" if padding != "none" else "whole")
+    tokens, real = inputs["input_ids"], inputs.get("attention_mask")
+    if padding.endswith("booleans"):
+        real = real.bool()
+    logits = []
+    for model in pair(name):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 5)
+        parts, first = [], 0
+        for end in (LENGTH - 7, LENGTH - 6, LENGTH - 5, LENGTH):
+            given = {} if real is None else {"attention_mask": real[:, :end]}
+            parts.append(model.eval()(input_ids=tokens[:, first:end], past_key_values=cache, **given).logits)
+            first = end
+        found = torch.cat(parts, 1)
+        logits.append(found if real is None else found[real.bool()])
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cuts", [[[5, 4, 7], [5, 4, 7]], [[9, 7], [1, 1, 14]], [[1] * 16, [16]]], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_a_batch_are_packed_each_in_its_way(name: str, cuts: list[list[int]]) -> None:
+    """By position_ids alone; whether Transformers looks for packed rows is the model's to say, as in eager."""
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in cuts])
+    tokens = torch.randint(1, 60, (2, 16), generator=torch.Generator().manual_seed(5))
+    expected, found = (
+        model.eval()(input_ids=tokens, position_ids=positions, use_cache=False).logits for model in pair(name)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_an_encoder_sees_both_ways_and_no_padding() -> None:
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
