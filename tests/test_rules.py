@@ -257,6 +257,13 @@ def test_the_folder_of_shared_cuda_headers_stands_in_one_file() -> None:
     assert all((folder / "ptx.cuh").is_file() for folder in CUDA_HEADERS)
 
 
+def test_constants_of_exponentials_stand_in_one_place_of_each_language() -> None:
+    """The C++ of CPUs has a header of its own, with fewer digits."""
+    text = re.compile(r"1\.44269504088|0\.69314718055")
+    found = [path for kind in ("*.py", "*.cu", "*.cuh") for path in ROOT.rglob(kind) if text.search(path.read_text())]
+    assert [path.name for path in found] == ["constants.cuh"]
+
+
 RESERVED = {"params", "options", "specialization"}  # locals of the function that Triton generates to launch a kernel
 
 

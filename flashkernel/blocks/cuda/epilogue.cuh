@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "constants.cuh"
 #include "elements.cuh"
 #include "ptx.cuh"
 
@@ -21,7 +22,7 @@
 
 enum ActivationKind { GELU, GELU_TANH, RELU, SILU, SQUARED_RELU, GPT_OSS };
 
-__device__ inline float sigmoid(float x) { return 1.f / (1.f + exp2_approx(-1.4426950408889634f * x)); }
+__device__ inline float sigmoid(float x) { return 1.f / (1.f + exp2_approx(-LOG2E * x)); }
 
 // P(Z > a) of a standard normal for a >= 0: 2^-p(a), where p is fitted to float32 accuracy on [0, 6].
 __device__ inline float normal_tail(float a) {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "constants.cuh"
 #include "elements.cuh"
 #include "ptx.cuh"
 
@@ -37,7 +38,6 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 
 // exp(x) = 2^(x log2 e): one multiply-add where a difference is taken, and one instruction. What is below 2^-126 becomes
 // 0: beside the 1 that the largest value adds, no sum of exponentials can tell.
-constexpr float LOG2E = 1.4426950408889634f;
 __device__ inline float exponential(float x) { return exp2_approx(x * LOG2E); }
 
 // 1 / total of a sum of exponentials, which is 1 at least, or 0 where there was nothing to add.

@@ -9,9 +9,10 @@ threshold is in the range and its logits fit CAPACITY, they are bisected in regi
 import triton
 import triton.language as tl
 
+from flashkernel.blocks.softmax_triton import LOG2E
+
 LOWEST = tl.constexpr(-1e30)
 INFINITY = tl.constexpr(float("inf"))
-_LOG2E = tl.constexpr(1.4426950408889634)
 _COARSE = tl.constexpr(1024)  # steps of 32-bit keys that an estimate may be off by
 _NEAR = tl.constexpr(0.025)  # share of the row to either side of the estimate that the first pass collects: 5% of
 _FAR = tl.constexpr(0.08)  # 128,256 fit CAPACITY, and so does what lies between _NEAR and _FAR
@@ -20,7 +21,7 @@ _FAR = tl.constexpr(0.08)  # 128,256 fit CAPACITY, and so does what lies between
 @triton.jit
 def exp_scaled(x, largest, temperature):
     """exp((x - largest) / temperature)"""
-    return tl.exp2((x - largest) * (_LOG2E / temperature))
+    return tl.exp2((x - largest) * (LOG2E / temperature))
 
 
 @triton.jit

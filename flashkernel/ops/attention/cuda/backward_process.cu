@@ -4,8 +4,7 @@
 // zeros for the float32 sum of dQ. Postprocess: dQ from that sum.
 
 #include "backward.cuh"
-
-constexpr float LOG2E = 1.4426950408889634f;
+#include "constants.cuh"
 
 // A block takes BLOCK_M queries of one head. `stats` is [2][batch, heads, padded]: -LSE log2(e), then -delta, where
 // `padded` is seqlen_q up to a whole number of blocks. A query that does not exist, or sees nothing, gets -inf: its

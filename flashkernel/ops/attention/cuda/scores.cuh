@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "constants.cuh"
 #include "mma.cuh"
 
 #ifndef TABLE_PARAMETERS
@@ -25,8 +26,6 @@
 #define SCORE_GRAD_EXPRESSION 1.f
 #endif
 
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 // Scores are scale * q . k with a positive scale: their order is that of q . k, and the exponent can scale them.
 constexpr bool PLAIN = !(HAS_BIAS || HAS_ALIBI || HAS_SOFTCAP || HAS_SCORE || SCALE_FIRST);
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.constants import LOG2E
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.attention.hopper import window_backward
@@ -29,7 +30,7 @@ from flashkernel.ops.attention.hopper.block_ranges import block_ranges
 from flashkernel.ops.attention.hopper.descriptors import reduce_descriptor, tile_descriptor, vector_descriptor
 from flashkernel.ops.attention.hopper.forward_configs import Forward
 from flashkernel.ops.attention.hopper.forward_launch import forward_traits, schedule_forward, unpacked_by_head
-from flashkernel.ops.attention.hopper.launch_options import LOG2E, UNMASKED_KV_HEADS, config_shape, head_group
+from flashkernel.ops.attention.hopper.launch_options import UNMASKED_KV_HEADS, config_shape, head_group
 from flashkernel.ops.attention.hopper.pipeline import TileTables
 from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
 from flashkernel.ops.attention.hopper.shape_buckets import head_tail

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.constants import LOG2E
 from flashkernel.blocks.mask import Mask
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
@@ -17,7 +18,6 @@ from flashkernel.ops.attention.hopper.descriptors import tile_descriptor
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, PRODUCER_REGISTERS, Forward, block, reuse_q_for_o
 from flashkernel.ops.attention.hopper.forward_kernel import ForwardTraits, Scales, attention_forward
 from flashkernel.ops.attention.hopper.launch_options import (
-    LOG2E,
     UNMASKED_KV_HEADS,
     allocate_outputs,
     can_fix_max,

@@ -11,7 +11,6 @@ from flashkernel.ops.attention.hopper.block_ranges import every_row_visible
 from flashkernel.ops.attention.hopper.window_backward import served_window
 from flashkernel.ops.attention.params import AttentionParams
 
-LOG2E = 1.4426950408889634
 UNMASKED_KV_HEADS = 4  # kv heads whose K and V are read at a time where all work tiles are equally long
 _L2_SHARE = 0.6  # of L2, for K and V of a head group
 

@@ -16,6 +16,7 @@
 //
 // Gradients are the same in every run: nothing is added by atomics.
 
+#include "constants.cuh"
 #include "hopper_ptx.cuh"
 #include "mma.cuh"
 #include "tiles.cuh"
@@ -87,7 +88,6 @@ __device__ inline void store_tile(const float (&acc)[32], float factor, T* targe
 template <typename T>
 __device__ inline void compute_keys(const WorkTile& work, int owner, unsigned shared, int window, int length, T* dk, T* dv,
                                     Index stride, float scale) {
-    constexpr float LOG2E = 1.4426950408889634f;
     const int warp = threadIdx.x % 128 / WARP, lane = threadIdx.x % WARP;
     float dk_sum[32], dv_sum[32];
     int key_block = -OWNERS, step = 0;  // no block of keys yet

@@ -10,10 +10,8 @@
 #pragma once
 
 #include "cache_tile.cuh"
+#include "constants.cuh"
 #include "mma.cuh"
-
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 
 // Programmatic dependent launch, from sm_90 on: a kernel's blocks may become resident while the kernels before it still
 // run. It waits for those to complete before it accesses memory, and lets the next kernel start.

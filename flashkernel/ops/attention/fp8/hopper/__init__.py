@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.constants import LOG2E
 from flashkernel.blocks.mask import Mask
 from flashkernel.blocks.tile_ranges import mean_visible_keys
 from flashkernel.core import device, tune
@@ -19,7 +20,7 @@ from flashkernel.ops.attention.fp8.params import Fp8Inputs
 from flashkernel.ops.attention.hopper.block_ranges import every_row_visible
 from flashkernel.ops.attention.hopper.forward_configs import PRODUCER_REGISTERS
 from flashkernel.ops.attention.hopper.forward_launch import schedule_forward
-from flashkernel.ops.attention.hopper.launch_options import LOG2E, allocate_outputs, without_keys
+from flashkernel.ops.attention.hopper.launch_options import allocate_outputs, without_keys
 from flashkernel.ops.attention.params import AttentionParams
 
 _GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
