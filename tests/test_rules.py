@@ -229,10 +229,8 @@ def test_a_backward_pass_reads_its_saved_tensors_once() -> None:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                named = [
+                parts = [one for one in ast.walk(node) if isinstance(one, ast.Attribute)]
                 read = [one for one in parts if one.attr == "saved_tensors" and isinstance(one.ctx, ast.Load)]
-                ]
-                read = [one for one in named if isinstance(one.ctx, ast.Load)]
                 assert len(read) <= 1, f"{path.name}: {node.name} reads ctx.saved_tensors {len(read)} times"
 
 
