@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jinja2
+import pytest
+
 from flashkernel.engine import LLM, Tokenizer
 
 # What templates with tools look like to the server: they read `tools` and teach a format.
@@ -34,3 +37,16 @@ def scripted(base: LLM, text: str, template: str | None = None, **options: Any) 
 
     llm.engine.runner.launch = launch_scripted  # type: ignore[method-assign]
     return llm
+
+
+def count_compiled_templates(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list to which each chat template is added when it is compiled."""
+    compiled: list[str] = []
+    compile_source = jinja2.Environment.compile
+
+    def counting(self: Any, source: Any, *given: Any, **named: Any) -> Any:
+        compiled.append(source)
+        return compile_source(self, source, *given, **named)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    return compiled

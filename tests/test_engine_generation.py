@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 import tiny_models
 import tokenizers
 import torch
+from scripted_model import count_compiled_templates
 from tiny_engine import LENGTHS, _drained, _greedy, _other, _set_ahead, _tokens
 from typer.testing import CliRunner
 
@@ -332,14 +332,7 @@ def test_chat_uses_the_models_template(base: LLM) -> None:
 def test_a_chat_template_is_compiled_once(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is said, and again for another template of the same tokenizer."""
     assert base.tokenizer is not None
-    compiled: list[str] = []
-    compile_source = jinja2.Environment.compile
-
-    def counting(self: Any, source: Any, *given: Any, **named: Any) -> Any:
-        compiled.append(source)
-        return compile_source(self, source, *given, **named)
-
-    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    compiled = count_compiled_templates(monkeypatch)
     first, second = (f"{mark}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}" for mark in "12")
     one, same = (Tokenizer(base.tokenizer.backend, chat_template=first) for _ in range(2))
     for text in ("the sea", "wind"):

@@ -10,7 +10,6 @@ import threading
 import time
 from typing import Any
 
-import jinja2
 import openai
 import pytest
 
@@ -18,7 +17,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from running_server import NAME, Running, other, serve
-from scripted_model import scripted
+from scripted_model import count_compiled_templates, scripted
 from served_model import (  # noqa: F401
     GREEDY,
     USER,
@@ -412,14 +411,7 @@ def test_structured_outputs_are_prepared_before_the_first_request(
 def test_chat_templates_are_compiled_before_the_first_request(
     base: LLM, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    compiled: list[str] = []
-    compile_source = jinja2.Environment.compile
-
-    def counting(self: Any, source: Any, *given: Any, **named: Any) -> Any:
-        compiled.append(source)
-        return compile_source(self, source, *given, **named)
-
-    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    compiled = count_compiled_templates(monkeypatch)
     with serve(scripted(base, "sea", template)) as running:
         assert compiled == [template]
         create = running.client().chat.completions.create

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from flashkernel.core import signals
 
 START_TIMEOUT_S = 300.0  # for a worker to import its modules on a busy machine
 _READY = "ready"
@@ -100,7 +101,7 @@ class _Worker:
         context: Any = multiprocessing.get_context(start_method)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
-        with _without_interrupts():
+        with signals.handled(signal.SIGINT, signal.SIG_IGN):  # a terminal sends Ctrl-C to all; the parent stops them
             self.process.start()
         theirs.close()  # so that the pipe closes when the process ends
         self.timeout_s, self.batch = timeout_s, deque(batch)
@@ -176,16 +177,3 @@ def _exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"signal {-code} ({signal.Signals(-code).name})"
     return f"exit code {code}"
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Makes processes that start in the block ignore Ctrl-C, which a terminal sends to all; the parent stops them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

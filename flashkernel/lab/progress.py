@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from flashkernel.core import signals
 from flashkernel.lab.packages import MissingPackageError
 
 INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
@@ -95,7 +95,7 @@ def keep_results() -> Iterator[Stop]:
 
     stop = Stop()
     try:
-        with _interruptible():
+        with signals.handled(signal.SIGTERM, signal.default_int_handler):  # as `timeout` sends it
             yield stop
     except KeyboardInterrupt:
         stop.code = INTERRUPTED
@@ -116,19 +116,6 @@ def report_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         log(str(error))
         raise typer.Exit(2) from None
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Treats SIGTERM (as `timeout` sends it) like Ctrl-C, where Python lets it: in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def exit_with(stop: Stop, failed: bool) -> None:
