@@ -14,7 +14,14 @@ from flashkernel.core.launch import launch, pdl_options
 from flashkernel.core.tune import head_block
 from flashkernel.ops.decode.configs import HOPPER, HopperConfig
 from flashkernel.ops.decode.hopper.split_kv import decode_split_kv_hopper
-from flashkernel.ops.decode.kernel_args import Output, OutputConfig, QueryStrides, ScheduleConfig, Sizes
+from flashkernel.ops.decode.kernel_args import (
+    AttendConfig,
+    Output,
+    OutputConfig,
+    QueryStrides,
+    ScheduleConfig,
+    Sizes,
+)
 from flashkernel.ops.decode.params import CachedKV, DecodeParams
 from flashkernel.ops.decode.triton import combine_config, empty_partials
 from flashkernel.ops.decode.triton.split_kv import decode_combine
@@ -46,6 +53,11 @@ def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodePara
     partials = empty_partials(q, 2 * programs, block_m, block_d)
     pdl = pdl_options(gpu)
     schedule = ScheduleConfig(False, 0, params.window > 0, tune.power_of_2(batch), block_m, config.block_n, 1)
+    attend = AttendConfig(
+        schedule.WINDOWED, params.softcap > 0, False, cache.page_size, "tf32", head_dim, head_dim, block_d, block_d,
+        block_m, config.block_n, 1, config.num_stages,
+    )  # fmt: skip
+    output = OutputConfig(sinks is not None, False, head_dim, block_d)
     box_rows = min(cache.page_size or config.block_n, config.block_n)
     launch(
         decode_split_kv_hopper, (programs,),
@@ -53,9 +65,7 @@ def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodePara
         partials, QueryStrides(*q.stride()[:3]), 0 if cache.page_table is None else cache.page_table.stride(0),
         batch, seqlen_q, heads, group_size, kv_heads, cache.capacity, params.window, params.sink_tokens, params.scale,
         params.softcap,
-        WINDOWED=schedule.WINDOWED, SOFTCAP=params.softcap > 0, HAS_SINKS=sinks is not None,
-        PAGE_SIZE=cache.page_size, HEAD_DIM=head_dim, BLOCK_D=block_d, BATCH=schedule.BATCH, BLOCK_M=block_m,
-        BLOCK_N=config.block_n, NUM_STAGES=config.num_stages, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
+        SCHEDULE=schedule, ATTEND=attend, OUTPUT=output, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
         maxnreg=_max_registers(config, head_dim), **pdl,
     )  # fmt: skip
     combine = combine_config(gpu, batch * kv_heads, seqlen_q * group_size, programs, head_dim)
@@ -63,7 +73,7 @@ def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodePara
         decode_combine, (batch * kv_heads, tune.ceil_div(seqlen_q * group_size, combine.block_m)),
         partials, cache.seqlens, sinks, Output(None, None), Output(o, lse), 0,
         Sizes(batch, seqlen_q, heads, group_size, kv_heads, 1, cache.capacity), params.window_args, programs,
-        SCHEDULE=schedule, OUTPUT=OutputConfig(sinks is not None, False, head_dim, block_d),
+        SCHEDULE=schedule, OUTPUT=output,
         BLOCK_SPLITS=combine.block_splits, BLOCK_ROWS=combine.block_m, num_warps=combine.num_warps, **pdl,
     )  # fmt: skip
     return o, lse

@@ -21,6 +21,7 @@ from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.moe.routing.configs import ROUTE, RouteConfig
 from flashkernel.ops.moe.routing.expert_choice import choose_tokens
+from flashkernel.ops.moe.routing.kernel_args import RouterInputs, RouterTraits, RoutingBlock, RoutingPointers
 from flashkernel.ops.moe.routing.router import Router
 from flashkernel.ops.moe.routing.scores_triton import (
     OUTSIDE,
@@ -67,9 +68,8 @@ def _clear_rows(tokens_of_rows, first, last, used, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_positions(
-    chosen, selected, starts, positions, tokens_of_rows, token, in_tokens, column, slot_column, capacity,
-    K: tl.constexpr,
-):  # fmt: skip
+    chosen, selected, starts, routing, token, in_tokens, column, slot_column, capacity, K: tl.constexpr
+):
     """Gives each slot its row: the expert's first row of this block, plus the slot's rank within the block.
 
     starts [E] are row numbers, and capacity [E] the row behind the last that each expert may have.
@@ -80,8 +80,8 @@ def _store_positions(
     for slot in tl.range(0, K):
         expert = _slot(chosen, slot_column, slot)
         position = tl.where(expert < 0, -1, _at_expert(row, column, expert))
-        tl.store(positions + token.to(tl.int64) * K + slot, position, mask=in_tokens)
-        tl.store(tokens_of_rows + position, token, mask=in_tokens & (position >= 0))
+        tl.store(routing.positions + token.to(tl.int64) * K + slot, position, mask=in_tokens)
+        tl.store(routing.tokens + position, token, mask=in_tokens & (position >= 0))
 
 
 @triton.jit
@@ -98,20 +98,26 @@ def _store_offsets(offsets, counts, total, column, experts, capacity):
 
 @triton.jit
 def route_kernel(
-    logits, bias, noise, token_ids, chosen_experts, weights, positions, tokens_of_rows, offsets, counts, block_counts,
-    logit_strides, noise_strides, bias_stride, tokens, experts, capacity, mass, scale, word,
-    KIND: tl.constexpr, NORMALIZE: tl.constexpr, K: tl.constexpr, MIN_K: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, ALONE: tl.constexpr, TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    inputs, routing, block_counts, logit_strides, noise_strides, bias_stride, tokens, experts, capacity, mass, scale,
+    word, ROUTER: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Experts and weights of TOKENS tokens. ALONE: this is the only program, and stores offsets and rows too."""
+    """Experts and weights of a block of tokens. ALONE: this is the only program, and stores offsets and rows too.
+
+    `inputs` and `routing` are RouterInputs and RoutingPointers; ROUTER and BLOCK are RouterTraits and RoutingBlock.
+    """
+    KIND: tl.constexpr = ROUTER.KIND
+    K: tl.constexpr = ROUTER.K
+    GROUPS: tl.constexpr = ROUTER.GROUPS
+    TOKENS: tl.constexpr = BLOCK.TOKENS
+    EXPERTS: tl.constexpr = BLOCK.EXPERTS
+    SLOTS: tl.constexpr = BLOCK.SLOTS
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     slot_column = tl.arange(0, SLOTS)
     in_tokens, in_experts = token < tokens, column < experts
     inside = in_tokens[:, None] & in_experts[None, :]
-    value = load_logits(logits, noise, token, column, inside, logit_strides, noise_strides)
+    value = load_logits(inputs.logits, inputs.noise, token, column, inside, logit_strides, noise_strides)
     if KIND == "random" or KIND == "hash":
-        number = token if token_ids is None else tl.load(token_ids + token, mask=in_tokens, other=0)
+        number = token if inputs.token_ids is None else tl.load(inputs.token_ids + token, mask=in_tokens, other=0)
         index = number.to(tl.int64)[:, None] * experts + column[None, :]
         key = (hash_elements(tl.cast(word, tl.uint32), index) ^ 0x80000000).to(tl.int32, bitcast=True)
         key = tl.maximum(key, OUTSIDE + 1)
@@ -119,12 +125,14 @@ def route_kernel(
         score = value
         if KIND == "sigmoid":
             score = sigmoid(value)
-        if bias is not None:
-            score += tl.load(bias + column * bias_stride, mask=in_experts, other=0.0).to(tl.float32)[None, :]
+        if inputs.bias is not None:
+            bias = tl.load(inputs.bias + column * bias_stride, mask=in_experts, other=0.0).to(tl.float32)
+            score += bias[None, :]
         score = tl.where(inside & (score == score), score, float("-inf"))
         key = ordered(score)
         if GROUPS > 1:
-            key = tl.where(taken_groups(score, column, experts // GROUPS, GROUPS, TOP_GROUPS, BEST_TWO), key, OUTSIDE)
+            taken = taken_groups(score, column, experts // GROUPS, GROUPS, ROUTER.TOP_GROUPS, ROUTER.BEST_TWO)
+            key = tl.where(taken, key, OUTSIDE)
     key = tl.where(in_experts[None, :], key, TAKEN)
     p = value
     if KIND == "dynamic":
@@ -138,23 +146,22 @@ def route_kernel(
         key = tl.where(hit, TAKEN, key)
         used = in_tokens
         if KIND == "dynamic":
-            used = in_tokens & ((before < mass) | (mass >= 1.0) | (slot < MIN_K))
+            used = in_tokens & ((before < mass) | (mass >= 1.0) | (slot < ROUTER.MIN_K))
             before += tl.sum(tl.where(hit, p, 0.0), 1)
         selected |= hit & used[:, None]
         chosen = tl.where((slot_column == slot)[None, :], tl.where(used, best, -1)[:, None], chosen)
     offset = token.to(tl.int64)[:, None] * K + slot_column[None, :]
-    tl.store(chosen_experts + offset, chosen, mask=in_tokens[:, None] & (slot_column < K)[None, :])
-    weight = dense_weights(value, selected, inside, scale, KIND, NORMALIZE)
+    tl.store(routing.experts + offset, chosen, mask=in_tokens[:, None] & (slot_column < K)[None, :])
+    weight = dense_weights(value, selected, inside, scale, KIND, ROUTER.NORMALIZE)
     for slot in tl.range(0, K):
         picked = _at_expert(weight, column, _slot(chosen, slot_column, slot))
-        tl.store(weights + token.to(tl.int64) * K + slot, picked, mask=in_tokens)
+        tl.store(routing.weights + token.to(tl.int64) * K + slot, picked, mask=in_tokens)
     total = tl.sum(selected.to(tl.int32), 0)
     if ALONE:
-        starts, ends = _store_offsets(offsets, counts, total, column, experts, capacity)
-        _store_positions(chosen, selected, starts, positions, tokens_of_rows, token, in_tokens, column, slot_column,
-                         ends, K)  # fmt: skip
+        starts, ends = _store_offsets(routing.offsets, routing.counts, total, column, experts, capacity)
+        _store_positions(chosen, selected, starts, routing, token, in_tokens, column, slot_column, ends, K)
         if KIND == "dynamic" or capacity < tokens:
-            _clear_rows(tokens_of_rows, 0, tokens * K, tl.max(ends, 0), 1024)
+            _clear_rows(routing.tokens, 0, tokens * K, tl.max(ends, 0), 1024)
     else:
         tl.store(block_counts + tl.program_id(0) * experts + column, total, mask=in_experts)
 
@@ -179,10 +186,13 @@ def scan_kernel(
 
 @triton.jit
 def count_kernel(
-    given, chosen_experts, positions, tokens_of_rows, offsets, counts, block_counts, given_strides, tokens, experts,
-    capacity, K: tl.constexpr, ALONE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    given, routing, block_counts, given_strides, tokens, experts, capacity,
+    K: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """As `route_kernel`, where the experts are given; an index outside of them is a slot that is not used."""
+    TOKENS: tl.constexpr = BLOCK.TOKENS
+    EXPERTS: tl.constexpr = BLOCK.EXPERTS
+    SLOTS: tl.constexpr = BLOCK.SLOTS
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     slot_column = tl.arange(0, SLOTS)
     in_tokens = token < tokens
@@ -190,39 +200,37 @@ def count_kernel(
     wide = token.to(tl.int64)[:, None]
     chosen = tl.load(given + wide * given_strides[0] + slot_column[None, :] * given_strides[1], mask=inside, other=-1)
     chosen = tl.where((chosen >= 0) & (chosen < experts), chosen, -1).to(tl.int32)
-    tl.store(chosen_experts + wide * K + slot_column[None, :], chosen, mask=inside)
+    tl.store(routing.experts + wide * K + slot_column[None, :], chosen, mask=inside)
     selected = _selected(chosen, column, slot_column, K)
     total = tl.sum(selected.to(tl.int32), 0)
     if ALONE:
-        starts, ends = _store_offsets(offsets, counts, total, column, experts, capacity)
-        _store_positions(chosen, selected, starts, positions, tokens_of_rows, token, in_tokens, column, slot_column,
-                         ends, K)  # fmt: skip
-        _clear_rows(tokens_of_rows, 0, tokens * K, tl.max(ends, 0), 1024)
+        starts, ends = _store_offsets(routing.offsets, routing.counts, total, column, experts, capacity)
+        _store_positions(chosen, selected, starts, routing, token, in_tokens, column, slot_column, ends, K)
+        _clear_rows(routing.tokens, 0, tokens * K, tl.max(ends, 0), 1024)
     else:
         tl.store(block_counts + tl.program_id(0) * experts + column, total, mask=column < experts)
 
 
 @triton.jit
-def sort_kernel(
-    chosen_experts, positions, tokens_of_rows, offsets, block_starts, tokens, experts,
-    K: tl.constexpr, SPARSE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Rows of TOKENS tokens. SPARSE: some slots have no row, so that rows behind the last used one are cleared."""
+def sort_kernel(routing, block_starts, tokens, experts, K: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """Rows of a block of tokens. SPARSE: some slots have no row, so that rows behind the last used one are cleared."""
+    TOKENS: tl.constexpr = BLOCK.TOKENS
+    EXPERTS: tl.constexpr = BLOCK.EXPERTS
+    SLOTS: tl.constexpr = BLOCK.SLOTS
     token, column = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     slot_column = tl.arange(0, SLOTS)
     in_tokens, in_experts = token < tokens, column < experts
     offset = token.to(tl.int64)[:, None] * K + slot_column[None, :]
-    chosen = tl.load(chosen_experts + offset, mask=in_tokens[:, None] & (slot_column < K)[None, :], other=-1)
+    chosen = tl.load(routing.experts + offset, mask=in_tokens[:, None] & (slot_column < K)[None, :], other=-1)
     selected = _selected(chosen, column, slot_column, K)
-    starts = tl.load(offsets + column, mask=in_experts, other=0)
-    ends = tl.load(offsets + 1 + column, mask=in_experts, other=0)
+    starts = tl.load(routing.offsets + column, mask=in_experts, other=0)
+    ends = tl.load(routing.offsets + 1 + column, mask=in_experts, other=0)
     starts += tl.load(block_starts + tl.program_id(0) * experts + column, mask=in_experts, other=0)
-    _store_positions(chosen, selected, starts, positions, tokens_of_rows, token, in_tokens, column, slot_column, ends,
-                     K)  # fmt: skip
+    _store_positions(chosen, selected, starts, routing, token, in_tokens, column, slot_column, ends, K)
     if SPARSE:
         first = tl.program_id(0) * TOKENS * K
         last = tl.minimum(first + TOKENS * K, tokens * K)
-        _clear_rows(tokens_of_rows, first, last, tl.load(offsets + experts), 1024)
+        _clear_rows(routing.tokens, first, last, tl.load(routing.offsets + experts), 1024)
 
 
 @triton.jit
@@ -284,45 +292,50 @@ def route(
     if tokens == 0:
         return results
     config = tune.pick(ROUTE, device.properties(logits.device), {"tokens": tokens, "experts": experts})
-    blocks, width = tune.ceil_div(tokens, config.tokens), tune.power_of_2(experts)
+    blocks = tune.ceil_div(tokens, config.tokens)
     strides = (logits.stride(), (0, 0) if noise is None else noise.stride())
     if router.kind == "expert_choice":
         choose_tokens(logits, noise, router, results, config)
         return results
     limit = router.limit(tokens, experts)
     capacity = tokens if limit is None else min(tokens, limit)
-    alone, padded = blocks == 1, tune.power_of_2(slots)
-    block_counts = None if alone else torch.empty((blocks, experts), **integers)
+    block_counts = None if blocks == 1 else torch.empty((blocks, experts), **integers)
+    routing = RoutingPointers(*results)
+    traits = RouterTraits(
+        router.kind, router.normalize, slots, router.min_k, router.groups, router.top_groups,
+        router.kind == "sigmoid" and experts > router.groups,
+    )  # fmt: skip
     launch(
-        route_kernel, (blocks,), logits, bias, noise, token_ids, *results, block_counts, *strides,
+        route_kernel, (blocks,), RouterInputs(logits, bias, noise, token_ids), routing, block_counts, *strides,
         0 if bias is None else bias.stride(0), tokens, experts, capacity, float(router.mass), float(router.scale),
-        seed_word(router.seed), KIND=router.kind, NORMALIZE=router.normalize, K=slots, MIN_K=router.min_k,
-        GROUPS=router.groups, TOP_GROUPS=router.top_groups,
-        BEST_TWO=router.kind == "sigmoid" and experts > router.groups, ALONE=alone, TOKENS=config.tokens,
-        EXPERTS=width, SLOTS=padded, num_warps=config.num_warps,
+        seed_word(router.seed), ROUTER=traits, BLOCK=_block(config, experts, slots), ALONE=block_counts is None,
+        num_warps=config.num_warps,
     )  # fmt: skip
     if block_counts is not None:
         sparse = router.kind == "dynamic" or capacity < tokens
-        _sort_blocks(block_counts, chosen, positions, rows, offsets, counts, capacity, sparse, config)
+        _sort_blocks(block_counts, routing, capacity, sparse, config)
     return results
 
 
+def _block(config: RouteConfig, experts: int, slots: int) -> RoutingBlock:
+    return RoutingBlock(config.tokens, tune.power_of_2(experts), tune.power_of_2(slots))
+
+
 def _sort_blocks(
-    block_counts: Tensor, chosen: Tensor, positions: Tensor, rows: Tensor, offsets: Tensor, counts: Tensor,
-    capacity: int, sparse: bool, config: RouteConfig,
-) -> None:  # fmt: skip
+    block_counts: Tensor, routing: RoutingPointers, capacity: int, sparse: bool, config: RouteConfig
+) -> None:
     """From the counts of blocks of tokens to offsets, and to the row of every slot."""
     blocks, experts = block_counts.shape
-    tokens, slots = chosen.shape
-    width = tune.power_of_2(experts)
+    tokens, slots = routing.experts.shape
+    block = _block(config, experts, slots)
     block_starts = torch.empty_like(block_counts)
     launch(
-        scan_kernel, (1,), block_counts, block_starts, offsets, counts, blocks, experts, capacity,
-        CHUNK=max(1, min(tune.power_of_2(blocks), 8192 // width)), EXPERTS=width, num_warps=8,
+        scan_kernel, (1,), block_counts, block_starts, routing.offsets, routing.counts, blocks, experts, capacity,
+        CHUNK=max(1, min(tune.power_of_2(blocks), 8192 // block.EXPERTS)), EXPERTS=block.EXPERTS, num_warps=8,
     )  # fmt: skip
     launch(
-        sort_kernel, (blocks,), chosen, positions, rows, offsets, block_starts, tokens, experts, K=slots,
-        SPARSE=sparse, TOKENS=config.tokens, EXPERTS=width, SLOTS=tune.power_of_2(slots), num_warps=config.num_warps,
+        sort_kernel, (blocks,), routing._replace(weights=None, counts=None), block_starts, tokens, experts, K=slots,
+        BLOCK=block, SPARSE=sparse, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -344,13 +357,13 @@ def sort(
     config = tune.pick(ROUTE, device.properties(given.device), {"tokens": tokens, "experts": experts})
     blocks, limit = tune.ceil_div(tokens, config.tokens), tokens if capacity is None else min(tokens, capacity)
     block_counts = None if blocks == 1 else torch.empty((blocks, experts), **integers)
+    routing = RoutingPointers(chosen, None, positions, rows, offsets, counts)
     launch(
-        count_kernel, (blocks,), given, chosen, positions, rows, offsets, counts, block_counts, given.stride(), tokens,
-        experts, limit, K=slots, ALONE=block_counts is None, TOKENS=config.tokens, EXPERTS=tune.power_of_2(experts),
-        SLOTS=tune.power_of_2(slots), num_warps=config.num_warps,
+        count_kernel, (blocks,), given, routing, block_counts, given.stride(), tokens, experts, limit,
+        K=slots, BLOCK=_block(config, experts, slots), ALONE=block_counts is None, num_warps=config.num_warps,
     )  # fmt: skip
     if block_counts is not None:
-        _sort_blocks(block_counts, chosen, positions, rows, offsets, counts, limit, True, config)
+        _sort_blocks(block_counts, routing, limit, True, config)
     return chosen, positions, rows, offsets, counts
 
 
