@@ -28,6 +28,16 @@ class GroupedOptions:
     return_preactivation: bool = False
 
 
+class GroupedStrides(NamedTuple):
+    """Strides of the bias [groups, N] and of the scales in `GroupedTensors`; 0 for what is the same for all."""
+
+    bias_group: int
+    bias_column: int
+    x_scale: int
+    weight_scale_group: int
+    weight_scale_column: int
+
+
 class GroupedTensors(NamedTuple):
     """The tensors of a grouped product beside x, the weights and the offsets, as kernel modules take them.
 
@@ -58,6 +68,12 @@ class GroupedTensors(NamedTuple):
     @property
     def bias_strides(self) -> tuple[int, ...]:
         return (0, 0) if self.bias is None else self.bias.stride()
+
+    @property
+    def strides(self) -> GroupedStrides:
+        bias_group, bias_column = self.bias_strides
+        x_scale, weight_scale = self.scale_strides
+        return GroupedStrides(bias_group, bias_column, x_scale, *weight_scale)
 
     @property
     def scale_strides(self) -> tuple[int, tuple[int, int]]:

@@ -6,6 +6,8 @@ the tile's index with the running count. Nothing depends on values that the host
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,35 @@ from flashkernel.ops.matmul.triton.descriptors import (
 )
 
 
+class GroupedProductTraits(NamedTuple):
+    """What a grouped product is compiled for."""
+
+    PRECISION: str
+    X: TileAccess
+    W: TileAccess  # of the weights
+    EVEN_K: bool  # K is a multiple of BLOCK_K
+    GROUPS: int  # a power of two above the number of groups
+    GATE: str  # how the weights hold gate and up; "" without a gate
+    ACTIVATION: str
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    NUM_STAGES: int
+
+
+class WeightGradientTraits(NamedTuple):
+    """What the gradient of the weights is compiled for. X and DZ are both loaded by TMA, or both by rows."""
+
+    PRECISION: str
+    X: TileAccess
+    DZ: TileAccess
+    GROUP_M: int
+    BLOCK_M: int  # features of x
+    BLOCK_N: int  # columns of dz
+    BLOCK_K: int  # rows of both
+    NUM_STAGES: int
+
+
 @triton.jit
 def _row_index(index, row, inside):
     """Which rows of a tensor the rows of a tile are: index[row], or row where there is no index. In 64 bits."""
@@ -44,37 +75,42 @@ def _load_rows(base, row, inside, row_stride, column, columns, column_stride):
 
 
 @triton.jit
-def _scaled_and_biased(
-    value, x_scale, weight_scale, bias, x_row, group, column, in_rows, in_columns, x_scale_stride,
-    weight_scale_strides, bias_strides,
-):  # fmt: skip
-    """value [rows, columns], a sum, times its scales, plus its bias."""
-    if x_scale is not None:
-        left = tl.load(x_scale + x_row * x_scale_stride, mask=in_rows, other=0.0)
-        scales = weight_scale + group.to(tl.int64) * weight_scale_strides[0] + column * weight_scale_strides[1]
+def _scaled_and_biased(value, tensors, strides, x_row, group, column, in_rows, in_columns):
+    """value [rows, columns], a sum, times its scales, plus its bias; of `GroupedTensors` and `GroupedStrides`."""
+    if tensors.x_scale is not None:
+        left = tl.load(tensors.x_scale + x_row * strides.x_scale, mask=in_rows, other=0.0)
+        scales = tensors.weight_scale + group.to(tl.int64) * strides.weight_scale_group
+        scales += column * strides.weight_scale_column
         value *= left[:, None] * tl.load(scales, mask=in_columns, other=0.0)[None, :]
-    if bias is not None:
-        vector = bias + group.to(tl.int64) * bias_strides[0] + column * bias_strides[1]
+    if tensors.bias is not None:
+        vector = tensors.bias + group.to(tl.int64) * strides.bias_group + column * strides.bias_column
         value += tl.load(vector, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     return value
 
 
 @triton.jit
 def grouped_matmul_kernel(
-    x, x_descriptor, weights, weights_descriptor, y, offsets, gather, scatter, row_weights, bias, x_scale,
-    weight_scale, preactivation, x_strides, weight_strides, bias_strides, x_scale_stride, weight_scale_strides,
-    rows, groups, N, K, columns,
-    PRECISION: tl.constexpr, X: tl.constexpr, W: tl.constexpr, EVEN_K: tl.constexpr, GROUPS: tl.constexpr,
-    GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    x, x_descriptor, weights, weights_descriptor, y, offsets, tensors, x_strides, weight_strides, strides,
+    rows, groups, N, K, columns, TRAITS: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile [BLOCK_M, BLOCK_N] of the products of all groups.
 
-    X and W say how tiles of x and of the weights are loaded (`TileAccess`). GATE "halves": a tile is BLOCK_N columns of
-    gate and of up, with an accumulator each. "interleaved": BLOCK_N / 2.
+    `tensors`, `strides` and TRAITS are GroupedTensors, GroupedStrides and GroupedProductTraits. GATE "halves": a tile
+    is BLOCK_N columns of gate and of up, with an accumulator each. "interleaved": BLOCK_N / 2.
     """
+    X: tl.constexpr = TRAITS.X
+    W: tl.constexpr = TRAITS.W
+    PRECISION: tl.constexpr = TRAITS.PRECISION
+    MASK_K: tl.constexpr = not TRAITS.EVEN_K
+    GROUPS: tl.constexpr = TRAITS.GROUPS
+    GATE: tl.constexpr = TRAITS.GATE
+    ACTIVATION: tl.constexpr = TRAITS.ACTIVATION
+    BLOCK_M: tl.constexpr = TRAITS.BLOCK_M
+    BLOCK_N: tl.constexpr = TRAITS.BLOCK_N
+    BLOCK_K: tl.constexpr = TRAITS.BLOCK_K
     HALVES: tl.constexpr = GATE == "halves"
-    group_id = tl.arange(0, GROUPS)  # [GROUPS], a power of two above groups
+    preactivation, bias = tensors.preactivation, tensors.bias
+    group_id = tl.arange(0, GROUPS)
     begins = tl.load(offsets + group_id, mask=group_id <= groups, other=0)
     ends = tl.load(offsets + group_id + 1, mask=group_id < groups, other=0)
     ends = tl.where(group_id == groups, rows, ends)
@@ -92,7 +128,7 @@ def grouped_matmul_kernel(
         first_m = begin + (tile_m - first_tile) * BLOCK_M
         row, column = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
         in_rows, in_columns = row < end, column < product_columns
-        x_row = _row_index(gather, row, in_rows)
+        x_row = _row_index(tensors.gather, row, in_rows)
         real = group < groups
         weight_group = tl.where(real, group, 0)
         x_operand = Operand(x, x_descriptor, 0, 0)
@@ -100,33 +136,27 @@ def grouped_matmul_kernel(
         w_operand = Operand(weight, weights_descriptor, weight_strides[1], weight_strides[2])
         value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = value
-        for step in tl.range(0, tl.where(real, tl.cdiv(K, BLOCK_K), 0), num_stages=NUM_STAGES):
+        for step in tl.range(0, tl.where(real, tl.cdiv(K, BLOCK_K), 0), num_stages=TRAITS.NUM_STAGES):
             k = step * BLOCK_K
             if X.TMA:  # rows of the next group are read too, and not stored
                 x_tile = load_tile(x_operand, 0, first_m, k, rows, K, X, BLOCK_M, BLOCK_K, False, False)
             else:
                 x_tile = _load_rows(x, x_row, in_rows, x_strides[0], k + tl.arange(0, BLOCK_K), K, x_strides[1])
-            w_tile = load_tile(w_operand, weight_group, k, first_n, K, N, W, BLOCK_K, BLOCK_N, not EVEN_K, True)
+            w_tile = load_tile(w_operand, weight_group, k, first_n, K, N, W, BLOCK_K, BLOCK_N, MASK_K, True)
             value = tl.dot(x_tile, w_tile, value, input_precision=PRECISION)
             if HALVES:
                 up_tile = load_tile(
-                    w_operand, weight_group, k, first_n + columns, K, N, W, BLOCK_K, BLOCK_N, not EVEN_K, True
+                    w_operand, weight_group, k, first_n + columns, K, N, W, BLOCK_K, BLOCK_N, MASK_K, True
                 )
                 up = tl.dot(x_tile, up_tile, up, input_precision=PRECISION)
-        value = _scaled_and_biased(
-            value, x_scale, weight_scale, bias, x_row, weight_group, column, in_rows, in_columns, x_scale_stride,
-            weight_scale_strides, bias_strides,
-        )  # fmt: skip
+        value = _scaled_and_biased(value, tensors, strides, x_row, weight_group, column, in_rows, in_columns)
         inside = in_rows[:, None] & in_columns[None, :]
         z_offset = row.to(tl.int64)[:, None] * N + column[None, :]
         if preactivation is not None:
             z = tl.where(real, value, 0.0).to(preactivation.dtype.element_ty)
             tl.store(preactivation + z_offset, z, mask=inside)
         if HALVES:
-            up = _scaled_and_biased(
-                up, x_scale, weight_scale, bias, x_row, weight_group, column + columns, in_rows, in_columns,
-                x_scale_stride, weight_scale_strides, bias_strides,
-            )  # fmt: skip
+            up = _scaled_and_biased(up, tensors, strides, x_row, weight_group, column + columns, in_rows, in_columns)
             if preactivation is not None:
                 z = tl.where(real, up, 0.0).to(preactivation.dtype.element_ty)
                 tl.store(preactivation + z_offset + columns, z, mask=inside)
@@ -138,10 +168,10 @@ def grouped_matmul_kernel(
         value = apply_epilogue(
             value, up, row, y_column, y_column, in_rows, in_y, bias, bias, 0, bias, 0, ACTIVATION
         )  # fmt: skip
-        if row_weights is not None:
-            value *= tl.load(row_weights + row, mask=in_rows, other=0.0)[:, None]
+        if tensors.row_weights is not None:
+            value *= tl.load(tensors.row_weights + row, mask=in_rows, other=0.0)[:, None]
         value = tl.where(real, value, 0.0)
-        y_row = _row_index(scatter, row, in_rows)
+        y_row = _row_index(tensors.scatter, row, in_rows)
         tl.store(
             y + y_row[:, None] * columns + y_column[None, :], value.to(y.dtype.element_ty),
             mask=in_rows[:, None] & in_y[None, :],
@@ -151,18 +181,24 @@ def grouped_matmul_kernel(
 @triton.jit
 def grouped_weight_gradient_kernel(
     x, x_descriptor, dz, dz_descriptor, dw, offsets, gather, x_strides, dz_strides, rows, groups, N, K,
-    PRECISION: tl.constexpr, X: tl.constexpr, DZ: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TRAITS: tl.constexpr,
 ):  # fmt: skip
     """dW[g] [K, N]: a tile is BLOCK_M features of x by BLOCK_N of dz; the sum goes over BLOCK_K rows at a time.
 
-    X and DZ say how whole tiles are loaded (`TileAccess`): both by TMA, or both by rows.
+    TRAITS is a `WeightGradientTraits`.
     """
+    X: tl.constexpr = TRAITS.X
+    DZ: tl.constexpr = TRAITS.DZ
+    PRECISION: tl.constexpr = TRAITS.PRECISION
+    BLOCK_M: tl.constexpr = TRAITS.BLOCK_M
+    BLOCK_N: tl.constexpr = TRAITS.BLOCK_N
+    BLOCK_K: tl.constexpr = TRAITS.BLOCK_K
+    NUM_STAGES: tl.constexpr = TRAITS.NUM_STAGES
     tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_k * tiles_n
     for work in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0)):
         group = work // tiles
-        tile_k, tile_n = tile_position(work % tiles, tiles_k, tiles_n, GROUP_M)
+        tile_k, tile_n = tile_position(work % tiles, tiles_k, tiles_n, TRAITS.GROUP_M)
         first_k, first_n = tile_k * BLOCK_M, tile_n * BLOCK_N
         k, column = first_k + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
         begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
@@ -210,12 +246,14 @@ def grouped_forward(
         grouped_matmul_kernel, (min(max_tiles, props.sms) if config.persistent else max_tiles,),
         x, describe(x, config.block_m, config.block_k) if x_tma else x,
         weights, describe(weights, config.block_k, block_n) if w_tma else weights,
-        y, offsets, *tensors, x.stride(), weights.stride(), tensors.bias_strides, *tensors.scale_strides,
-        rows, groups, n, k, columns,
-        PRECISION=precision(x, params.tf32), X=TileAccess(x_tma, False, x_tma and transposed(x)),
-        W=TileAccess(w_tma, True, w_tma and transposed(weights)), EVEN_K=k % config.block_k == 0,
-        GROUPS=tune.power_of_2(groups + 1), GATE=params.gate, ACTIVATION=params.activation, BLOCK_M=config.block_m,
-        BLOCK_N=block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        y, offsets, tensors, x.stride(), weights.stride(), tensors.strides, rows, groups, n, k, columns,
+        TRAITS=GroupedProductTraits(
+            precision(x, params.tf32), TileAccess(x_tma, False, x_tma and transposed(x)),
+            TileAccess(w_tma, True, w_tma and transposed(weights)), k % config.block_k == 0,
+            tune.power_of_2(groups + 1), params.gate, params.activation,
+            config.block_m, block_n, config.block_k, config.num_stages,
+        ),
+        num_warps=config.num_warps,
     )  # fmt: skip
     return y
 
@@ -239,8 +277,11 @@ def grouped_weight_gradient(
         x, describe(x, config.block_k, config.block_m) if tma else x,
         dz, describe(dz, config.block_k, config.block_n) if tma else dz,
         dw, offsets, gather, x.stride(), dz.stride(), dz.shape[0], groups, n, k,
-        PRECISION=precision(x, params.tf32), X=TileAccess(tma, False, tma and transposed(x)),
-        DZ=TileAccess(tma, False, tma and transposed(dz)), GROUP_M=config.group_m, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        TRAITS=WeightGradientTraits(
+            precision(x, params.tf32), TileAccess(tma, False, tma and transposed(x)),
+            TileAccess(tma, False, tma and transposed(dz)), config.group_m,
+            config.block_m, config.block_n, config.block_k, config.num_stages,
+        ),
+        num_warps=config.num_warps,
     )  # fmt: skip
     return dw
