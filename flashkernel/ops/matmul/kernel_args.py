@@ -1,8 +1,7 @@
-"""What the epilogue of a dense product reads and writes, as kernel arguments."""
+"""Scales of a dense product, and what its epilogue reads and writes, as kernel arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,14 @@ from flashkernel.blocks.fp8 import FP8
 from flashkernel.core import device, env
 from flashkernel.core.arguments import unit_stride
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
+
+
+class Scales(NamedTuple):
+    """Scales of A, B and up, in float32; None where operands are not scaled."""
+
+    a: Any
+    b: Any
+    up: Any
 
 
 class EpiloguePointers(NamedTuple):
@@ -128,12 +135,6 @@ class EpilogueTensors:
             *_matrix_strides(self.out_scale), *_matrix_strides(self.block_scales),
         )  # fmt: skip
 
-    @property
-    def stride_pairs(self) -> tuple[Any, ...]:
-        """The same by tensor: pairs of the batch and the rows, and a number for the biases."""
-        (*before, bias), after = self.strides[:7], self.strides[7:]
-        return *_pairs(before), bias, *_pairs(after)
-
     def traits(self, c_tma: bool, part_n: int) -> EpilogueTraits:
         return EpilogueTraits(*self.chains, self.packed, c_tma, part_n)
 
@@ -150,10 +151,6 @@ def fp8_bytes(x: Tensor) -> Tensor:
     if x.dtype != FP8 or (device.properties(x.device).arch >= 89 and not env.interpreting()):
         return x
     return x.view(torch.uint8)
-
-
-def _pairs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(values[::2], values[1::2])
 
 
 def _matrix_strides(x: Tensor | None) -> tuple[int, int]:

@@ -13,38 +13,34 @@ from flashkernel.core.gluon import fence_async_shared, gl, gluon, store_tile, sy
 from flashkernel.ops.matmul.triton.store import add_bias
 
 
-class EpilogueArgs(NamedTuple):
-    """Addresses and strides (in elements) of what the epilogue reads and writes. Matrices have (batch, row) strides."""
+class ScaleStrides(NamedTuple):
+    """Strides of the scales of A, and of B and up; 0 for what is the same for all."""
 
-    z: Any  # the preactivation
-    dz: Any
-    z_target: Any  # Z_TMA: TMA descriptors of what is written of these two; of a gate, of its two halves
+    a_batch: Any
+    a_row: Any
+    a_block: Any  # from one K block to the next (BLOCK_SCALED)
+    b_batch: Any
+    b_column: Any
+    b_block: Any
+
+
+class PartialSums(NamedTuple):
+    """STREAM_K: what programs store of the tiles that others finish; else None."""
+
+    sums: Any  # float32 [num_programs, BLOCK_M, BLOCK_N]
+    flags: Any  # 1 once the sums are there, [num_programs, NUM_CONSUMERS]; 0 before
+
+
+class EpilogueArgs(NamedTuple):
+    """What the epilogue reads and writes beside C."""
+
+    pointers: Any  # EpiloguePointers
+    z_target: Any  # Z_TMA: TMA descriptors of what is written of z or dz; of a gate, of its two halves
     up_target: Any
-    bias: Any
-    up_bias: Any
-    residual: Any
-    seed: Any  # of dropout: a `seed_word`, or None
-    device_seed: Any  # the address of a number to be scrambled
-    out_scale: Any  # C in fp8 is divided by it
-    block_scales: Any  # scales of C in fp8 are written there
-    a_scale: Any
-    b_scale: Any
-    up_scale: Any
-    c_strides: Any
-    z_strides: Any
-    dz_strides: Any
-    bias_stride: Any
-    residual_strides: Any
-    out_scale_strides: Any
-    block_scales_strides: Any
-    a_scale_batch_stride: Any
-    a_scale_stride: Any
-    a_scale_block_stride: Any  # from one K block to the next (BLOCK_SCALED)
-    b_scale_batch_stride: Any
-    b_scale_stride: Any
-    b_scale_block_stride: Any
-    partials: Any  # STREAM_K: sums of tiles that another program finishes, [num_programs, BLOCK_M, BLOCK_N]
-    partial_flags: Any  # STREAM_K: 1 once they are there, [num_programs, NUM_CONSUMERS]; 0 before
+    scales: Any  # Scales
+    strides: Any  # EpilogueStrides
+    scale_strides: Any  # ScaleStrides
+    partials: Any  # PartialSums
 
 
 @gluon.jit
@@ -76,6 +72,7 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     COUNT: gl.constexpr = TILE_N // CHUNK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
     ep, m, n = args.epilogue, args.m, args.n
+    scales, scale_strides = ep.scales, ep.scale_strides
     if TRAITS.PINGPONG:
         first_row = tile.row * ROWS
     else:
@@ -83,10 +80,9 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     in_rows = row < m
     if TRAITS.SCALED:
-        a_scale = gl.load(
-            ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride, mask=in_rows, other=0.0
-        )
-        b_scales = tile.batch * ep.b_scale_batch_stride  # and up's
+        a_scales = scales.a + tile.batch * scale_strides.a_batch + row * scale_strides.a_row
+        a_scale = gl.load(a_scales, mask=in_rows, other=0.0)
+        b_scales = tile.batch * scale_strides.b_batch  # and up's
     chunks = _chunks(acc, TRAITS)  # GATED: those of gate, then those of up
     PAIRS: gl.constexpr = TRAITS.PARTIALS and TRAITS.GATED
     STORES: gl.constexpr = (
@@ -107,10 +103,10 @@ def store_epilogue(acc, args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
                 if TRAITS.GATED:
                     up_value += gl.load(_partial_offsets(args, program, chunk + COUNT, w, TRAITS), cache_modifier=".cg")
         if TRAITS.SCALED:
-            b_scale = gl.load(ep.b_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
+            b_scale = gl.load(scales.b + b_scales + column * scale_strides.b_column, mask=in_columns, other=0.0)
             value = value * a_scale[:, None] * b_scale[None, :]
             if TRAITS.GATED:
-                up_scale = gl.load(ep.up_scale + b_scales + column * ep.b_scale_stride, mask=in_columns, other=0.0)
+                up_scale = gl.load(scales.up + b_scales + column * scale_strides.b_column, mask=in_columns, other=0.0)
                 up_value = up_value * a_scale[:, None] * up_scale[None, :]
         if not TRAITS.PARTIALS:
             value, z_value, z_up = _apply_chain(
@@ -141,6 +137,7 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
     CHAIN_BEFORE: gl.constexpr = TRAITS.CHAIN_BEFORE
     CHAIN_AFTER: gl.constexpr = TRAITS.CHAIN_AFTER
     PACKED: gl.constexpr = TRAITS.PACKED
+    pointers, strides = ep.pointers, ep.strides
     batch = tile.batch.to(gl.int64)
     STEP: gl.constexpr = 2 if PACKED == "interleaved" else 1  # from one gate to the next
     to_up = 1 if PACKED == "interleaved" else n
@@ -148,31 +145,33 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
     z_column = column[None, :] * STEP
     inside = in_rows[:, None] & in_columns[None, :]
     if TRAITS.DACT:
-        z = ep.z + (batch * ep.z_strides[0] + wide_row * ep.z_strides[1] + z_column)
+        z = pointers.z + (batch * strides.z_batch + wide_row * strides.z_row + z_column)
         z_value = gl.load(z, mask=inside, other=0.0).to(gl.float32)
         z_up = z_value
         if PACKED != "":
             z_up = gl.load(z + to_up, mask=inside, other=0.0).to(gl.float32)
         value, gradient, up_gradient = pull_back_activation(value, z_value, z_up, CHAIN_AFTER)
         if not TRAITS.Z_TMA:
-            dz = ep.dz + (batch * ep.dz_strides[0] + wide_row * ep.dz_strides[1] + z_column)
+            dz = pointers.dz + (batch * strides.dz_batch + wide_row * strides.dz_row + z_column)
             gl.store(dz, gradient, mask=inside)
             if PACKED != "":
                 gl.store(dz + to_up, up_gradient, mask=inside)
         return value, gradient, up_gradient
     else:
-        value, up = add_bias(value, up, column, in_columns, ep.bias, ep.up_bias, ep.bias_stride, CHAIN_BEFORE, PACKED)
+        value, up = add_bias(
+            value, up, column, in_columns, pointers.bias, pointers.up_bias, strides.bias, CHAIN_BEFORE, PACKED
+        )
         if TRAITS.PREACTIVATION and not TRAITS.Z_TMA:
-            z = ep.z + (batch * ep.z_strides[0] + wide_row * ep.z_strides[1] + z_column)
+            z = pointers.z + (batch * strides.z_batch + wide_row * strides.z_row + z_column)
             gl.store(z, value, mask=inside)
             if PACKED != "":
                 gl.store(z + to_up, up, mask=inside)
-        residual = ep.residual
+        residual = pointers.residual
         if TRAITS.RESIDUAL_BATCHED:
-            residual = ep.residual + batch * ep.residual_strides[0]
+            residual = pointers.residual + batch * strides.residual_batch
         result = apply_epilogue(
-            value, up, row, column, column, in_rows, in_columns, ep.bias, ep.up_bias, ep.bias_stride,
-            residual, ep.residual_strides[1], CHAIN_AFTER, ep.seed, ep.device_seed, batch * m, n,
+            value, up, row, column, column, in_rows, in_columns, pointers.bias, pointers.up_bias, strides.bias,
+            residual, strides.residual_row, CHAIN_AFTER, pointers.seed, pointers.device_seed, batch * m, n,
         )  # fmt: skip
         return result, value, up
 
@@ -180,14 +179,15 @@ def _apply_chain(value, up, ep, tile, row, column, in_rows, in_columns, m, n, TR
 @gluon.jit
 def _quantize(value, ep, tile, row, in_rows, in_columns, first_column, n, TRAITS: gl.constexpr):
     """Divides a chunk by its rows' scales and saturates it; the scales are given, or found and stored."""
+    pointers, strides = ep.pointers, ep.strides
     batch, wide_row = tile.batch.to(gl.int64), row.to(gl.int64)
     if TRAITS.QUANTIZE == "block":
         scale = block_scale(value, in_columns)
-        target = ep.block_scales + (batch * ep.block_scales_strides[0] + first_column // 128)
-        gl.store(target + wide_row * ep.block_scales_strides[1], scale, mask=in_rows & (first_column < n))
+        target = pointers.block_scales + (batch * strides.block_scales_batch + first_column // 128)
+        gl.store(target + wide_row * strides.block_scales_row, scale, mask=in_rows & (first_column < n))
         value = value / scale[:, None]
     if TRAITS.QUANTIZE == "scale":
-        scales = ep.out_scale + (batch * ep.out_scale_strides[0] + wide_row * ep.out_scale_strides[1])
+        scales = pointers.out_scale + (batch * strides.out_scale_batch + wide_row * strides.out_scale_row)
         value = value / gl.load(scales, mask=in_rows, other=1.0)[:, None]
     return saturate_fp8(value)
 
@@ -201,7 +201,7 @@ def _store_chunk(
     if TRAITS.TMA_STORE:
         _stage_chunk(value, args, args.c, [entry, first_row, first_column], index, w, TRAITS)
     else:
-        start = entry.to(gl.int64) * args.epilogue.c_strides[0] + row.to(gl.int64) * args.epilogue.c_strides[1]
+        start = entry.to(gl.int64) * args.epilogue.strides.c_batch + row.to(gl.int64) * args.epilogue.strides.c_row
         inside = (row < args.m)[:, None] & (column < args.n)[None, :]
         gl.store(args.c + start[:, None] + column[None, :], value, mask=inside)
 
@@ -224,7 +224,7 @@ def _partial_offsets(args, program, chunk: gl.constexpr, w: gl.constexpr, TRAITS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK_N, 16])
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = chunk * CHUNK_N + gl.arange(0, CHUNK_N, gl.SliceLayout(0, LAYOUT))
-    first = args.epilogue.partials + program * (TRAITS.NUM_CONSUMERS * ROWS * TRAITS.BLOCK_N)
+    first = args.epilogue.partials.sums + program * (TRAITS.NUM_CONSUMERS * ROWS * TRAITS.BLOCK_N)
     return first + row[:, None] * TRAITS.BLOCK_N + column[None, :]
 
 
@@ -239,14 +239,14 @@ def store_partial(acc, args, w: gl.constexpr, TRAITS: gl.constexpr):
         value = gl.convert_layout(chunks[chunk], LAYOUT).to(gl.float32)
         gl.store(_partial_offsets(args, program, chunk, w, TRAITS), value)
     synchronize()
-    gl.atomic_add(args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w, 1, sem="release")
+    gl.atomic_add(args.epilogue.partials.flags + program * TRAITS.NUM_CONSUMERS + w, 1, sem="release")
 
 
 @gluon.jit
 def await_partials(args, tile, w: gl.constexpr, TRAITS: gl.constexpr):
     """Waits for the partial sums of the programs that share this tile."""
     for program in range(tile.first_program, gl.program_id(0)):
-        flag = args.epilogue.partial_flags + program * TRAITS.NUM_CONSUMERS + w
+        flag = args.epilogue.partials.flags + program * TRAITS.NUM_CONSUMERS + w
         ready = gl.atomic_add(flag, 0, sem="acquire")
         while ready == 0:
             ready = gl.atomic_add(flag, 0, sem="acquire")

@@ -54,7 +54,8 @@ from flashkernel.ops.matmul.hopper.epilogue import column_chunks as column_chunk
 from flashkernel.ops.matmul.hopper.schedule import Schedule, num_work_tiles, work_tile
 
 SCALES_AHEAD = gl.constexpr(4)  # K blocks between the load of a block's scales and their use
-# Whether these are multiples of 16 makes no difference, and would only compile the kernel again.
+# Whether these are multiples of 16 makes no difference, and would only compile the kernel again. They are arguments of
+# their own, since Triton looks at every element of a tuple.
 SIZES = ("m", "n", "m_tiles", "n_tiles", "k_blocks", "batch", "num_splits", "num_streamed")
 
 
@@ -271,11 +272,12 @@ def multiply(args, position, num_blocks, w: gl.constexpr, TRAITS: gl.constexpr):
 def _block_scale(args, tile, row, number, num_blocks, TRAITS: gl.constexpr):
     """Returns the scale of each of a consumer's rows for the product of a work tile's K block `number`."""
     ep, block = args.epilogue, tile.k_begin + gl.minimum(number, num_blocks - 1)
-    a_scales = ep.a_scale + tile.batch * ep.a_scale_batch_stride + row * ep.a_scale_stride
-    b_scale = ep.b_scale + tile.batch * ep.b_scale_batch_stride + block * ep.b_scale_block_stride
+    strides = ep.scale_strides
+    a_scales = ep.scales.a + tile.batch * strides.a_batch + row * strides.a_row
+    b_scale = ep.scales.b + tile.batch * strides.b_batch + block * strides.b_block
     column = tile.column * TRAITS.BLOCK_N // 128
-    a_scale = gl.load(a_scales + block * ep.a_scale_block_stride, mask=row < args.m, other=0.0)
-    return a_scale, gl.load(b_scale + column * ep.b_scale_stride)
+    a_scale = gl.load(a_scales + block * strides.a_block, mask=row < args.m, other=0.0)
+    return a_scale, gl.load(b_scale + column * strides.b_column)
 
 
 @gluon.jit
@@ -372,13 +374,15 @@ def _num_blocks(number, schedule, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def matmul_kernel(
-    a, b, b_second, c, z_target, up_target, z, dz, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
-    a_scale, b_scale, up_scale, partials, partial_flags,
-    c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
-    a_scale_batch_stride, a_scale_stride, a_scale_block_stride, b_scale_batch_stride, b_scale_stride,
-    b_scale_block_stride, m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed, TRAITS: gl.constexpr,
+    a, b, b_second, c, z_target, up_target, pointers, scales, partials, strides, scale_strides,
+    m, n, m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """C [num_splits * batch, m, n]. a, b, b_second and c are TMA descriptors; c is an address if not TMA_STORE."""
+    """C [num_splits * batch, m, n].
+
+    a, b, b_second, c, z_target and up_target are TMA descriptors, which Gluon takes as arguments of their own; c is an
+    address if not TMA_STORE. `pointers` and `strides` are EpiloguePointers and EpilogueStrides; `scales`,
+    `scale_strides` and `partials` are Scales, ScaleStrides and PartialSums.
+    """
     A_TILES: gl.constexpr = 1 if TRAITS.PINGPONG else TRAITS.NUM_CONSUMERS
     B_TILES: gl.constexpr = 2 if TRAITS.GATED else 1
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
@@ -400,13 +404,7 @@ def matmul_kernel(
     order = new_barriers(TRAITS.NUM_CONSUMERS, 1)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
     schedule = Schedule(m_tiles, n_tiles, k_blocks, batch, num_splits, num_streamed)
-    epilogue = EpilogueArgs(
-        z, dz, z_target, up_target, bias, up_bias, residual, seed, device_seed, out_scale, block_scales,
-        a_scale, b_scale, up_scale,
-        c_strides, z_strides, dz_strides, bias_stride, residual_strides, out_scale_strides, block_scales_strides,
-        a_scale_batch_stride, a_scale_stride, a_scale_block_stride,
-        b_scale_batch_stride, b_scale_stride, b_scale_block_stride, partials, partial_flags,
-    )  # fmt: skip
+    epilogue = EpilogueArgs(pointers, z_target, up_target, scales, strides, scale_strides, partials)
     consumed = Buffers(a_buffers, b_stages, second_buffers, c_buffers)
     produced = Buffers(a_buffers, b_buffers, second_buffers, c_buffers)
     specialize_warps(

@@ -24,8 +24,10 @@ from flashkernel.ops.matmul.hopper.configs import (
     store_stages,
 )
 from flashkernel.ops.matmul.hopper.descriptors import load_operand, padded_empty, tile_descriptor, tma_compatible
+from flashkernel.ops.matmul.hopper.epilogue import PartialSums, ScaleStrides
 from flashkernel.ops.matmul.hopper.kernel import MatmulTraits, matmul_kernel
-from flashkernel.ops.matmul.kernel_args import EpilogueTensors
+from flashkernel.ops.matmul.hopper.schedule import Schedule
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors, Scales
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.triton.split_k import add_partials
 
@@ -45,13 +47,12 @@ class _Scaling:
     up_scale: Tensor | None = None  # as b_scale
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.a_scale, self.b_scale, self.up_scale
+    def scales(self) -> Scales:
+        return Scales(self.a_scale, self.b_scale, self.up_scale)
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """a_scale: batch, row and K block; b_scale: batch, column and K block. 0 for one that is broadcast."""
-        return _strides(self.a_scale, 0, 1, 2) + _strides(self.b_scale, 0, 2, 1)
+    def strides(self) -> ScaleStrides:
+        return ScaleStrides(*_strides(self.a_scale, 0, 1, 2), *_strides(self.b_scale, 0, 2, 1))
 
 
 def _strides(x: Tensor | None, *dims: int) -> tuple[int, ...]:
@@ -193,11 +194,16 @@ def _multiply(
         Z_TMA=len(written) > 0,
         QUANTIZE=quantize,
     )
-    partials, flags = None, None
+    partials = PartialSums(None, None)
     if streamed:
         size = (num_programs, config.block_m, config.block_n)
-        partials = torch.empty(size, dtype=torch.float32, device=a.device)
-        flags = torch.zeros((num_programs, config.num_consumers), dtype=torch.int32, device=a.device)
+        partials = PartialSums(
+            torch.empty(size, dtype=torch.float32, device=a.device),
+            torch.zeros((num_programs, config.num_consumers), dtype=torch.int32, device=a.device),
+        )
+    schedule = Schedule(
+        m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits, streamed
+    )
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
     z_targets = [tile_descriptor(x, (config.rows, chunk_n)) for x in written]
     second = (b_operand, second_n) if up_operand is None else (up_operand, tile_n)
@@ -205,10 +211,8 @@ def _multiply(
         matmul_kernel, (num_programs,),
         tile_descriptor(a_operand, (config.rows, block_k) if a_k_major else (block_k, config.rows)),
         _right_tile(b_operand, tile_n - second_n, b_k_major), _right_tile(*second, b_k_major), target,
-        *z_targets, *[None] * (2 - len(z_targets)), *epilogue.pointers, *scaling.tensors, partials, flags,
-        *epilogue.stride_pairs, *scaling.strides,
-        m, n, m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits, streamed,
-        TRAITS=traits, num_warps=4,
+        *z_targets, *[None] * (2 - len(z_targets)), epilogue.pointers, scaling.scales, partials,
+        epilogue.strides, scaling.strides, m, n, *schedule, TRAITS=traits, num_warps=4,
     )  # fmt: skip
 
 

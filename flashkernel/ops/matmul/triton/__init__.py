@@ -15,10 +15,10 @@ from flashkernel.blocks.fp8 import SCALE_BLOCK
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.configs import MATMUL
-from flashkernel.ops.matmul.kernel_args import EpilogueTensors, fp8_bytes, seed_arguments
+from flashkernel.ops.matmul.kernel_args import EpilogueTensors, Scales, fp8_bytes, seed_arguments
 from flashkernel.ops.matmul.params import MatmulParams, MatmulTensors
 from flashkernel.ops.matmul.tiles_triton import TileAccess
-from flashkernel.ops.matmul.triton.dense import ProductTraits, Scales, activation_gradient_kernel, matmul_kernel
+from flashkernel.ops.matmul.triton.dense import ProductTraits, activation_gradient_kernel, matmul_kernel
 from flashkernel.ops.matmul.triton.descriptors import (
     aligned,
     batch_strides,

@@ -10,14 +10,6 @@ from flashkernel.ops.matmul.tiles_triton import Operand, TileAccess, load_tile, 
 from flashkernel.ops.matmul.triton.store import Output, Tile, load_preactivation, store_preactivation, store_result
 
 
-class Scales(NamedTuple):
-    """Scales of A, B and up, in float32; None where operands are not scaled."""
-
-    a: Any
-    b: Any
-    up: Any
-
-
 class BatchedOperand(NamedTuple):
     """Matrices [batches, rows, columns] with their descriptor and the strides of their scales; inside the kernel."""
 
