@@ -154,7 +154,8 @@ def _assert_no_spills(launch: Launch, machine: MachineCode, arch: int) -> None:
         return
     traffic = stack_traffic(machine.sass)
     spilled = f"{launch.name} {launch.constants}: {machine.stack} bytes of stack on sm_{arch}, in loops {traffic}"
-    padded = launch.name.startswith("attention") and launch.constants.get("HEAD_DIM", 64) in (80, 96, 192)
+    head_dim = getattr(launch.constants.get("TRAITS"), "HEAD_DIM", 64)
+    padded = launch.name.startswith("attention") and head_dim in (80, 96, 192)
     assert machine.stack <= PARKED_BY.get(launch.name, PARKED) + padded * PARKED_MASKS, spilled
     assert traffic.stores == 0, spilled
     assert not launch.kernel.is_gluon() or traffic.loads <= FEW, spilled

@@ -18,7 +18,8 @@ from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import EMPTY, FULL, Mask
 from flashkernel.core.generate import jit_function
 from flashkernel.ops.attention.hopper.block_ranges import every_row_visible
-from flashkernel.ops.attention.triton.scores import visible
+from flashkernel.ops.attention.triton.arguments import Sizes
+from flashkernel.ops.attention.triton.scores import TileIndices, visible
 
 random_masks = given(tree=programs.conditions(3))
 quickly = settings(max_examples=150, deadline=None, derandomize=True)
@@ -26,13 +27,13 @@ POSITIONS = 16
 
 
 @triton.jit
-def _write(out, tables, queries, keys, MASK: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr):
+def _write(out, tables, sizes, MASK: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr):
     """[batch, heads, SIDE, SIDE]: what the kernels think of each pair."""
     # Tensors: of numbers without a shape, Triton's interpreter compares integers only.
     b = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
     h = tl.program_id(1) + tl.zeros([1, 1], tl.int32)
     q, k = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
-    seen = tl.where(visible(b, h, q, k, queries, keys, tables, MASK, EVEN), q * 0 + k * 0 + 1, 0)
+    seen = tl.where(visible(TileIndices(b, h, q, k), sizes, tables, MASK, EVEN), q * 0 + k * 0 + 1, 0)
     tl.store(out + ((b * tl.num_programs(1) + h) * SIDE + q) * SIDE + k, seen)
 
 
@@ -40,7 +41,8 @@ def _by_triton(mask: Mask, sizes: tuple[int, int, int, int] = programs.SIZES, ev
     batch, heads, queries, keys = sizes
     out = torch.zeros((batch, heads, POSITIONS, POSITIONS), dtype=torch.int32)
     function = jit_function("visible", "b, h, q, k, sq, sk, tables", mask.text)
-    _write[(batch, heads)](out, ex.table_arguments(list(mask.tables)), queries, keys, function, even, POSITIONS)
+    tables = ex.table_arguments(list(mask.tables))
+    _write[(batch, heads)](out, tables, Sizes(heads, 1, queries, keys), function, even, POSITIONS)
     return out[:, :, :queries, :keys].bool()
 
 

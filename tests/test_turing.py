@@ -86,7 +86,7 @@ def _declined(op: Op, case: Case, inputs: dict[str, torch.Tensor]) -> str | None
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["rms_norm", "rope", "append_kv"])
+@pytest.mark.parametrize("name", ["rms_norm", "rope", "append_kv", "linear", "moe_route"])
 def test_a_turing_launch_is_ptx_with_its_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the driver: the PTX is for sm_75, and its entry has as many parameters as are packed."""
     loaded: list[tuple[str, str]] = []

@@ -1,5 +1,7 @@
 """Device code of softmaxes in powers of two."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,14 @@ from flashkernel.blocks import constants
 
 LOG2E = tl.constexpr(constants.LOG2E)
 LN2 = tl.constexpr(constants.LN2)
+
+
+class SoftmaxState(NamedTuple):
+    """Of the K blocks so far: O [BLOCK_M, BLOCK_DV], unnormalized, with its row sums l and row maxima m [BLOCK_M]."""
+
+    acc: Any
+    row_sum: Any
+    row_max: Any
 
 
 @triton.jit

@@ -30,6 +30,16 @@ from flashkernel.core.arguments import near
 from flashkernel.core.launch import launch, pdl_options
 from flashkernel.ops.gemm.configs import DEQUANTIZED, LINEAR, LinearConfig, row_tile, tile_count
 from flashkernel.ops.gemm.counters import counters
+from flashkernel.ops.gemm.kernel_args import (
+    LinearInput,
+    LinearOutput,
+    LinearTile,
+    LinearTraits,
+    NormScalars,
+    OutputStrides,
+    StreamKMemory,
+    WeightLayout,
+)
 from flashkernel.ops.gemm.params import LinearExtras, in_one_layout
 
 
@@ -75,12 +85,22 @@ def _add_vectors(values, LENGTH: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def linear_vector(
-    x, norm_weight, weights, scales, biases, residual, y,
-    x_stride, strides, scale_strides, bias_stride, residual_stride, y_stride, sizes, inner, eps, offset,
-    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, FULL_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    input, weights, scales, biases, output, x_stride, strides, scale_strides, output_strides, sizes, inner, norm,
+    TRAITS: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_M rows of y, BLOCK_N columns per program, in vectors of VECTOR elements.
+
+    `input`, `output`, `output_strides` and `norm` are LinearInput, LinearOutput, OutputStrides and NormScalars; TRAITS
+    and TILE are LinearTraits and LinearTile.
+    """
+    EPILOGUE: tl.constexpr = TRAITS.EPILOGUE
+    GATED: tl.constexpr = TRAITS.GATED
+    NORM: tl.constexpr = TRAITS.NORM
+    SCALED: tl.constexpr = TRAITS.SCALED
+    FULL_K: tl.constexpr = TILE.FULL_K
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     tile = tl.program_id(0)
     PRODUCTS: tl.constexpr = 2 if GATED else 1
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
@@ -99,16 +119,16 @@ def linear_vector(
     sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),) * (BLOCK_M * PRODUCTS)
     squares = (tl.zeros([BLOCK_K // VECTOR], tl.float32),) * (BLOCK_M if NORM else 0)
 
-    for first in tl.range(0, inner, BLOCK_K, num_stages=NUM_STAGES):
+    for first in tl.range(0, inner, BLOCK_K, num_stages=TILE.NUM_STAGES):
         inside = (first + step < inner) | FULL_K
         gate = tl.load(left + first, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         if GATED:
             up = tl.load(right + first, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         if NORM:
-            factor = tl.load(norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + offset
+            factor = tl.load(input.norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + norm.offset
         new_sums, new_squares = sums * 0, squares * 0
         for row in tl.static_range(BLOCK_M):
-            x_row = x + tl.full([], row, tl.int64) * x_stride
+            x_row = input.x + tl.full([], row, tl.int64) * x_stride
             values = tl.load(x_row + first + step, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             if NORM:
                 new_squares = new_squares + (squares[row] + _add_vectors(values * values, BLOCK_K, VECTOR),)
@@ -131,15 +151,17 @@ def linear_vector(
             if GATED:
                 up_value *= up_scale[None, :]
         if NORM:
-            rstd = tl.rsqrt(tl.sum(squares[row], 0) / inner + eps)
+            rstd = tl.rsqrt(tl.sum(squares[row], 0) / inner + norm.eps)
             value *= rstd
             up_value *= rstd
         here = tl.full([1], row, tl.int32)
         value = apply_epilogue(
             value, up_value, here, first_column + out_column, out_column, here == row, in_columns,
-            bias, biases[LAST] if GATED else bias, bias_stride, residual, residual_stride, EPILOGUE,
+            bias, biases[LAST] if GATED else bias, output_strides.bias, output.residual, output_strides.residual,
+            EPILOGUE,
         )  # fmt: skip
-        tl.store(y + row * y_stride + (first_column + out_column)[None, :], value, mask=in_columns[None, :])
+        target = output.y + row * output_strides.y + (first_column + out_column)[None, :]
+        tl.store(target, value, mask=in_columns[None, :])
 
 
 @triton.jit
@@ -187,14 +209,28 @@ def _weight_pointers(weight, stride, out_column, size, step, TRANSPOSED: tl.cons
 
 @triton.jit
 def linear_tensor(
-    x, norm_weight, weights, scales, biases, residual, y, workspace, counters, zeros,
-    x_stride, strides, scale_strides, bias_stride, residual_stride, y_stride, sizes, inner, rows, tiles, share,
-    eps, offset,
-    EPILOGUE: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, FULL_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, STREAM_K: tl.constexpr, PRECISION: tl.constexpr,
-    FORMAT: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+    input, weights, scales, biases, output, stream_k, zeros,
+    x_stride, strides, scale_strides, output_strides, sizes, inner, rows, tiles, share, norm,
+    TRAITS: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, STREAM_K: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Tiles of y; with STREAM_K the programs take equal shares of the K steps of all tiles.
+
+    `input`, `output`, `stream_k`, `output_strides` and `norm` are LinearInput, LinearOutput, StreamKMemory,
+    OutputStrides and NormScalars; TRAITS, LAYOUT and TILE are LinearTraits, WeightLayout and LinearTile.
+    """
+    EPILOGUE: tl.constexpr = TRAITS.EPILOGUE
+    GATED: tl.constexpr = TRAITS.GATED
+    NORM: tl.constexpr = TRAITS.NORM
+    SCALED: tl.constexpr = TRAITS.SCALED
+    TRANSPOSED: tl.constexpr = LAYOUT.TRANSPOSED
+    FORMAT: tl.constexpr = LAYOUT.FORMAT
+    ZEROS: tl.constexpr = LAYOUT.ZEROS
+    GROUP: tl.constexpr = LAYOUT.GROUP
+    FULL_K: tl.constexpr = TILE.FULL_K
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     LAST: tl.constexpr = len(weights) - 1  # the up weight, where there is a gate
     program = tl.program_id(0)
     steps = tl.cdiv(inner, BLOCK_K)
@@ -209,7 +245,8 @@ def linear_tensor(
         pdl_enter()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     step = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + step[:, None]  # [BLOCK_K, BLOCK_M]
+    near_row = tl.minimum(row, rows - 1).to(tl.int64)
+    x_rows = input.x + near_row[None, :] * x_stride + step[:, None]  # [BLOCK_K, BLOCK_M]
 
     for tile in range(first_of_mine, last_of_mine + 1):
         weight, stride, bias, size, first_tile, first_column = _weight_of_tile(
@@ -227,7 +264,7 @@ def linear_tensor(
         squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
         begin = tl.maximum(work_begin - tile * steps, 0)
         end = tl.minimum(work_end - tile * steps, steps)
-        for first in tl.range(begin * BLOCK_K, end * BLOCK_K, BLOCK_K, num_stages=NUM_STAGES):
+        for first in tl.range(begin * BLOCK_K, end * BLOCK_K, BLOCK_K, num_stages=TILE.NUM_STAGES):
             inside = (first + step < inner) | FULL_K
             there = inside[None, :]
             if TRANSPOSED:
@@ -243,7 +280,7 @@ def linear_tensor(
             if NORM:
                 wide = values.to(tl.float32)
                 squares += wide * wide
-                factor = tl.load(norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + offset
+                factor = tl.load(input.norm_weight + first + step, mask=inside, other=0.0).to(tl.float32) + norm.offset
                 values = (wide * factor[:, None]).to(values.dtype)
             product = tl.dot(loaded.to(values.dtype), values, product, input_precision=PRECISION)
             if GATED:
@@ -269,15 +306,16 @@ def linear_tensor(
             if not complete:
                 # A program's first tile may lack its start, its last one its end: two slots each.
                 _store_partial(
-                    workspace, 2 * program + (begin == 0).to(tl.int32), value, up_value, square, GATED, BLOCK_M, BLOCK_N
-                )
+                    stream_k.workspace, 2 * program + (begin == 0).to(tl.int32), value, up_value, square,
+                    GATED, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
                 first_program, last_program = tile * steps // share, ((tile + 1) * steps - 1) // share
                 tl.debug_barrier()  # every thread has stored before one of them says so
-                before = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+                before = tl.atomic_add(stream_k.counters + tile, 1, sem="acq_rel")
                 if before == last_program - first_program:
-                    tl.store(counters + tile, 0)  # as the next launch wants to find it
+                    tl.store(stream_k.counters + tile, 0)  # as the next launch wants to find it
                     value, up_value, square = _sum_partials(
-                        workspace, first_program, last_program, GATED, BLOCK_M, BLOCK_N
+                        stream_k.workspace, first_program, last_program, GATED, BLOCK_M, BLOCK_N
                     )
                     complete = True
         if complete:
@@ -287,15 +325,16 @@ def linear_tensor(
                     near = tl.minimum(out_column, size - 1)
                     up_value *= tl.load(scales[LAST] + near * scale_strides[LAST])[None, :]
             if NORM:
-                rstd = tl.rsqrt(square / inner + eps)[:, None]
+                rstd = tl.rsqrt(square / inner + norm.eps)[:, None]
                 value *= rstd
                 up_value *= rstd
             in_rows, in_columns, column = row < rows, out_column < size, first_column + out_column
             value = apply_epilogue(
                 value, up_value, row, column, out_column, in_rows, in_columns,
-                bias, biases[LAST] if GATED else bias, bias_stride, residual, residual_stride, EPILOGUE,
+                bias, biases[LAST] if GATED else bias, output_strides.bias, output.residual, output_strides.residual,
+                EPILOGUE,
             )  # fmt: skip
-            target = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
+            target = output.y + row.to(tl.int64)[:, None] * output_strides.y + column[None, :]
             tl.store(target, value, mask=in_rows[:, None] & in_columns[None, :])
 
 
@@ -325,38 +364,45 @@ def forward(x: Tensor, weights: list[Any], biases: list[Tensor], extras: LinearE
     }  # fmt: skip
     props = device.properties(x.device)
     config = tune.pick(LINEAR, props, shape)
-    tensors = (tuple(weights), quantized.scales, tuple(biases) if biases else (x,) * len(weights), residual, y)
+    tensors = (
+        LinearInput(x, norm_weight), tuple(weights), quantized.scales,
+        tuple(biases) if biases else (x,) * len(weights), LinearOutput(residual, y),
+    )  # fmt: skip
     strides = (
         x.stride(0), tuple([weight.stride(1 if transposed else 0) for weight in weights]), quantized.scale_strides,
-        biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0), sizes, inner,
+        OutputStrides(
+            biases[0].stride(0) if biases else 0, 0 if residual is None else residual.stride(0), y.stride(0)
+        ),
+        sizes, inner,
     )  # fmt: skip
+    norm = NormScalars(eps, offset)
+    block_m = rows if config.kernel == "vector" else row_tile(rows)
     constants = {
-        "EPILOGUE": chain, "GATED": gated, "NORM": norm_weight is not None,
-        "SCALED": quantized.scales is not None and not quantized.format,
-        "FULL_K": inner % config.block_k == 0,
-        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "NUM_STAGES": config.num_stages,
+        "TRAITS": LinearTraits(
+            chain, gated, norm_weight is not None, quantized.scales is not None and not quantized.format
+        ),
+        "TILE": LinearTile(
+            block_m, config.block_n, config.block_k, inner % config.block_k == 0, config.num_stages
+        ),
         "num_warps": config.num_warps,
         **pdl_options(props),
     }  # fmt: skip
     if config.kernel == "vector":
         launch(
             linear_vector, (tile_count(config, sizes),),
-            x, norm_weight, *tensors, *strides, eps, offset,
-            BLOCK_M=rows, VECTOR=16 // weights[0].element_size(), **constants,
+            *tensors, *strides, norm, VECTOR=16 // weights[0].element_size(), **constants,
         )  # fmt: skip
         return y
     programs, share, tiles = _stream_k_shares(config, sizes, inner)
-    shared, row_tiles = share > 0, tune.ceil_div(rows, row_tile(rows))
-    parts = row_tile(rows) * (config.block_n * (2 if gated else 1) + 1)
+    shared, row_tiles = share > 0, tune.ceil_div(rows, block_m)
+    parts = block_m * (config.block_n * (2 if gated else 1) + 1)
     workspace = torch.empty(2 * programs * parts, dtype=torch.float32, device=x.device) if shared else None
+    stream_k = StreamKMemory(workspace, counters(x.device) if shared else None)
     launch(
         linear_tensor, (programs,) if row_tiles == 1 else (programs, row_tiles),
-        x, norm_weight, *tensors, workspace, counters(x.device) if shared else None, quantized.zeros, *strides, rows,
-        tiles, share,
-        eps, offset,
-        TRANSPOSED=transposed, STREAM_K=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-        FORMAT=quantized.format, ZEROS=quantized.has_zeros, GROUP=quantized.group,
-        BLOCK_M=row_tile(rows), **constants,
+        *tensors, stream_k, quantized.zeros, *strides, rows, tiles, share, norm,
+        LAYOUT=WeightLayout(transposed, quantized.format, quantized.has_zeros, quantized.group),
+        STREAM_K=shared, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", **constants,
     )  # fmt: skip
     return y
 

@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernel.blocks.softmax_triton import LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LOG2E, SoftmaxState, tanh
 from flashkernel.blocks.tile_ranges import tile_ranges
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.attention.fp8.configs import TRITON, AttentionConfig
 from flashkernel.ops.attention.fp8.params import Fp8Inputs
 from flashkernel.ops.attention.params import AttentionParams
-from flashkernel.ops.attention.triton.arguments import Ranges, Sizes
+from flashkernel.ops.attention.triton.arguments import Outputs, Ranges, Sizes
 from flashkernel.ops.attention.triton.forward_kernel import store_output
-from flashkernel.ops.attention.triton.scores import load_range, program_of, ranges_row, visible
+from flashkernel.ops.attention.triton.scores import TileIndices, load_range, program_of, ranges_row, visible
 
 SCALE_BLOCK = tl.constexpr(128)  # positions that share a scale
 
@@ -51,6 +51,20 @@ class Scale(NamedTuple):
     per_block: Any
 
 
+class AttentionFp8Traits(NamedTuple):
+    """What the kernel is compiled for; the fields of `AttentionTraits` mean the same there."""
+
+    SOFTCAP: bool
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    NUM_STAGES: int
+    EVEN: bool
+
+
 @triton.jit
 def _load_scale(scale, pointer, block):
     """The scale of a block of rows; `pointer` is that of the head."""
@@ -61,13 +75,16 @@ def _load_scale(scale, pointer, block):
 
 @triton.jit
 def attention_fp8(
-    q, k, v, q_scale, k_scale, v_scale, sinks, o, lse, mask_tables, ranges, sizes, q_strides, k_strides, v_strides,
-    softmax_scale, softcap,
-    MASK: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, EVEN: tl.constexpr,
+    q, k, v, q_scale, k_scale, v_scale, sinks, outputs, mask_tables, ranges, sizes, q_strides, k_strides, v_strides,
+    softmax_scale, softcap, MASK: tl.constexpr, TRAITS: tl.constexpr,
 ):  # fmt: skip
-    """O and LSE of one tile of queries; `ranges` and `sizes` are those of attention/triton/arguments.py."""
+    """O and LSE of one tile of queries; `outputs`, `ranges` and `sizes` are those of attention/triton/arguments.py."""
+    HEAD_DIM: tl.constexpr = TRAITS.HEAD_DIM
+    VALUE_DIM: tl.constexpr = TRAITS.VALUE_DIM
+    BLOCK_D: tl.constexpr = TRAITS.BLOCK_D
+    BLOCK_DV: tl.constexpr = TRAITS.BLOCK_DV
+    BLOCK_M: tl.constexpr = TRAITS.BLOCK_M
+    BLOCK_N: tl.constexpr = TRAITS.BLOCK_N
     heads, seqlen_q, seqlen_k = sizes.heads, sizes.seqlen_q, sizes.seqlen_k
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, h, b = program_of(tiles, heads)
@@ -91,17 +108,17 @@ def attention_fp8(
     table_row = ranges_row(ranges, b, h, tile)
     for index in range(tl.load(ranges.counts + table_row)):
         block_begin, block_end, masked = load_range(ranges, table_row, index)
-        for block in tl.range(block_begin, block_end, num_stages=NUM_STAGES):
+        for block in tl.range(block_begin, block_end, num_stages=TRAITS.NUM_STAGES):
             scale_block = block * BLOCK_N // SCALE_BLOCK
             k_tile = _load_tile(k, block * BLOCK_N, seqlen_k, k_strides, BLOCK_N, HEAD_DIM, BLOCK_D)
             block_scale = row_scale * _load_scale(k_scale, k_scales, scale_block)  # [BLOCK_M]
             s = tl.dot(q_tile, tl.trans(k_tile)) * block_scale[:, None]
-            if SOFTCAP:
+            if TRAITS.SOFTCAP:
                 s = softcap * tanh(s / softcap)
             s *= LOG2E
             if masked != 0:
                 key = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-                in_mask = visible(b, h, row[:, None], key, seqlen_q, seqlen_k, mask_tables, MASK, EVEN)
+                in_mask = visible(TileIndices(b, h, row[:, None], key), sizes, mask_tables, MASK, TRAITS.EVEN)
                 s = tl.where(in_mask, s, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
             finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -112,7 +129,8 @@ def attention_fp8(
             pv = tl.dot(p.to(tl.float16), v_tile.to(tl.float16))
             o_acc = o_acc * rescale[:, None] + pv * _load_scale(v_scale, v_scales, scale_block)
             row_max = new_max
-    store_output(o_acc, row_sum, row_max, row, b, h, sinks, o, lse, heads, seqlen_q, HAS_SINKS, VALUE_DIM, BLOCK_DV)
+    state = SoftmaxState(o_acc, row_sum, row_max)
+    store_output(state, row, b, h, sinks, outputs, sizes, VALUE_DIM, BLOCK_DV)
 
 
 def forward(inputs: Fp8Inputs, params: AttentionParams, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -129,13 +147,21 @@ def forward(inputs: Fp8Inputs, params: AttentionParams, out_dtype: torch.dtype) 
     tiles = tune.ceil_div(seqlen_q, config.block_m)
     scales = [x.contiguous() for x in scales]
     groups = (Scale(x, x.shape[2] if x.ndim == 3 else 1, 1 if x.ndim == 3 else None) for x in scales)
+    traits = AttentionFp8Traits(
+        SOFTCAP=softcap > 0,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=max(32, tune.power_of_2(head_dim)),
+        BLOCK_DV=max(16, tune.power_of_2(value_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        EVEN=seqlen_q % config.block_m == 0 and seqlen_k % config.block_n == 0,
+    )
     launch(
         attention_fp8, (tiles * heads * batch,),
-        q, k, v, *groups, sinks, o, lse, functions.mask_tables, Ranges.of(ranges), Sizes.of(q, k),
+        q, k, v, *groups, sinks, Outputs(o, lse), functions.mask_tables, Ranges.of(ranges), Sizes.of(q, k),
         *(Strides(*x.stride()) for x in (q, k, v)), scale, softcap,
-        MASK=functions.mask, HAS_SINKS=sinks is not None, SOFTCAP=softcap > 0, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        BLOCK_D=max(32, tune.power_of_2(head_dim)), BLOCK_DV=max(16, tune.power_of_2(value_dim)),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, NUM_STAGES=config.num_stages,
-        EVEN=seqlen_q % config.block_m == 0 and seqlen_k % config.block_n == 0, num_warps=config.num_warps,
+        MASK=functions.mask, TRAITS=traits, num_warps=config.num_warps,
     )  # fmt: skip
     return o, lse

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,8 +12,11 @@ from flashkernel.core.launch import launch
 from flashkernel.ops.attention.configs import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, AttentionConfig
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, InputGradients, OutputGradients
 from flashkernel.ops.attention.triton.arguments import (
+    AttentionTraits,
     Bias,
     Dropout,
+    KeyGradients,
+    Outputs,
     QueryGradients,
     Ranges,
     ScoreTerms,
@@ -42,10 +43,11 @@ def forward(inputs: AttentionInputs, params: AttentionParams) -> tuple[Tensor, T
     sources, tma = tile_sources((q, config.block_m), (k, config.block_n), (v, config.block_n))
     launch(
         attention_forward, (tune.ceil_div(seqlen_q, config.block_m) * heads * batch,),
-        *sources, o, lse, sinks, Bias.of(bias), ScoreTerms.of(params, alibi_slopes), Dropout.of(params),
+        *sources, Outputs(o, lse), sinks, Bias.of(bias), ScoreTerms.of(params, alibi_slopes), Dropout.of(params),
         Ranges.of(ranges), Sizes.of(q, k), Strides.of(q), Strides.of(k), Strides.of(v),
         functions.score_tables, functions.mask_tables,
-        MASK=functions.mask, SCORE=functions.score, TMA=tma, **_constants(inputs, params, config),
+        MASK=functions.mask, SCORE=functions.score, TRAITS=_traits(inputs, params, config, tma),
+        num_warps=config.num_warps,
     )  # fmt: skip
     return o, lse
 
@@ -96,20 +98,16 @@ def _backward_queries(
         *sources, o, sinks, Bias.of(bias), Bias.gradient_of(dbias), stats, gradients,
         ScoreTerms.of(params, alibi_slopes), Dropout.of(params), Ranges.of(ranges), Sizes.of(q, k),
         Strides.of(q), Strides.of(k), Strides.of(v), Strides.of(do), functions.score_tables, functions.mask_tables,
-        MASK=functions.mask, SCORE=functions.score, SCORE_GRAD=functions.score_grad, TMA=tma,
-        **_constants(inputs, params, config),
+        MASK=functions.mask, SCORE=functions.score, SCORE_GRAD=functions.score_grad,
+        TRAITS=_traits(inputs, params, config, tma), num_warps=config.num_warps,
     )  # fmt: skip
     return gradients, dbias
 
 
-def _backward_keys(
-    do: Tensor, inputs: AttentionInputs, stats: Statistics, params: AttentionParams
-) -> tuple[Tensor, Tensor]:
-    """(dk, dv)."""
+def _backward_keys(do: Tensor, inputs: AttentionInputs, stats: Statistics, params: AttentionParams) -> KeyGradients:
     q, k, v, bias, _, alibi_slopes = inputs
     batch, seqlen_k, kv_heads, head_dim = k.shape
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    gradients = KeyGradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)))
     config = _config(BACKWARD_KEYS, inputs, params)
     ranges = _tile_ranges(inputs, params, config, transposed=True)
     functions = params.functions()
@@ -119,13 +117,14 @@ def _backward_keys(
     for want in ("kv",) if max(head_dim, v.shape[3]) <= MAX_DIM_DK_DV else ("k", "v"):
         launch(
             attention_backward_keys, (tune.ceil_div(seqlen_k, config.block_n) * kv_heads * batch,),
-            *sources, Bias.of(bias), stats._replace(dlse=None), dk, dv, ScoreTerms.of(params, alibi_slopes),
+            *sources, Bias.of(bias), stats._replace(dlse=None), gradients, ScoreTerms.of(params, alibi_slopes),
             Dropout.of(params), Ranges.of(ranges), Sizes.of(q, k),
             Strides.of(q), Strides.of(k), Strides.of(v), Strides.of(do), functions.score_tables, functions.mask_tables,
-            MASK=functions.mask, SCORE=functions.score, SCORE_GRAD=functions.score_grad, TMA=tma,
-            WANT_K=want != "v", WANT_V=want != "k", **_constants(inputs, params, config),
+            MASK=functions.mask, SCORE=functions.score, SCORE_GRAD=functions.score_grad,
+            TRAITS=_traits(inputs, params, config, tma), WANT_K=want != "v", WANT_V=want != "k",
+            num_warps=config.num_warps,
         )  # fmt: skip
-    return dk, dv
+    return gradients
 
 
 def _config(tunable: tune.Tunable, inputs: AttentionInputs, params: AttentionParams) -> AttentionConfig:
@@ -150,14 +149,20 @@ def _tile_ranges(
     return tile_ranges(params.mask, *sizes, inputs.q.device, transposed)
 
 
-def _constants(inputs: AttentionInputs, params: AttentionParams, config: AttentionConfig) -> dict[str, Any]:
+def _traits(inputs: AttentionInputs, params: AttentionParams, config: AttentionConfig, tma: bool) -> AttentionTraits:
     q, k, v, bias, _, alibi_slopes = inputs
     changed = params.score is not None or params.softcap > 0 or bias is not None or alibi_slopes is not None
     precise = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    return {
-        "PLAIN": params.scale > 0 and not changed, "PRECISION": "ieee" if precise else "tf32",
-        "HEAD_DIM": q.shape[3], "VALUE_DIM": v.shape[3], "BLOCK_D": max(16, tune.power_of_2(q.shape[3])),
-        "BLOCK_DV": max(16, tune.power_of_2(v.shape[3])), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "NUM_STAGES": config.num_stages, "num_warps": config.num_warps,
-        "EVEN": q.shape[1] % config.block_m == 0 and k.shape[1] % config.block_n == 0,
-    }  # fmt: skip
+    return AttentionTraits(
+        PLAIN=params.scale > 0 and not changed,
+        PRECISION="ieee" if precise else "tf32",
+        HEAD_DIM=q.shape[3],
+        VALUE_DIM=v.shape[3],
+        BLOCK_D=max(16, tune.power_of_2(q.shape[3])),
+        BLOCK_DV=max(16, tune.power_of_2(v.shape[3])),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        TMA=tma,
+        EVEN=q.shape[1] % config.block_m == 0 and k.shape[1] % config.block_n == 0,
+    )

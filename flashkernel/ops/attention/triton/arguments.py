@@ -120,9 +120,39 @@ class Statistics(NamedTuple):
     dlse: Tensor | None = None
 
 
+class Outputs(NamedTuple):
+    """What the forward kernel writes."""
+
+    o: Tensor  # [batch, seqlen_q, heads, value_dim]
+    lse: Tensor  # float32 [batch, heads, seqlen_q]
+
+
 class QueryGradients(NamedTuple):
     """What the queries' kernel writes."""
 
     dq: Tensor
     dsinks: Tensor | None  # float32 [batch, heads, tiles]
     dslopes: Tensor | None  # float32 [batch, heads, tiles]
+
+
+class KeyGradients(NamedTuple):
+    """What the keys' kernel writes."""
+
+    dk: Tensor
+    dv: Tensor
+
+
+class AttentionTraits(NamedTuple):
+    """What a kernel is compiled for, beside the functions of the mask and the scores."""
+
+    PLAIN: bool  # scores are q . k times a positive scale, which the exponent takes (`exponent_scale`)
+    PRECISION: str  # of float32 products
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCK_D: int  # HEAD_DIM rounded up to a power of two; BLOCK_DV is that of VALUE_DIM
+    BLOCK_DV: int
+    BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a tile
+    NUM_STAGES: int
+    TMA: bool  # tiles are loaded by descriptors
+    EVEN: bool  # queries and keys end with their tiles

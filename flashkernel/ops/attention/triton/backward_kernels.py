@@ -13,6 +13,8 @@ from flashkernel.blocks.softmax_triton import LOG2E
 from flashkernel.ops.attention.triton.dropout import keep
 from flashkernel.ops.attention.triton.scores import (
     Matrix,
+    ScoreParams,
+    Scores,
     TileIndices,
     exponent_scale,
     head_of,
@@ -48,35 +50,40 @@ def _dp_minus_delta(left, right, delta, dropout, SHAPE: tl.constexpr, PRECISION:
 
 @triton.jit
 def _probabilities(
-    product, lse, scale_log2, at, sizes, bias, head, terms, score_tables, mask_tables,
-    MASK: tl.constexpr, SCORE: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """(P, capped, before): P of each pair from S and LSE; its score after the softcap and before the score function."""
-    if PLAIN:
-        s, capped, before = product, product, product
+    product, lse, at, head, params, MASK: tl.constexpr, SCORE: tl.constexpr, MASKED: tl.constexpr, TRAITS: tl.constexpr
+):
+    """(P, scores): P of each pair from S and LSE, and the `Scores`."""
+    if TRAITS.PLAIN:
+        scores = Scores(product, product, product)
     else:
-        s, capped, before = transform(product, at, sizes, bias, head, terms, score_tables, SCORE)
-    p = tl.exp2(s * scale_log2 - lse)
+        scores = transform(product, at, head, params, SCORE)
+    p = tl.exp2(scores.score * params.scale_log2 - lse)
     if MASKED == 1:
-        seen = visible(at.b, at.h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, mask_tables, MASK, EVEN)
+        seen = visible(at, params.sizes, params.mask_tables, MASK, TRAITS.EVEN)
         p = tl.where(seen, p, 0.0)
-    return p, capped, before
+    return p, scores
 
 
 @triton.jit
-def _score_gradient(
-    p, dp, delta, capped, before, at, sizes, terms, dropout, score_tables, SCORE_GRAD: tl.constexpr
-):  # fmt: skip
+def _score_derivative(scores, at, params, SCORE_GRAD: tl.constexpr):
+    """The derivative of the score function, of each pair."""
+    seqlen_q, seqlen_k = params.sizes.seqlen_q, params.sizes.seqlen_k
+    return SCORE_GRAD(scores.before, at.b, at.h, at.q, at.k, seqlen_q, seqlen_k, params.score_tables)
+
+
+@triton.jit
+def _score_gradient(p, dp, delta, scores, at, params, dropout, SCORE_GRAD: tl.constexpr):
     """(gradient of q . k without the scale, gradient of the score before the score function)."""
     if dropout.threshold is not None:
         dp -= delta
     ds = p * dp
     if SCORE_GRAD is not None:
-        derivative = SCORE_GRAD(before, at.b, at.h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, score_tables)
+        derivative = _score_derivative(scores, at, params, SCORE_GRAD)
         ds = tl.where(p == 0.0, 0.0, ds * derivative)  # it may be infinite for a hidden pair
     dproduct = ds
-    if terms.softcap is not None:
-        dproduct *= 1 - (capped / terms.softcap) * (capped / terms.softcap)
+    softcap = params.terms.softcap
+    if softcap is not None:
+        dproduct *= 1 - (scores.capped / softcap) * (scores.capped / softcap)
     return dproduct, ds
 
 
@@ -107,11 +114,21 @@ def _add_row_gradient(dbias, row_sum, b, h, row, sizes):
 def attention_backward_queries(
     q, k, v, do, o, sinks, bias, dbias, stats, gradients, terms, dropout, ranges, sizes,
     q_strides, k_strides, v_strides, do_strides, score_tables, mask_tables,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, PLAIN: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, TRAITS: tl.constexpr,
 ):  # fmt: skip
-    """dQ and delta of one tile of queries, and what it adds to the gradients of sinks, bias and slopes."""
+    """dQ and delta of one tile of queries, and what it adds to the gradients of sinks, bias and slopes.
+
+    The groups of arguments are in arguments.py, here and below; TRAITS is `AttentionTraits`.
+    """
+    PRECISION: tl.constexpr = TRAITS.PRECISION
+    HEAD_DIM: tl.constexpr = TRAITS.HEAD_DIM
+    VALUE_DIM: tl.constexpr = TRAITS.VALUE_DIM
+    BLOCK_D: tl.constexpr = TRAITS.BLOCK_D
+    BLOCK_DV: tl.constexpr = TRAITS.BLOCK_DV
+    BLOCK_M: tl.constexpr = TRAITS.BLOCK_M
+    BLOCK_N: tl.constexpr = TRAITS.BLOCK_N
+    NUM_STAGES: tl.constexpr = TRAITS.NUM_STAGES
+    TMA: tl.constexpr = TRAITS.TMA
     tiles = tl.cdiv(sizes.seqlen_q, BLOCK_M)
     tile, h, b = program_of(tiles, sizes.heads)
     tile = tiles - 1 - tile  # the longest first
@@ -126,7 +143,7 @@ def attention_backward_queries(
     do_tile = load_tile(do_matrix, tile * BLOCK_M, BLOCK_M, VALUE_DIM, BLOCK_DV, True, TMA)
     o_tile = load_tile(o_matrix, tile * BLOCK_M, BLOCK_M, VALUE_DIM, BLOCK_DV, True, False)
     stats_row = (b * sizes.heads + h) * sizes.seqlen_q
-    lse = _load_lse(stats.lse + stats_row, row, sizes.seqlen_q, EVEN)  # [BLOCK_M]
+    lse = _load_lse(stats.lse + stats_row, row, sizes.seqlen_q, TRAITS.EVEN)  # [BLOCK_M]
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)  # [BLOCK_M]
     if stats.dlse is not None:
         delta -= tl.load(stats.dlse + stats_row + row, mask=row < sizes.seqlen_q, other=0.0)
@@ -138,7 +155,7 @@ def attention_backward_queries(
     delta = delta[:, None]
     head = head_of(bias, terms, b, h)
     seed = seed_of(dropout)
-    scale_log2 = exponent_scale(terms, PLAIN)
+    params = ScoreParams(sizes, bias, terms, score_tables, mask_tables, exponent_scale(terms, TRAITS.PLAIN))
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     SLOPES: tl.constexpr = terms.alibi_slopes is not None
     BIAS_BY_ROW: tl.constexpr = dbias.tensor is not None and dbias.k is None
@@ -160,15 +177,10 @@ def attention_backward_queries(
                 v_tile = load_tile(v_matrix, first, BLOCK_N, VALUE_DIM, BLOCK_DV, clip, TMA)
                 product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
                 dp = _dp_minus_delta(do_tile, v_tile, delta, dropout, [BLOCK_M, BLOCK_N], PRECISION)
-                p, capped, before = _probabilities(
-                    product, lse, scale_log2, at, sizes, bias, head, terms, score_tables, mask_tables,
-                    MASK, SCORE, PLAIN, MASKED, EVEN,
-                )  # fmt: skip
+                p, scores = _probabilities(product, lse, at, head, params, MASK, SCORE, MASKED, TRAITS)
                 if dropout.threshold is not None:
                     dp = tl.where(keep(seed, at, sizes, dropout.threshold), dp * dropout.scale, 0.0)
-                dproduct, ds = _score_gradient(
-                    p, dp, delta, capped, before, at, sizes, terms, dropout, score_tables, SCORE_GRAD
-                )
+                dproduct, ds = _score_gradient(p, dp, delta, scores, at, params, dropout, SCORE_GRAD)
                 if dbias.tensor is not None and not BIAS_BY_ROW:
                     _add_bias_gradient(dbias, ds, at, sizes)
                 if SLOPES or BIAS_BY_ROW:
@@ -179,10 +191,7 @@ def attention_backward_queries(
                     p_sum += tl.sum(p, 1)
                     weighted = p
                     if SCORE_GRAD is not None:
-                        derivative = SCORE_GRAD(
-                            before, b, h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, score_tables
-                        )  # fmt: skip
-                        weighted = tl.where(p == 0.0, 0.0, p * derivative)
+                        weighted = tl.where(p == 0.0, 0.0, p * _score_derivative(scores, at, params, SCORE_GRAD))
                     distance_sum += tl.sum(weighted * distance, 1)
                     weight_sum += tl.sum(weighted, 1)
                 dq = tl.dot(dproduct.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
@@ -209,14 +218,22 @@ def attention_backward_queries(
 
 @triton.jit
 def attention_backward_keys(
-    q, k, v, do, bias, stats, dk, dv, terms, dropout, ranges, sizes, q_strides, k_strides, v_strides, do_strides,
+    q, k, v, do, bias, stats, gradients, terms, dropout, ranges, sizes, q_strides, k_strides, v_strides, do_strides,
     score_tables, mask_tables,
-    MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, PLAIN: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, TRAITS: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, or one of them where heads are so wide that registers do not hold both."""
+    PRECISION: tl.constexpr = TRAITS.PRECISION
+    HEAD_DIM: tl.constexpr = TRAITS.HEAD_DIM
+    VALUE_DIM: tl.constexpr = TRAITS.VALUE_DIM
+    BLOCK_D: tl.constexpr = TRAITS.BLOCK_D
+    BLOCK_DV: tl.constexpr = TRAITS.BLOCK_DV
+    BLOCK_M: tl.constexpr = TRAITS.BLOCK_M
+    BLOCK_N: tl.constexpr = TRAITS.BLOCK_N
+    NUM_STAGES: tl.constexpr = TRAITS.NUM_STAGES
+    TMA: tl.constexpr = TRAITS.TMA
+    EVEN: tl.constexpr = TRAITS.EVEN
     kv_heads = sizes.heads // sizes.group_size
     tile, kv_head, b = program_of(tl.cdiv(sizes.seqlen_k, BLOCK_N), kv_heads)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -226,7 +243,7 @@ def attention_backward_keys(
     if WANT_K:
         v_tile = load_tile(v_matrix, tile * BLOCK_N, BLOCK_N, VALUE_DIM, BLOCK_DV, True, TMA)
     seed = seed_of(dropout)
-    scale_log2 = exponent_scale(terms, PLAIN)
+    params = ScoreParams(sizes, bias, terms, score_tables, mask_tables, exponent_scale(terms, TRAITS.PLAIN))
     dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dk_total, dv_total = dk_sum, dv_sum  # in float32, of the heads before: one long sum would lose digits
@@ -252,10 +269,7 @@ def attention_backward_keys(
                     product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
                     if WANT_K:
                         dp = _dp_minus_delta(v_tile, do_tile, delta, dropout, [BLOCK_N, BLOCK_M], PRECISION)
-                    p, capped, before = _probabilities(
-                        product, lse, scale_log2, at, sizes, bias, head, terms, score_tables, mask_tables,
-                        MASK, SCORE, PLAIN, MASKED, EVEN,
-                    )  # fmt: skip
+                    p, scores = _probabilities(product, lse, at, head, params, MASK, SCORE, MASKED, TRAITS)
                     dropped = p  # [BLOCK_N, BLOCK_M]
                     if dropout.threshold is not None:
                         kept = keep(seed, at, sizes, dropout.threshold)
@@ -265,9 +279,7 @@ def attention_backward_keys(
                     if WANT_V:
                         dv_sum = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
                     if WANT_K:
-                        dproduct, _ = _score_gradient(
-                            p, dp, delta, capped, before, at, sizes, terms, dropout, score_tables, SCORE_GRAD
-                        )
+                        dproduct, _ = _score_gradient(p, dp, delta, scores, at, params, dropout, SCORE_GRAD)
                         dk_sum = tl.dot(dproduct.to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
         if PRECISION == "ieee":
             dk_total += dk_sum
@@ -281,8 +293,8 @@ def attention_backward_keys(
     if WANT_K:
         width = tl.arange(0, BLOCK_D)[None, :]
         tl.store(
-            dk + target_row * HEAD_DIM + width, dk_sum * terms.softmax_scale, mask=inside & (width < HEAD_DIM)
+            gradients.dk + target_row * HEAD_DIM + width, dk_sum * terms.softmax_scale, mask=inside & (width < HEAD_DIM)
         )  # fmt: skip
     if WANT_V:
         width = tl.arange(0, BLOCK_DV)[None, :]
-        tl.store(dv + target_row * VALUE_DIM + width, dv_sum, mask=inside & (width < VALUE_DIM))
+        tl.store(gradients.dv + target_row * VALUE_DIM + width, dv_sum, mask=inside & (width < VALUE_DIM))

@@ -7,9 +7,10 @@ when m rises. Full tiles are not masked, empty ones not loaded. LSE is saved ins
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, merge_row_max
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, SoftmaxState, merge_row_max
 from flashkernel.ops.attention.triton.dropout import keep
 from flashkernel.ops.attention.triton.scores import (
+    ScoreParams,
     TileIndices,
     exponent_scale,
     head_of,
@@ -25,12 +26,11 @@ from flashkernel.ops.attention.triton.scores import (
 
 
 @triton.jit
-def store_output(
-    acc, row_sum, row_max, row, b, h, sinks, o, lse, heads, seqlen_q,
-    HAS_SINKS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Writes O = acc / l of the rows [BLOCK_M] of head h, and their LSE = m + log(l)."""
-    if HAS_SINKS:  # one more column, in the denominator only
+def store_output(state, row, b, h, sinks, outputs, sizes, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Writes O = acc / l of the rows [BLOCK_M] of head h, and their LSE = m + log(l), from a `SoftmaxState`."""
+    acc, row_sum, row_max = state.acc, state.row_sum, state.row_max
+    heads, seqlen_q = sizes.heads, sizes.seqlen_q
+    if sinks is not None:  # one more column, in the denominator only
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
         rescale, extra, row_max = merge_row_max(row_max, sink)
         row_sum = row_sum * rescale + extra
@@ -38,21 +38,27 @@ def store_output(
     sees_nothing = row_sum == 0.0
     acc *= tl.where(sees_nothing, 0.0, 1.0 / row_sum)[:, None]
     log_sum = tl.where(sees_nothing, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
-    tl.store(lse + (b * heads + h) * seqlen_q + row, log_sum, mask=row < seqlen_q)
+    tl.store(outputs.lse + (b * heads + h) * seqlen_q + row, log_sum, mask=row < seqlen_q)
     column = tl.arange(0, BLOCK_DV)[None, :]
-    target = o + ((b * seqlen_q + row[:, None]) * heads + h) * VALUE_DIM + column
+    target = outputs.o + ((b * seqlen_q + row[:, None]) * heads + h) * VALUE_DIM + column
     tl.store(target, acc, mask=(row < seqlen_q)[:, None] & (column < VALUE_DIM))
 
 
 @triton.jit
 def attention_forward(
-    q, k, v, o, lse, sinks, bias, terms, dropout, ranges, sizes, q_strides, k_strides, v_strides,
-    score_tables, mask_tables,
-    MASK: tl.constexpr, SCORE: tl.constexpr, PLAIN: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    q, k, v, outputs, sinks, bias, terms, dropout, ranges, sizes, q_strides, k_strides, v_strides,
+    score_tables, mask_tables, MASK: tl.constexpr, SCORE: tl.constexpr, TRAITS: tl.constexpr,
 ):  # fmt: skip
-    """O and LSE of one tile of queries. The groups of arguments are in arguments.py."""
+    """O and LSE of one tile of queries. The groups of arguments are in arguments.py; TRAITS is `AttentionTraits`."""
+    PRECISION: tl.constexpr = TRAITS.PRECISION
+    HEAD_DIM: tl.constexpr = TRAITS.HEAD_DIM
+    VALUE_DIM: tl.constexpr = TRAITS.VALUE_DIM
+    BLOCK_D: tl.constexpr = TRAITS.BLOCK_D
+    BLOCK_DV: tl.constexpr = TRAITS.BLOCK_DV
+    BLOCK_M: tl.constexpr = TRAITS.BLOCK_M
+    BLOCK_N: tl.constexpr = TRAITS.BLOCK_N
+    NUM_STAGES: tl.constexpr = TRAITS.NUM_STAGES
+    TMA: tl.constexpr = TRAITS.TMA
     tiles = tl.cdiv(sizes.seqlen_q, BLOCK_M)
     tile, h, b = program_of(tiles, sizes.heads)
     tile = tiles - 1 - tile  # under a causal mask the last tiles are the longest: they go first
@@ -63,7 +69,8 @@ def attention_forward(
     q_tile = load_tile(q_matrix, tile * BLOCK_M, BLOCK_M, HEAD_DIM, BLOCK_D, True, TMA)  # [BLOCK_M, BLOCK_D]
     head = head_of(bias, terms, b, h)
     seed = seed_of(dropout)
-    scale_log2 = exponent_scale(terms, PLAIN)
+    scale_log2 = exponent_scale(terms, TRAITS.PLAIN)
+    params = ScoreParams(sizes, bias, terms, score_tables, mask_tables, scale_log2)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # m, in powers of two
     row_sum = tl.zeros([BLOCK_M], tl.float32)  # l: the sum of 2^(s - m)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # O, not yet divided by l
@@ -80,10 +87,10 @@ def attention_forward(
                 clip: tl.constexpr = MASKED == 1
                 k_tile = load_tile(k_matrix, first, BLOCK_N, HEAD_DIM, BLOCK_D, clip, TMA)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-                if not PLAIN:
-                    s, _, _ = transform(s, at, sizes, bias, head, terms, score_tables, SCORE)
+                if not TRAITS.PLAIN:
+                    s = transform(s, at, head, params, SCORE).score
                 if MASKED == 1:
-                    seen = visible(b, h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, mask_tables, MASK, EVEN)
+                    seen = visible(at, sizes, mask_tables, MASK, TRAITS.EVEN)
                     s = tl.where(seen, s, float("-inf"))
                 new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
                 finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows that have seen nothing yet
@@ -97,7 +104,5 @@ def attention_forward(
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
                 row_max = new_max
 
-    HAS_SINKS: tl.constexpr = sinks is not None
-    store_output(
-        acc, row_sum, row_max, row, b, h, sinks, o, lse, sizes.heads, sizes.seqlen_q, HAS_SINKS, VALUE_DIM, BLOCK_DV
-    )
+    state = SoftmaxState(acc, row_sum, row_max)
+    store_output(state, row, b, h, sinks, outputs, sizes, VALUE_DIM, BLOCK_DV)

@@ -36,6 +36,25 @@ class HeadTerms(NamedTuple):
     slope: Any  # of ALiBi
 
 
+class ScoreParams(NamedTuple):
+    """What the scores of a kernel depend on; all but `scale_log2` are groups of arguments (arguments.py)."""
+
+    sizes: Any
+    bias: Any
+    terms: Any
+    score_tables: Any
+    mask_tables: Any
+    scale_log2: Any  # `exponent_scale`
+
+
+class Scores(NamedTuple):
+    """Of a tile: what the softmax takes, its value after the softcap, and before the score function."""
+
+    score: Any
+    capped: Any
+    before: Any
+
+
 @triton.jit
 def program_of(tiles, heads):
     """(tile, head, batch) of a program; tiles come first, then heads. One axis: the others of a grid end at 65535."""
@@ -126,8 +145,9 @@ def seed_of(dropout):
 
 
 @triton.jit
-def transform(product, at, sizes, bias, head, terms, tables, SCORE: tl.constexpr):
-    """(score, capped, before): the score of each pair, its value after the softcap, and before the score function."""
+def transform(product, at, head, params, SCORE: tl.constexpr):
+    """The `Scores` of a tile of q . k."""
+    sizes, bias, terms = params.sizes, params.bias, params.terms
     capped = product * terms.softmax_scale
     if terms.softcap is not None:
         capped = terms.softcap * tanh(capped / terms.softcap)
@@ -140,16 +160,17 @@ def transform(product, at, sizes, bias, head, terms, tables, SCORE: tl.constexpr
         before += tl.load(head.bias + offset, mask=inside, other=0.0).to(tl.float32)
     score = before
     if SCORE is not None:
-        score = SCORE(before, at.b, at.h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, tables)
-    return score, capped, before
+        score = SCORE(before, at.b, at.h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, params.score_tables)
+    return Scores(score, capped, before)
 
 
 @triton.jit
-def visible(b, h, q, k, seqlen_q, seqlen_k, tables, MASK: tl.constexpr, EVEN: tl.constexpr):
+def visible(at, sizes, tables, MASK: tl.constexpr, EVEN: tl.constexpr):
     """Which pairs of a tile exist and are visible. EVEN: queries and keys end with their tiles."""
     if MASK is None:
-        return (q < seqlen_q) & (k < seqlen_k)
+        return (at.q < sizes.seqlen_q) & (at.k < sizes.seqlen_k)
     elif EVEN:
-        return MASK(b, h, q, k, seqlen_q, seqlen_k, tables)
+        return MASK(at.b, at.h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, tables)
     else:
-        return (q < seqlen_q) & (k < seqlen_k) & MASK(b, h, q, k, seqlen_q, seqlen_k, tables)
+        exists = (at.q < sizes.seqlen_q) & (at.k < sizes.seqlen_k)
+        return exists & MASK(at.b, at.h, at.q, at.k, sizes.seqlen_q, sizes.seqlen_k, tables)

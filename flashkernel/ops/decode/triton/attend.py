@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LN2, LOG2E, accurate_tanh, merge_row_max
-
-
-class SoftmaxState(NamedTuple):
-    """Of the K blocks so far: O [BLOCK_M, BLOCK_DV], unnormalized, with its row sums l and row maxima m [BLOCK_M]."""
-
-    acc: Any
-    row_sum: Any
-    row_max: Any
+from flashkernel.blocks.softmax_triton import LN2, LOG2E, SoftmaxState, accurate_tanh, merge_row_max
 
 
 class QueryRows(NamedTuple):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashkernel.blocks.softmax_triton import SoftmaxState
 from flashkernel.ops.decode.split_schedule import (
     blocks_per_sequence,
     k_block_range,
@@ -24,7 +25,6 @@ from flashkernel.ops.decode.triton.attend import (
     KBlocks,
     KeyBounds,
     QueryRows,
-    SoftmaxState,
     attend_blocks,
     init_softmax,
     load_rows,
