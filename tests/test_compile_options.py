@@ -150,7 +150,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear": lambda: fk.linear(X, MATRIX, activation=Gate("gpt_oss", 1.5, 3.0), scale=2.0, backend="triton"),
     "linear_split": lambda: fk.linear(X, MATRIX, activation=Activation("gelu"), splits=(3, 5), backend="triton"),
     "linear_fp8": lambda: fk.linear(X, fk.Weight.quantize(MATRIX, "fp8", "row"), backend="triton"),
-    "quantize": lambda: fk.dequantize(*fk.quantize(X, torch.int8, "row", backend="triton"), backend="triton"),
+    "quantize": lambda: fk.dequantize(
+        *fk.quantize(X, torch.int8, "row", backend="triton"), dtype=X.dtype, backend="triton"
+    ),
     "norm_quantize": lambda: fk.rms_norm_quantize(X, X[0], dtype=torch.int8, backend="triton"),
     "glu_quantize": lambda: fk.glu_quantize(X, X, dtype=torch.int8, backend="triton"),
     "mlp": lambda: fk.mlp(X, MATRIX, MATRIX[:, :4], activation="swiglu", backend="triton"),
