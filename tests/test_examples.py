@@ -24,17 +24,23 @@ def test_gpt_oss_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["no/such/folder"], "has no config.json"), (["somebody/no-such-model"], "hf download somebody/no-such-model"),
-     (["--tiny", "--steps", "0"], "0 is no whole number"), (["--tiny", "--length", "99999999"], "the text has")],
-)  # fmt: skip
+    ("example", "arguments", "message"),
+    [
+        ("finetune_gpt_oss", ["no/such/folder"], "has no config.json"),
+        ("finetune_gpt_oss", ["somebody/no-such-model"], "hf download somebody/no-such-model"),
+        ("finetune_gpt_oss", ["--tiny", "--steps", "0"], "0 is no whole number"),
+        ("finetune_gpt_oss", ["--tiny", "--length", "99999999"], "the text has"),
+        ("moe_study", ["--tiny", "--only", "softmax", "best"], "there is no 'best'; there are softmax"),
+        ("moe_study", ["--tiny", "--steps", "0"], "at least 1"),
+    ],
+)
 def test_mistakes_end_in_a_message(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    example: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.syspath_prepend(EXAMPLES)
-    example = importlib.import_module("finetune_gpt_oss")
     with pytest.raises(SystemExit):
-        example.main(arguments)
+        importlib.import_module(example).main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -69,20 +75,6 @@ def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.Mo
     example = importlib.import_module("finetune_gpt_oss")
     (run,) = example.main([str(tmp_path), "--steps", "40", "--length", "96", "--rank", "4"]).values()
     assert sum(run.losses[-10:]) < sum(run.losses[:10])  # texts differ from step to step by more than a few steps teach
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--only", "softmax", "best"], "there is no 'best'; there are softmax"), (["--steps", "0"], "at least 1")],
-)  # fmt: skip
-def test_mistakes_in_a_study_end_in_a_message(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    example = importlib.import_module("moe_study")
-    with pytest.raises(SystemExit):
-        example.main(["--tiny", *arguments])
-    assert message in capsys.readouterr().err
 
 
 def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

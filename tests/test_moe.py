@@ -481,9 +481,9 @@ def test_a_module_is_copied_and_pickled_after_a_call() -> None:
     layer = fk.MoE(16, 12, 4)
     x = torch.randn(5, 16)
     y = layer(x)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert twin.routing is None
-        torch.testing.assert_close(twin(x), y)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.routing is None
+        torch.testing.assert_close(copied(x), y)
     assert layer.routing is not None
     with pytest.raises(ValueError, match=r"x is \(5, 15\); it must be \(..., 16\)"):
         layer(x[:, 1:])

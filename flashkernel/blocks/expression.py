@@ -250,7 +250,7 @@ def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
     if isinstance(expression, Gather):
         device = expression.table.device
         indices = [torch.as_tensor(evaluate(index, values), device=device) for index in expression.indices]
-        inside = torch.ones((), dtype=torch.bool, device=expression.table.device)
+        inside = torch.ones((), dtype=torch.bool, device=device)
         for index, size in zip(indices, expression.table.shape):
             inside = inside & (index >= 0) & (index < size)
         limits = [index.clamp(0, max(0, size - 1)) for index, size in zip(indices, expression.table.shape)]

@@ -184,7 +184,7 @@ def _prompt_logprobs(first: StepOutput) -> PromptLogprobs | None:
 def _given_up_after(seconds: float, send: Send) -> Iterator[Send]:
     """`send` for use inside, where a message that the client does not read within `seconds` ends the block.
 
-    One timer looks after all messages: a timeout for each costs more than sending it.
+    One timer serves all messages: a timeout for each costs more than sending it.
     """
     loop = asyncio.get_running_loop()
     began: float | None = None  # when the message that is being sent was given
