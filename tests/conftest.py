@@ -30,6 +30,7 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+LONGEST_RUN = 6  # tests of one function that a worker runs one after another
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,11 +80,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """The order in which every worker begins with its share of the long tests.
 
-    xdist gives each worker a run of neighbors; a test of a minute that begins last keeps the others waiting.
+    xdist gives each worker a run of neighbors; a test of a minute that begins last keeps the others waiting. Tests of
+    one function often run the same kernel: some neighbors stay together, so that one worker compiles it and not all.
     """
     ranks = {"test_random_calls": 0, "test_citizenship": 1, "test_matrix": 3}
-    ordered = sorted(items, key=lambda item: ranks.get(item.path.stem, 2))
-    return [item for worker in range(workers) for item in ordered[worker::workers]]
+    alone = ("test_random_calls", "test_citizenship", "test_matrix")  # neighbors there have kernels of their own
+    runs: list[list[pytest.Item]] = []
+    for item in sorted(items, key=lambda item: ranks.get(item.path.stem, 2)):
+        same = runs and _function(runs[-1][0]) == _function(item) and item.path.stem not in alone
+        if same and len(runs[-1]) < LONGEST_RUN:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return [item for worker in range(workers) for run in runs[worker::workers] for item in run]
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(trylast=True)  # of what -m selects
@@ -126,7 +139,8 @@ def _seed() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
     """End a worker whose CUDA context a failed test has broken: xdist starts another, and the tests after it are judged
-    by themselves. Reports are sent when a phase ends, before this."""
+    by themselves. Reports are sent when a phase ends, before this. Memory that torch keeps for later is the other
+    workers' where it is much."""
     failed = item.session.testsfailed
     outcome = yield
     if HAS_GPU and "PYTEST_XDIST_WORKER" in os.environ and item.session.testsfailed > failed:
@@ -134,6 +148,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
             torch.cuda.synchronize()
         except RuntimeError:
             os._exit(1)
+    if HAS_GPU and torch.cuda.memory_reserved() > 2 << 30:
+        torch.cuda.empty_cache()
     return outcome
 
 

@@ -24,7 +24,7 @@ from flashkernel.ops import registry
 
 OPS = list(registry().values())
 CPU_PARTS, CPU_CALLS = 4, 100
-GPU_PARTS, GPU_CALLS = 12, 300
+GPU_PARTS, GPU_CALLS = 12, 192
 
 
 def _check(config: pytest.Config, sizes: str, calls: int, part: int, parts: int, device: str) -> None:

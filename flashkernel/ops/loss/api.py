@@ -10,6 +10,7 @@ from flashkernel.core.arguments import (
     check_softcap,
     is_float,
     needs_gradients,
+    without_autocast,
 )
 from flashkernel.core.dispatch import choose
 from flashkernel.core.replay import replayed
@@ -62,10 +63,11 @@ def cross_entropy(
     gradients = needs_gradients(logits)
     chosen = choose(spec.CROSS_ENTROPY, backend, logits.device, logits.dtype, gradients, classes=logits.shape[-1])
     if chosen.composite:
-        return chosen.run(
-            logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, reduction=reduction,
-        )  # fmt: skip
+        with without_autocast(logits):
+            return chosen.run(
+                logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+                softcap=softcap, reduction=reduction,
+            )  # fmt: skip
     params = LossParams(ignore_index, float(label_smoothing), float(z_loss), float(softcap), reduction)
     loss, _, _ = library.cross_entropy(_flat(logits), _row(target), params, chosen.target)
     return loss.view(target.shape) if reduction == "none" else loss
@@ -126,10 +128,11 @@ def linear_cross_entropy(
     gradients = needs_gradients(x, weight, bias)
     chosen = choose(spec.LINEAR_CROSS_ENTROPY, backend, x.device, x.dtype, gradients, classes=weight.shape[0])
     if chosen.composite:
-        return chosen.run(
-            x, weight, target, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, reduction=reduction,
-        )  # fmt: skip
+        with without_autocast(x):
+            return chosen.run(
+                x, weight, target, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+                softcap=softcap, reduction=reduction,
+            )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
     params = LossParams(ignore_index, float(label_smoothing), float(z_loss), float(softcap), reduction)
     inputs = LinearLossInputs(_flat(x), weight, bias, _row(target))
