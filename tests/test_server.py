@@ -135,7 +135,7 @@ def test_events_with_text_alone_are_as_the_others(base: LLM, path: str, usage: b
     assert {tuple(choice) for choice in choices} == {tuple(choices[-1])}, "the same fields in all"
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
     pieces = [choice["delta"].get("content", "") if said.get("messages") else choice["text"] for choice in choices]
-    assert sum(map(bool, pieces)) > 5
+    assert sum(map(bool, pieces)) > 1  # a busy machine sends several tokens in one event
     assert "".join(pieces) == (whole["message"]["content"] if said.get("messages") else whole["text"]) == text
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -154,20 +152,6 @@ def bench(
     progress.exit_with(stopped, failed=wrong or nothing)
 
 
-@contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Inside, the garbage collector passes over all objects that are alive now.
-
-    To scan the modules of torch and its compiler after each implementation takes longer than to time one.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class _Run:
     """A benchmark run; its attributes keep what was measured when it is interrupted."""
 
@@ -194,6 +178,7 @@ class _Run:
     def measure(self, bar: progress.Bar) -> None:
         """Measures case by case; a case is saved once all of its implementations are measured."""
         from flashkernel.core import roofline
+        from flashkernel.lab.bench import frozen_objects
         from flashkernel.lab.results import ResultsFile
 
         bar.describe("measuring memory bandwidth and matmul rates")
@@ -209,7 +194,7 @@ class _Run:
         if self.resume or self.missing:
             work = self._unfinished(work, files, bar)
         self._compile_ahead(work, bar)
-        with _frozen_objects():
+        with frozen_objects():
             self._measure(work, files, bar)
 
     def _measure(self, work: Sequence[Work], files: Mapping[str, ResultsFile | None], bar: progress.Bar) -> None:

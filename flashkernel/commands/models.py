@@ -144,6 +144,7 @@ def e2e(
         from flashkernel.core import device as devices
         from flashkernel.core import roofline
         from flashkernel.lab import engine_options, generation, generation_tables, runners, selection
+        from flashkernel.lab.bench import frozen_objects
         from flashkernel.lab.results import ResultsFile
 
         target = selection.device(device)
@@ -182,12 +183,13 @@ def e2e(
                 unavailable.append(name)
                 bar.advance(total // len(models))
                 continue
-            for record in generation.measure(found, names, work, ceilings.copy_tbs, on_progress, engines):
-                records = [one for one in records if one.key != record.key] + [record]
-                bar.advance()
-                if file is not None:
-                    file.add([record])
-                bar.log_line(generation_tables.line(record))
+            with frozen_objects():
+                for record in generation.measure(found, names, work, ceilings.copy_tbs, on_progress, engines):
+                    records = [one for one in records if one.key != record.key] + [record]
+                    bar.advance()
+                    if file is not None:
+                        file.add([record])
+                    bar.log_line(generation_tables.line(record))
             del found
     output.show_records(format, records, selection.hardware(str(target)).name, ceilings)
     wrong = any(record.failed for record in records if record.implementation == "engine")

@@ -11,7 +11,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -401,3 +401,21 @@ def free_memory(device: torch.device, kept: float = 0.0) -> None:
             torch.cuda.empty_cache()
     except RuntimeError as error:
         raise DeviceLostError(f"this process can no longer use the GPU: {_summary(error)}") from None
+
+
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Inside, the garbage collector passes over all objects that are alive now.
+
+    To scan the modules of torch and its compiler after each implementation takes longer than to time one. A caller that
+    froze its objects keeps them frozen.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
