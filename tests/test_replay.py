@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -409,6 +410,43 @@ def test_a_call_that_cannot_be_recorded_says_why(repeated: list[Any]) -> None:
     assert not repeated
     reasons = {name: found for name, _, found in replay.statistics() if found}
     assert any("asks torch for" in reason for reason in reasons["gelu"])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_product_that_torch_serves_goes_to_torch(
+    recorded_soon: None, gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the checks and the dispatch of its first calls; a call that does more than torch's function is made."""
+    api = importlib.import_module("flashkernel.ops.gemm.api")
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 5, 8), torch.randn(4, 8), torch.randn(4)
+    weight.requires_grad_(gradients)
+    for residual in (None, torch.randn(3, 5, 4)):
+        for dtype in (torch.float32, torch.float64):
+            given = x.to(dtype), weight.to(dtype), bias.to(dtype)
+            added = None if residual is None else residual.to(dtype)
+            for _ in range(4):
+                found = fk.linear(*given, residual=added, backend="torch")
+                product = torch.nn.functional.linear(*given)
+                torch.testing.assert_close(found, product if added is None else product + added)
+                assert found.requires_grad == gradients
+    monkeypatch.delattr(api, "choose")  # what is not found in the launch cache fails
+    given = x + 1, weight.detach().requires_grad_(gradients), bias
+    found = fk.linear(*given, residual=None, backend="torch")
+    torch.testing.assert_close(found, torch.nn.functional.linear(*given))
+
+
+def test_torch_serves_the_operands_of_each_call(recorded_soon: None) -> None:
+    a, b = torch.randn(6, 8), torch.randn(8, 8)
+    for _ in range(4):
+        a, b = a + 1, b - 1
+        torch.testing.assert_close(fk.matmul(a, b, backend="torch"), a @ b)
+        torch.testing.assert_close(fk.matmul(a, b, scale=0.5, backend="torch"), 0.5 * (a @ b))
+        torch.testing.assert_close(fk.matmul(b, b, backend="torch"), b @ b)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert fk.matmul(a, b, backend="torch").dtype == torch.bfloat16
+    with fk.use_backend("reference"):
+        assert fk.matmul(a, b).dtype == torch.float32
 
 
 def test_a_launch_that_is_not_understood_is_made_and_not_repeated(

@@ -9,7 +9,8 @@ steps, and launches through the driver (core/driver.py).
 
 Two kinds of function have a launch cache. `replayed` wraps a public function: without gradients the whole call is
 recorded; with gradients, the cache keeps the registered operator that the call ends in and where its arguments come
-from. A `KernelOp` (core/library.py) wraps the functions that launch kernels, forward and backward.
+from. Where dispatch picks torch for a plain product, it keeps torch's function in the same way, with gradients and
+without. A `KernelOp` (core/library.py) wraps the functions that launch kernels, forward and backward.
 
 A function may be replayed if its launches do not depend on the values in tensors, which CUDA graphs require as well.
 What follows from arguments alone and is shared by calls, such as the block ranges of a mask with tables, is looked up
@@ -70,7 +71,7 @@ class LaunchCache:
         self, function: Callable[..., Any], name: str, public: bool = False, torch_alone: bool = False
     ) -> None:
         self.function, self.name, self.public, self.torch_alone = function, name, public, torch_alone
-        # By key: how often it was seen (int), a Recording, an _OperatorCall, or Uncacheable.
+        # By key: how often it was seen (int), a Recording, an _OperatorCall, a _TorchCall, or Uncacheable.
         self.entries: dict[tuple[Any, ...], Any] = {}
         _caches.append(self)
 
@@ -88,7 +89,7 @@ class LaunchCache:
         kind = type(found)
         if kind is rec.Recording:
             return self.function(*args, **kwargs) if found.hooked() else found.run(tensors)
-        if kind is _OperatorCall:
+        if kind is _OperatorCall or kind is _TorchCall:
             return found(tensors)
         if kind is int:
             if found < RECORD_AFTER:
@@ -135,15 +136,19 @@ class LaunchCache:
         self, key: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call and record it; returns its result."""
-        entry: rec.Recording | _OperatorCall | Uncacheable
+        entry: rec.Recording | _OperatorCall | _TorchCall | Uncacheable
+        trace = _CallTrace()
         if self.public and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            trace = _CallTrace()
             with assigned(_trace, trace):
                 result = self.function(*args, **kwargs)
-            entry = _operator_call(trace, tensors, result)
+            entry = _torch_call(trace, tensors, result) or _operator_call(trace, tensors, result)
         else:
-            result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors, not self.torch_alone)
-            entry = Uncacheable(recorded) if isinstance(recorded, str) else recorded
+            with assigned(_trace, trace if self.public else None):
+                result, recorded = rec.record(lambda: self.function(*args, **kwargs), tensors, not self.torch_alone)
+            if isinstance(recorded, str):
+                entry = _torch_call(trace, tensors, result) or Uncacheable(recorded)
+            else:
+                entry = recorded
         retry = isinstance(entry, Uncacheable) and entry.reason in rec.TRANSIENT_REASONS
         self.entries[key] = -RETRY_AFTER if retry else entry
         return result
@@ -217,10 +222,12 @@ def replayed(function: _Function) -> _Function:
 
 @dataclass
 class _CallTrace:
-    """What a call with gradients did: the operators that it applied through autograd, as (a KernelOp, its arguments,
-    its outputs), and what it looked up (core/derived.py), as (function, its tensors, its results)."""
+    """What a public call did: the operators that it applied through autograd, as (a KernelOp, its arguments, its
+    outputs), torch's functions that it called through `call_torch`, likewise, and what it looked up (core/derived.py),
+    as (function, its tensors, its results)."""
 
     applied: list[tuple[Any, tuple[Any, ...], Any]] = field(default_factory=list)
+    torch_calls: list[tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = field(default_factory=list)
     derived: list[tuple[Callable[..., Any], Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=list)
 
 
@@ -232,6 +239,17 @@ def notify_applied(op: Any, args: tuple[Any, ...], outputs: Any) -> None:
     trace = _trace.get()
     if trace is not None:
         trace.applied.append((op, args, outputs))
+
+
+def call_torch(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Returns `function(*args)`: a function of torch that may be all that a public call does with its arguments. Its
+    later calls then go there directly."""
+    result = function(*args)
+    if not torch.compiler.is_compiling():
+        trace = _trace.get()
+        if trace is not None:
+            trace.torch_calls.append((function, args, result))
+    return result
 
 
 def notify_derived(function: Callable[..., Any], tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -326,6 +344,35 @@ def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Op
     return _OperatorCall(op, template, derived, tuple([output_indices[id(one)] for one in results]))
 
 
+class _TorchCall:
+    """A call that is a call of one of torch's functions on its own tensors, such as `F.linear`.
+
+    `template` has an entry for each argument of the function: (True, index of one of the call's tensors), or (False,
+    the value).
+    """
+
+    def __init__(self, function: Callable[..., Tensor], template: list[tuple[bool, Any]]) -> None:
+        self.function, self.template = function, template
+
+    def __call__(self, tensors: list[Tensor]) -> Tensor:
+        return self.function(*[tensors[value] if from_call else value for from_call, value in self.template])
+
+
+def _torch_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _TorchCall | None:
+    """The entry of a call on `tensors` that did this and returned `result`; None if it did more than call torch."""
+    if trace.applied or trace.derived or len(trace.torch_calls) != 1:
+        return None
+    function, args, found = trace.torch_calls[0]
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    given = [value for value in args if isinstance(value, Tensor)]
+    if result is not found or len(indices) < len(tensors) or {id(value) for value in given} != set(indices):
+        return None
+    return _TorchCall(
+        function,
+        [(True, indices[id(value)]) if isinstance(value, Tensor) else (False, value) for value in args],
+    )
+
+
 def _as_list(*tensors: Tensor) -> tuple[list[Tensor]]:
     """An argument that is a list of the call's tensors, such as the tables of a mask."""
     return (list(tensors),)
@@ -363,6 +410,6 @@ def statistics() -> list[tuple[str, int, dict[str, int]]]:
             for entry in launches.entries.values():
                 if isinstance(entry, Uncacheable):
                     reasons[entry.reason] = reasons.get(entry.reason, 0) + 1
-            recorded = sum(type(entry) in (rec.Recording, _OperatorCall) for entry in launches.entries.values())
+            recorded = sum(not isinstance(entry, (int, Uncacheable)) for entry in launches.entries.values())
             lines.append((launches.name, recorded, reasons))
     return lines

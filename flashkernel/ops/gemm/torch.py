@@ -17,6 +17,7 @@ from flashkernel.blocks.weight import GRANULARITIES, Layout, Weight, rounded_act
 from flashkernel.core import cpp
 from flashkernel.core.arguments import needs_gradients, shares_memory
 from flashkernel.core.library import differentiable_once
+from flashkernel.core.replay import call_torch
 from flashkernel.ops.gemm import library
 from flashkernel.ops.gemm.params import Biases, LinearParams, Weights
 from flashkernel.ops.matmul import matmul
@@ -42,7 +43,7 @@ def linear(x: Tensor, weight: Weights, bias: Biases = None, **options: Any) -> T
         if params.out is not None and params.out is residual and bias is None and _adds_in_place(x, residual):
             residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
             return residual
-        product = F.linear(x, weight, bias if isinstance(bias, Tensor) else None)
+        product = call_torch(F.linear, x, weight, bias if isinstance(bias, Tensor) else None)
         y = (product if residual is None else product + residual).to(dtype)
         return y if params.splits is None else y.split(list(params.splits), -1)
     single = isinstance(weight, (Tensor, Weight))

@@ -10,6 +10,7 @@ from torch import Tensor
 from flashkernel.blocks.epilogue import Bias, Epilogue, Gate, Operands, activation_piece, standard
 from flashkernel.blocks.fp8 import FP8, scaled_mm_takes
 from flashkernel.blocks.gate_up import join_gate_up, split_gate_up
+from flashkernel.core.replay import call_torch
 from flashkernel.ops.matmul.params import DactOptions, MatmulOptions, Pair
 from flashkernel.ops.matmul.reference import default_dtype, dequantized, kept_elements, stored
 
@@ -61,7 +62,7 @@ def matmul_dact(a: Tensor, b: Tensor, preactivation: Tensor, **options: Any) -> 
 def _product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, rounds_late: bool) -> Tensor:
     """A B with its scales; in float32 unless `rounds_late`."""
     if a.dtype.itemsize > 1:
-        return torch.matmul(a, b) if rounds_late or a.dtype.itemsize > 2 else _wide_product(a, b)
+        return call_torch(torch.matmul, a, b) if rounds_late or a.dtype.itemsize > 2 else _wide_product(a, b)
     if a_scale is None or b_scale is None:
         return torch.matmul(a.float(), b.float())
     if _scaled_mm_serves(a, b, a_scale, b_scale):
