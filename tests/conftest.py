@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 _RUN = pytest.StashKey[int]()  # tests that this process has run
 LONGEST_RUN = 6  # tests of one function that a worker runs one after another
+COMPILE_ALONE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.compile\b", re.MULTILINE)
 FREEZE_EVERY = 200  # tests in a process: imports, compiled functions and caches that they leave behind
 
 
@@ -71,12 +73,14 @@ def _mend_interpreter() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The compile and GPU tiers do not import files that have nothing for them."""
+    """No tier imports files that have nothing for it."""
     mark = {"compile": "mark.compile", "every_arch": "mark.compile", "gpu": "mark.gpu"}
     tier = config.option.markexpr.partition(" ")[0]
-    if tier in mark and collection_path.match("test_*.py"):
-        return mark[tier] not in collection_path.read_text() or None
-    return None
+    if not collection_path.match("test_*.py"):
+        return None
+    if config.option.markexpr == "not gpu and not compile":
+        return COMPILE_ALONE.search(collection_path.read_text()) is not None or None
+    return (tier in mark and mark[tier] not in collection_path.read_text()) or None
 
 
 def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
@@ -117,6 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     _freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _freeze() -> None:

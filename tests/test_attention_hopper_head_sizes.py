@@ -200,6 +200,7 @@ def _multiplied(launch: Launch) -> int:
     return sum(int(columns) for columns in re.findall(r"HGMMA\.64x(\d+)x16", machine.sass))
 
 
+BESIDE = [pytest.mark.every_config]
 COMPILED = {
     "80": (80, 16, False, (TWO, NARROW), 80 / 128),
     "96": (96, 16, True, (THREE, NARROW), 96 / 128),
@@ -209,7 +210,7 @@ COMPILED = {
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=BESIDE * (name == "96")) for name in COMPILED])
 def test_machine_code_multiplies_less(name: str) -> None:
     """Of the WGMMA work of padded heads, the share that has data is left, and a little more."""
     dims, heads, masked, (forward, backward), share = COMPILED[name]
@@ -223,7 +224,7 @@ def test_machine_code_multiplies_less(name: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=BESIDE)], ids=str)
 def test_machine_code_with_half_of_q_in_registers(dtype: torch.dtype) -> None:
     """Half of the products of S read a block of Q from registers; as many waits as without, and no stack traffic in
     loops."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled import compiled
 from emulated_hopper import check_case, emulated
+from in_turn import in_turn
 from sass import StackTraffic, stack_traffic
 
 import flashkernel as fk
@@ -130,8 +131,7 @@ def _launches(mask: Mask, head_dim: int, length: int) -> list[Launch]:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name, head_dim", in_turn(MASKS, [64, 128], pytest.mark.every_config))
 def test_machine_code_does_not_spill(name: str, head_dim: int) -> None:
     """No stack traffic in loops. Of heads of 128 the backward kernel has a little, in blocks that are masked: it holds
     dK and dV of 64 keys, S, dP and the addresses of the mask's tables."""

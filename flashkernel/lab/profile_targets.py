@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -118,7 +119,8 @@ def _of_implementation(
         on_note(f"{op.name}: {name} left out: {reasons[0] if reasons else 'no case matches'}")
 
 
-def passes(gpu: str) -> set[Pass]:
+@cache
+def passes(gpu: str) -> frozenset[Pass]:
     """All passes that `select` finds for a GPU, of every operator on every backend that launches kernels.
 
     Args:
@@ -134,7 +136,8 @@ def passes(gpu: str) -> set[Pass]:
     if hardware is None:
         raise ValueError(f"{gpu} is no known GPU; there are {', '.join(one.name for one in KNOWN.values())}")
     targets = select(list(registry().values()), None, None, None, hardware)
-    return {(target.op, target.implementation, _pass(one)) for target in targets for one in target.directions()}
+    found = ((target.op, target.implementation, _pass(one)) for target in targets for one in target.directions())
+    return frozenset(found)
 
 
 def pass_of(record: ProfileRecord) -> Pass:
