@@ -10,7 +10,7 @@ What runs where, so that `make test` is short on two cores:
   a GPU every case with static shapes, the first with dynamic ones too.
 - The compile tier: `make compile-test` has every input and option of a kernel in some benchmark case,
   `make compile-test-configs` the sizes, tiles and combinations beside them, `make compile-test-cuda` CUDA C++ for every
-  architecture. CI runs the first and the last.
+  architecture. CI runs all three.
 
 Without a GPU, Triton kernels run under its interpreter, which must be switched on before triton is imported; the
 compile tier needs the real compiler and therefore a process of its own.
