@@ -82,8 +82,7 @@ MASKS: dict[str, Callable[[str, int], Mask]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name, head_dim", in_turn(MASKS, [64, 128]))
 def test_masks_with_tables(name: str, head_dim: int) -> None:
     """Forward and backward against the reference, GQA."""
     mask = MASKS[name]("cpu", LENGTH)

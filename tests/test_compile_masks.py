@@ -58,8 +58,9 @@ def test_masks_compile(name: str, backend: str) -> None:
         compile_for(launch, 90)
 
 
-@pytest.mark.parametrize("arch", [75, 90, 100])
-@pytest.mark.parametrize("name", ["everything", "a large tensor", "single entries"])
+@pytest.mark.parametrize(
+    "name, arch", in_turn(["a large tensor", "everything", "single entries"], [75, 90, 100], pytest.mark.every_config)
+)
 def test_the_kernels_that_make_block_ranges_compile(name: str, arch: int) -> None:
     """Of one sequence and of several; the lengths are no constants, so that others need no other kernel."""
     mask = fk.custom(MASKS[name])

@@ -6,8 +6,9 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,27 @@ from flashkernel.core.op import LAYOUTS, Call, Case, Op, UnknownFactError, resol
 from flashkernel.ops import registry
 
 ROOT = Path(flashkernel.__file__).parent
-SOURCES = sorted(ROOT.rglob("*.py"))
+SOURCES = sorted(ROOT.rglob("*.py"), key=lambda path: (path.parent, path.name))
 PACKAGES = sorted(path.parent for path in (ROOT / "ops").glob("*/__init__.py"))
 OPS = list(registry().values())
 by_name = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+FOLDERS = {name: list(paths) for name, paths in groupby(SOURCES, lambda path: str(path.relative_to(ROOT).parent))}
 by_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+
+
+def by_folder(check: Callable[[Path], None]) -> Callable[[str], None]:
+    """A rule for a source file as a test for each folder; a failure names the file."""
+
+    def test(folder: str) -> None:
+        for path in FOLDERS[folder]:
+            try:
+                check(path)
+            except AssertionError as error:
+                raise AssertionError(f"{path.relative_to(ROOT)}: {error}") from error
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return pytest.mark.parametrize("folder", FOLDERS)(test)
+
 
 # package -> packages of the project it may import
 MAY_IMPORT = {
@@ -49,7 +66,7 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.startswith("flashkernel"))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@by_folder
 def test_imports_follow_the_house(path: Path) -> None:
     parts = path.relative_to(ROOT).parts
     for name in _imports(path):
@@ -67,7 +84,7 @@ def test_imports_follow_the_house(path: Path) -> None:
             assert target[3] in public.__all__, f"{parts[0]} sees packages through their public names only, not {name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@by_folder
 def test_core_names_no_operator_and_env_is_read_in_one_file(path: Path) -> None:
     text = path.read_text()
     if path.relative_to(ROOT).parts[0] == "core":
@@ -84,7 +101,7 @@ FACTORIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@by_folder
 def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
     """torch.set_default_device is the user's: kernels and C++ read the addresses of what is made here."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -103,7 +120,7 @@ def test_a_package_is_complete(package: Path) -> None:
         assert callable(getattr(flashkernel, name)), f"flashkernel.{name} is not exported"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@by_folder
 def test_operators_are_registered_in_library_files(path: Path) -> None:
     """`KernelOp(...)` stands in a package's library.py alone, and api.py reaches kernels through it alone."""
     called = {
