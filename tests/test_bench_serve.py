@@ -302,7 +302,8 @@ def test_what_came_before_an_interruption_is_kept(tmp_path: Path, script: str) -
     )
     try:
         assert comes((tmp_path / "run_peer.py.waits").exists, 120)
-        assert comes(lambda: len(results.load(tmp_path / "serve.json")["records"]) == 2)
+        saved = tmp_path / "serve.json"
+        assert comes(lambda: saved.exists() and len(results.load(saved)["records"]) == 2)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
@@ -310,7 +311,7 @@ def test_what_came_before_an_interruption_is_kept(tmp_path: Path, script: str) -
     assert process.returncode == 130, err
     assert "results measured until now follow" in err
     assert "| short | at once | second | vllm 1 |" in out
-    assert len(results.load(tmp_path / "serve.json")["records"]) == 2
+    assert len(results.load(saved)["records"]) == 2
     left = subprocess.run(["pgrep", "-f", str(tmp_path / "run_peer.py")], capture_output=True, text=True)
     assert left.stdout == ""
 
