@@ -18,7 +18,10 @@ from flashkernel.engine import LLM
 from flashkernel.engine import server as serving
 from flashkernel.engine.server import ServerArgs
 from flashkernel.engine.server.api_server import ApiServer
+from flashkernel.engine.server.async_engine import AsyncEngine
 from flashkernel.engine.server.launcher import Server
+from flashkernel.engine.server.multi_process import MultiProcessServer
+from flashkernel.engine.server.served_model import ServedModel
 
 NAME = "tiny"
 
@@ -28,8 +31,8 @@ class Running:
     """A server in a thread."""
 
     llm: LLM
-    api: ApiServer
-    server: Server
+    engine: AsyncEngine
+    server: Server | MultiProcessServer
     port: int
     thread: threading.Thread
 
@@ -74,14 +77,26 @@ class Running:
         assert not self.thread.is_alive()
 
 
+def api_of(llm: LLM, args: ServerArgs) -> tuple[ApiServer, AsyncEngine]:
+    """The API and the engine of a server that has one process."""
+    engine = AsyncEngine(llm.engine, args.max_queue)
+    return ApiServer(engine, ServedModel.of(llm, args), args), engine
+
+
 @contextmanager
 def serve(llm: LLM, **options: Any) -> Iterator[Running]:
     chosen = ServerArgs(**{"port": 0, "served_model_name": NAME, "access_log": False, **options})
     listener = serving.bind(chosen)
-    api = ApiServer(llm, chosen)
-    server = Server(api)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    running = Running(llm, api, server, listener.getsockname()[1], thread)
+    port = listener.getsockname()[1]
+    processes = serving.start_processes(chosen, listener, "cpu")
+    if processes is None:
+        api, engine = api_of(llm, chosen)
+        server: Server | MultiProcessServer = Server(api)
+        thread = threading.Thread(target=Server.run, args=(server, [listener]))
+    else:
+        server = MultiProcessServer(llm, ServedModel.of(llm, chosen), chosen, processes)
+        engine, thread = server.engine, threading.Thread(target=server.run)
+    running = Running(llm, engine, server, port, thread)
     thread.start()
     try:
         assert comes(lambda: server.started)

@@ -11,7 +11,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
-from running_server import NAME, Running, comes, other, serve  # noqa: E402
+from running_server import NAME, Running, other, serve  # noqa: E402
 from scripted_model import scripted  # noqa: E402
 from served_model import (  # noqa: E402, F401
     GREEDY,
@@ -229,16 +229,15 @@ def test_fifty_at_once_on_a_small_pool(base: LLM) -> None:
 
 
 def test_an_answer_that_is_there_before_it_is_waited_for(base: LLM) -> None:
-    llm = other(base)
-    add = llm.engine.add_request
-    with serve(llm) as running:
+    with serve(other(base)) as running:
+        add = running.engine.add
 
-        def lingering(*values: Any, **settings: Any) -> str:
-            name = add(*values, **settings)
-            assert comes(lambda: not running.api.engine._collectors[name].unfinished)
-            return name
+        async def lingering(requests: list[Any]) -> None:
+            await add(requests)
+            while running.engine._sinks[requests[0].request_id].unfinished:
+                await asyncio.sleep(0.01)
 
-        llm.engine.add_request = lingering  # type: ignore[method-assign]
+        running.engine.add = lingering  # type: ignore[method-assign]
         client, settings = running.client(), {"model": NAME, "prompt": "the sea", "max_tokens": 6, **GREEDY}
         expected = _expected(base, "the sea", 6).outputs[0].text
         assert client.completions.create(**settings).choices[0].text == expected

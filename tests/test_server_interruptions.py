@@ -19,7 +19,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
-from running_server import NAME, comes, other, serve, slow  # noqa: E402
+from running_server import NAME, api_of, comes, other, serve, slow  # noqa: E402
 from served_model import GREEDY, USER, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
 
 from flashkernel.engine import LLM  # noqa: E402
@@ -71,7 +71,7 @@ async def _call(api: ApiServer, path: str, body: dict[str, Any], send: Any) -> N
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_does_not_read(base: LLM, stream: bool) -> None:
     llm = other(base)
-    api = ApiServer(llm, ServerArgs(served_model_name=NAME, client_timeout=1.0))
+    api, engine = api_of(llm, ServerArgs(served_model_name=NAME, client_timeout=1.0))
     sent: list[str] = []
 
     async def send(message: Any) -> None:
@@ -80,15 +80,15 @@ def test_a_client_that_does_not_read(base: LLM, stream: bool) -> None:
             await asyncio.Event().wait()
 
     async def call() -> None:
-        api.engine.start()
+        await engine.start()
         await _call(api, "/v1/completions", {**_long(), "stream": stream}, send)
-        await api.engine.stop()
+        await engine.stop()
 
     asyncio.run(call())
     assert sent == ["http.response.start", "http.response.body"]
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.stats().num_used_blocks == 0
-    assert not api.engine._collectors, "it takes no place from others"
+    assert not engine._sinks, "it takes no place from others"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_streamed_token_costs_little(
     count(asyncio.BaseEventLoop, "call_at")
     count(protocol.ChatRequest, "parser")
     count(formatters.ResponseFormatter, "_object")
-    api = ApiServer(other(base), ServerArgs(served_model_name=NAME))
+    api, engine = api_of(other(base), ServerArgs(served_model_name=NAME))
 
     async def send(message: Any) -> None:
         assert message["type"] != "http.response.start" or message["status"] == 200
@@ -125,14 +125,14 @@ def test_a_streamed_token_costs_little(
 
     async def calls() -> None:
         nonlocal sent
-        api.engine.start()
+        await engine.start()
         for tokens in (8, 120):
             counts.clear()
             sent = []
             body = {"model": NAME, **said, limit: tokens, "ignore_eos": True, "stream": True}
             await _call(api, path, body, send)
             found.append((len(sent), dict(counts)))
-        await api.engine.stop()
+        await engine.stop()
 
     sent: list[Any] = []
     found: list[tuple[int, dict[str, int]]] = []
@@ -280,7 +280,7 @@ def test_a_request_that_arrives_while_the_server_stops(base: LLM) -> None:
         late.endheaders(body[:5])
         threading.Event().wait(0.2)
         running.server.should_exit = True
-        assert comes(lambda: running.api.engine._draining)
+        assert comes(lambda: running.engine._draining)
         late.send(body[5:])
         answer = late.getresponse()
         assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "shutting_down")

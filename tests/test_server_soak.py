@@ -107,7 +107,7 @@ def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
         stats = llm.engine.stats()
         assert stats.num_used_blocks == 0
         assert stats.num_running == stats.num_waiting == 0
-        assert not running.api.engine._collectors
+        assert not running.engine._sinks
         assert not llm.engine._unfinished
         assert objects[-1] < objects[0] + 3000, f"Python objects after each round: {objects}"
         assert resident[-1] < resident[1] + 20, f"MB after each round, of which the first fills caches: {resident}"

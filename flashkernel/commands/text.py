@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,26 +98,34 @@ def serve(
         list[str] | None, typer.Option(help="Origin of web pages that may use the server (CORS); repeatable, * is any.")
     ] = None,
     access_log: Annotated[bool, typer.Option(help="A line for each request.")] = True,
+    api_server_count: Annotated[
+        int | None,
+        typer.Option(help="Processes that serve the API; 0: the engine's. By default 1 for every 4 cores with a GPU."),
+    ] = None,
     device: OnDevice = None,
     dtype: ModelDtype = None,
 ) -> None:
     """Serve a language model over HTTP, as OpenAI's API does."""
     with progress.report_errors():
         from flashkernel.engine import server
+        from flashkernel.lab import selection
 
         key = api_key if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
         options = server.ServerArgs(
             host, port, served_model_name, key, max_queue, timeout, grace=grace, access_log=access_log,
-            allowed_origins=tuple(allowed_origin or ()),
+            allowed_origins=tuple(allowed_origin or ()), api_server_count=api_server_count,
         )  # fmt: skip
-        listener = server.bind(options)
         limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "kv_cache_tokens": kv_cache_tokens,
                   "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
-        llm = load_model(model, device, dtype, **limits)
-        try:
-            server.serve(llm, options, listener, progress.log)
-        except KeyboardInterrupt:
-            raise typer.Exit(progress.INTERRUPTED) from None
+        with server.bind(options) as listener, ExitStack() as stack:
+            processes = server.start_processes(options, listener, selection.device(device).type)
+            if processes is not None:
+                stack.enter_context(processes)
+            llm = load_model(model, device, dtype, **limits)
+            try:
+                server.serve(llm, options, listener, progress.log, processes)
+            except KeyboardInterrupt:
+                raise typer.Exit(progress.INTERRUPTED) from None
 
 
 def load_model(model: str, device: str | None, dtype: str | None, **options: Any) -> LLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from flashkernel.engine.llm import LLM
@@ -12,7 +13,9 @@ from flashkernel.engine.server.server_args import ServeError, ServerArgs
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-__all__ = ["ServeError", "ServerArgs", "bind", "create_app", "serve"]
+    from flashkernel.engine.server.multi_process import ApiServerProcesses
+
+__all__ = ["ServeError", "ServerArgs", "bind", "create_app", "serve", "start_processes"]
 
 
 def create_app(llm: LLM, args: ServerArgs | None = None) -> Starlette:
@@ -27,8 +30,11 @@ def create_app(llm: LLM, args: ServerArgs | None = None) -> Starlette:
     """
     _need_packages()
     from flashkernel.engine.server.api_server import ApiServer
+    from flashkernel.engine.server.async_engine import AsyncEngine
+    from flashkernel.engine.server.served_model import ServedModel
 
-    return ApiServer(llm, args or ServerArgs()).application()
+    args = args or ServerArgs()
+    return ApiServer(AsyncEngine(llm.engine, args.max_queue), ServedModel.of(llm, args), args).application()
 
 
 def bind(args: ServerArgs) -> socket.socket:
@@ -55,11 +61,29 @@ def bind(args: ServerArgs) -> socket.socket:
     return made
 
 
+def start_processes(args: ServerArgs, listener: socket.socket, device_type: str) -> ApiServerProcesses | None:
+    """Starts the processes of the API, which import what they need while a model is loaded.
+
+    Args:
+        args: `api_server_count`.
+        listener: A socket from `bind`.
+        device_type: Of the model's device, such as "cuda".
+
+    Returns:
+        For `serve`; leaving its context ends them. None if the engine's process serves the API.
+    """
+    from flashkernel.engine.server.multi_process import ApiServerProcesses, default_count
+
+    count = default_count(device_type) if args.api_server_count is None else args.api_server_count
+    return ApiServerProcesses(listener, count) if count else None
+
+
 def serve(
     llm: LLM,
     args: ServerArgs | None = None,
     listener: socket.socket | None = None,
     tell: Callable[[str], None] = print,
+    processes: ApiServerProcesses | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM comes; requests that are under way may then finish.
 
@@ -68,12 +92,19 @@ def serve(
         args: Address and limits; None takes the defaults.
         listener: A socket from `bind`; None binds one.
         tell: Called with messages for the user.
+        processes: From `start_processes`; None starts as many as `args` say.
     """
     _need_packages()
     from flashkernel.engine.server.launcher import run
 
     args = args or ServerArgs()
-    run(llm, args, listener or bind(args), tell)
+    with ExitStack() as stack:
+        listener = listener or stack.enter_context(bind(args))
+        if processes is None:
+            processes = start_processes(args, listener, llm.model.device.type)
+            if processes is not None:
+                stack.enter_context(processes)
+        run(llm, args, listener, tell, processes)
 
 
 def _need_packages() -> None:

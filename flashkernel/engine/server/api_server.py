@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -23,16 +21,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import flashkernel
-from flashkernel.engine.llm import LLM
-from flashkernel.engine.llm_engine import RequestError
 from flashkernel.engine.server import errors, protocol
-from flashkernel.engine.server.async_engine import AsyncEngine
+from flashkernel.engine.server.engine_client import EngineClient
 from flashkernel.engine.server.errors import ApiError, ClientDisconnected
 from flashkernel.engine.server.formatters import ChatFormatter, CompletionFormatter, ResponseFormatter
 from flashkernel.engine.server.generation_response import GenerationResponse
-from flashkernel.engine.server.metrics import Metrics
 from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
 from flashkernel.engine.server.responses import ResponsesFormatter, ResponsesRequest
+from flashkernel.engine.server.served_model import ServedModel
 from flashkernel.engine.server.server_args import ServerArgs
 
 log = logging.getLogger("flashkernel.server")
@@ -43,15 +39,16 @@ LINGER_S = 5.0  # for a client to finish sending a request that is refused
 
 
 class ApiServer:
-    """One model behind OpenAI's API."""
+    """One model behind OpenAI's API.
 
-    def __init__(self, llm: LLM, args: ServerArgs) -> None:
-        self.llm, self.args = llm, args
-        self.name = args.served_model_name or os.path.basename(os.path.abspath(llm.name))
-        self.metrics = Metrics(llm.engine)
-        capacity = llm.engine.scheduler.max_num_seqs + args.max_queue
-        self.engine = AsyncEngine(llm.engine, capacity, self.metrics)
-        self._started = int(time.time())
+    Args:
+        engine: Generates; in this process or in another.
+        model: The model as clients know it.
+        args: Limits.
+    """
+
+    def __init__(self, engine: EngineClient, model: ServedModel, args: ServerArgs) -> None:
+        self.engine, self.model, self.args = engine, model, args
 
     def application(self) -> Starlette:
         routes = [
@@ -59,7 +56,7 @@ class ApiServer:
             Route("/metrics", self.show_metrics),
             Route("/version", self.version),
             Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/models/{name:path}", self.show_model),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.respond, methods=["POST"]),
@@ -75,12 +72,12 @@ class ApiServer:
                     expose_headers=["X-Request-Id"],
                 )
             )
-        app = Starlette(
+        return Starlette(
             routes=routes,
             middleware=[
                 *cors,
                 Middleware(LingeringCloseMiddleware),
-                Middleware(AuthenticationMiddleware, self.args.api_key, self.metrics, {route.path for route in routes}),
+                Middleware(AuthenticationMiddleware, self.args.api_key, self.engine, {route.path for route in routes}),
             ],
             exception_handlers={
                 ApiError: _api_error,
@@ -90,34 +87,24 @@ class ApiServer:
             },
             lifespan=self._lifespan,
         )
-        app.state.engine = self.engine
-        return app
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        await to_thread.run_sync(self._prepare)
-        self.engine.start()
+        if self.model.tokenizer is not None:
+            await to_thread.run_sync(self.model.tokenizer.prepare_chat_template)
+        await self.engine.start()
         try:
             yield
         finally:
             await self.engine.stop()
 
-    def _prepare(self) -> None:
-        """Makes what the first requests would otherwise hold up all others for."""
-        try:
-            self.llm.engine.prepare_grammars()
-        except RequestError as error:
-            log.warning("structured outputs will be refused: %s", error)
-        if self.llm.tokenizer is not None:
-            self.llm.tokenizer.prepare_chat_template()
-
     async def health(self, request: Request) -> Response:
         """Whether the engine runs and its last step did not fail."""
-        healthy = self.engine.healthy
+        healthy = await self.engine.healthy()
         return JSONResponse({"status": "ok" if healthy else "failing"}, 200 if healthy else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(await self.engine.metrics_text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": flashkernel.__version__})
@@ -125,15 +112,15 @@ class ApiServer:
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def model(self, request: Request) -> Response:
+    async def show_model(self, request: Request) -> Response:
         asked = request.path_params["name"]
-        if asked != self.name:
-            raise errors.unknown_model(asked, self.name)
+        if asked != self.model.name:
+            raise errors.unknown_model(asked, self.model.name)
         return JSONResponse(self._card())
 
     async def complete(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, CompletionRequest)
-        return self._response(parsed, CompletionFormatter(self.name, self.llm.tokenizer, parsed))
+        return self._response(parsed, CompletionFormatter(self.model.name, self.model.tokenizer, parsed))
 
     async def chat(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, ChatRequest)
@@ -147,36 +134,36 @@ class ApiServer:
 
     def _formatter(self, parsed: ChatRequest, kind: type[Formatter]) -> Formatter:
         """A formatter with what the text is taken apart by."""
-        tokenizer = self.llm.tokenizer
+        tokenizer = self.model.tokenizer
         template = None if tokenizer is None else tokenizer.chat_template
         if parsed.parser(template).needs_special_tokens and parsed.skip_special_tokens is None:
             parsed.skip_special_tokens = False
-        return kind(self.name, tokenizer, lambda: parsed.parser(template))
+        return kind(self.model.name, tokenizer, lambda: parsed.parser(template))
 
     async def _parsed(self, request: Request, kind: type[protocol.Kind]) -> protocol.Kind:
         parsed = protocol.parse(kind, await _read(request, self.args))
-        if parsed.model != self.name:
-            raise errors.unknown_model(parsed.model, self.name)
+        if parsed.model != self.model.name:
+            raise errors.unknown_model(parsed.model, self.model.name)
         return parsed
 
     def _response(self, parsed: protocol.GenerationRequest, formatter: ResponseFormatter) -> ASGIApp:
-        return GenerationResponse(self.engine, self.llm, self.args, parsed, formatter)
+        return GenerationResponse(self.engine, self.model.tokenizer, self.args, parsed, formatter)
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self.name,
+            "id": self.model.name,
             "object": "model",
-            "created": self._started,
+            "created": self.model.created,
             "owned_by": "flashkernel",
-            "max_model_len": self.llm.engine.max_model_len,
+            "max_model_len": self.model.max_model_len,
         }
 
 
 class AuthenticationMiddleware:
     """Asks for the API key, and counts responses."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, metrics: Metrics, paths: set[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, api_key: str | None, engine: EngineClient, paths: set[str]) -> None:
+        self._app, self._engine, self._paths = app, engine, paths
         self._expected = None if api_key is None else f"bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -187,7 +174,7 @@ class AuthenticationMiddleware:
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.response(path, message["status"])
+                self._engine.count_response(path, message["status"])
             await send(message)
 
         if scope["path"] == PUBLIC_PATH or self._authorized(scope):

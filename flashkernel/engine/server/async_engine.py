@@ -1,7 +1,7 @@
 """The bridge between the engine, which steps in a thread of its own, and the event loop, where the clients are.
 
 The event loop adds and aborts requests, which any thread may. The outputs of a step reach the event loop in one call,
-however many requests they belong to. Collectors belong to the event loop alone, so nothing here is locked.
+however many requests they belong to. Sinks belong to the event loop alone, so nothing here is locked.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 
 from anyio import to_thread
 
-from flashkernel.engine.llm_engine import LLMEngine
+from flashkernel.engine.llm_engine import LLMEngine, PromptTooLong, RequestError
 from flashkernel.engine.outputs import StepOutput
 from flashkernel.engine.server import errors
+from flashkernel.engine.server.engine_client import EngineRequest, OutputCollector, OutputSink, check_count
 from flashkernel.engine.server.metrics import Metrics
 
 log = logging.getLogger("flashkernel.server")
@@ -25,47 +26,19 @@ IDLE_S = 0.1  # how long an idle engine takes to notice that it shall stop
 STOP_S = 30.0  # longest wait for the last step
 
 
-class OutputCollector:
-    """Collects the outputs of one HTTP call's requests until the response reads them."""
-
-    def __init__(self, request_ids: Sequence[str]) -> None:
-        self.indices = {request_id: index for index, request_id in enumerate(request_ids)}
-        self.unfinished = set(request_ids)
-        self.last_token_time: dict[str, float] = {}  # of each request, for the metrics
-        self._outputs: list[StepOutput] = []
-        self._error: Exception | None = None
-        self._ready = asyncio.Event()
-
-    def put(self, output: StepOutput) -> None:
-        """Adds an output."""
-        self._outputs.append(output)
-        if output.request_output is not None:
-            self.unfinished.discard(output.request_id)
-        self._ready.set()
-
-    def fail(self, error: Exception) -> None:
-        """Makes `get` raise `error`; the first error counts, and none after the last output."""
-        if self._error is None and self.unfinished:
-            self._error = error
-            self._ready.set()
-
-    async def get(self) -> list[StepOutput]:
-        """Waits for outputs and returns all that came since the last call."""
-        await self._ready.wait()
-        if self._error is not None:
-            raise self._error
-        self._ready.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-
 class AsyncEngine:
-    """The engine's thread, and the collectors of its outputs."""
+    """The engine's thread, and the sinks of its outputs. An `EngineClient`.
 
-    def __init__(self, engine: LLMEngine, capacity: int, metrics: Metrics) -> None:
-        self.capacity, self.metrics = capacity, metrics
+    Args:
+        engine: Nobody else steps it.
+        max_queue: Requests that may wait beside those that run.
+    """
+
+    def __init__(self, engine: LLMEngine, max_queue: int) -> None:
+        self.capacity, self.metrics = engine.scheduler.max_num_seqs + max_queue, Metrics(engine)
         self._engine = engine
-        self._collectors: dict[str, OutputCollector] = {}  # by request id
+        self._sinks: dict[str, OutputSink] = {}  # by request id
+        self._last_token_time: dict[str, float] = {}  # by request id
         self._draining = False
         self._stopping = threading.Event()
         self._last_step_failed = False
@@ -73,16 +46,31 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    @property
-    def healthy(self) -> bool:
+    async def healthy(self) -> bool:
         """Whether the engine runs and its last step did not fail."""
         return self._thread is not None and not self._dead and not self._last_step_failed
 
-    def start(self) -> None:
-        """Starts the engine's thread; call it on the event loop."""
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return self.metrics.text()
+
+    def count_response(self, path: str, status: int) -> None:
+        """Counts an HTTP response."""
+        self.metrics.response(path, status)
+
+    async def start(self) -> None:
+        """Prepares structured outputs and starts the engine's thread."""
+        await to_thread.run_sync(self._prepare)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="flashkernel-engine", daemon=True)
         self._thread.start()
+
+    def _prepare(self) -> None:
+        """Makes what the first structured output would otherwise hold up all requests for."""
+        try:
+            self._engine.prepare_grammars()
+        except RequestError as error:
+            log.warning("structured outputs will be refused: %s", error)
 
     async def stop(self) -> None:
         """Aborts all requests and ends the thread."""
@@ -98,51 +86,77 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def generate(
-        self, request_ids: Sequence[str], add: Callable[[], None], timeout: float
+        self, request_ids: Sequence[str], make_requests: Callable[[], list[EngineRequest]], timeout: float
     ) -> AsyncIterator[OutputCollector]:
-        """A collector for these requests. `add` adds them to the engine; it runs in a thread, as it tokenizes.
+        """A collector for requests with these ids. `make_requests` makes them in a thread, as it tokenizes.
 
         However the block is left, no request outlives it.
         """
-        self._admit(len(request_ids))
         collector = OutputCollector(request_ids)
-        self._collectors.update(dict.fromkeys(request_ids, collector))
-        timer = asyncio.get_running_loop().call_later(timeout, self.abort, collector, errors.timed_out(timeout))
-        try:
-            await to_thread.run_sync(add)
+        async with self.serve(request_ids, collector, timeout):
+            await self.add(await to_thread.run_sync(make_requests))
             yield collector
+
+    @asynccontextmanager
+    async def serve(self, request_ids: Sequence[str], sink: OutputSink, timeout: float) -> AsyncIterator[None]:
+        """Requests that are added inside the block have this sink. However it is left, none outlives it.
+
+        Args:
+            request_ids: Their ids.
+            sink: Takes their outputs.
+            timeout: Seconds they may take.
+
+        Raises:
+            ApiError: The engine takes no such requests now.
+        """
+        self._admit(len(request_ids))
+        self._sinks.update(dict.fromkeys(request_ids, sink))
+        timer = asyncio.get_running_loop().call_later(timeout, self.abort, sink, errors.timed_out(timeout))
+        try:
+            yield
         finally:
             timer.cancel()
             for request_id in request_ids:
-                del self._collectors[request_id]
-            self._abort_requests(collector)
+                del self._sinks[request_id]
+            self._abort_requests(sink)
 
-    def abort(self, collector: OutputCollector, error: Exception) -> None:
-        """Aborts the requests of a collector, whose reader gets `error`; their blocks are free after the next step."""
-        collector.fail(error)
-        self._abort_requests(collector)
+    async def add(self, requests: list[EngineRequest]) -> None:
+        """Adds requests to the engine; ApiError if it takes one of them never."""
+        if any(one.params.structured_outputs is not None for one in requests):  # it may take long to compile a grammar
+            await to_thread.run_sync(self._add, requests)
+        else:
+            self._add(requests)
 
-    def check_count(self, count: int) -> None:
-        """Raises ApiError for more requests in one call than can ever be admitted."""
-        if count > self.capacity:
-            raise errors.bad_request(f"there are {count} prompts; this server takes {self.capacity} at once", "prompt")
+    def _add(self, requests: list[EngineRequest]) -> None:
+        try:
+            for one in requests:
+                self._engine.add_request(one.prompt, one.params, request_id=one.request_id, streaming=one.streaming)
+        except PromptTooLong as error:
+            raise errors.prompt_too_long(error.count, error.max_model_len) from error
+        except ValueError as error:
+            raise errors.bad_request(str(error)) from error
+
+    def abort(self, sink: OutputSink, error: Exception) -> None:
+        """Aborts the requests of a sink, which gets `error`; their blocks are free after the next step."""
+        sink.fail(error)
+        self._abort_requests(sink)
 
     def _admit(self, count: int) -> None:
         if self._draining:
             raise errors.shutting_down()
         if self._dead or self._thread is None:
             raise errors.engine_dead()
-        self.check_count(count)
-        if len(self._collectors) + count > self.capacity:
+        check_count(count, self.capacity)
+        if len(self._sinks) + count > self.capacity:
             raise errors.too_many_requests(self.capacity)
 
-    def _abort_requests(self, collector: OutputCollector) -> None:
-        for request_id in collector.unfinished:
+    def _abort_requests(self, sink: OutputSink) -> None:
+        for request_id in sink.unfinished:
             self._engine.abort_request(request_id)
 
     def _abort_all(self) -> None:
-        for collector in set(self._collectors.values()):
-            self.abort(collector, errors.shutting_down())
+        for sink in set(self._sinks.values()):
+            self.abort(sink, errors.shutting_down())
 
     def _run(self) -> None:
         """The engine's thread."""
@@ -176,23 +190,25 @@ class AsyncEngine:
             self._stopping.set()
 
     def _deliver(self, outputs: list[StepOutput], now: float) -> None:
-        before: dict[float | None, int] = {}  # when their last token came -> tokens
+        gaps: dict[float, int] = {}  # when the token before came -> tokens
         for output in outputs:
-            collector = self._collectors.get(output.request_id)
-            if collector is not None:
+            request_id = output.request_id
+            sink = self._sinks.get(request_id)
+            if sink is not None:
                 if output.token_id is not None:
-                    last = collector.last_token_time.get(output.request_id)
-                    before[last] = before.get(last, 0) + 1
-                    collector.last_token_time[output.request_id] = now
-                collector.put(output)
+                    last = self._last_token_time.get(request_id)
+                    if last is not None:
+                        gaps[last] = gaps.get(last, 0) + 1
+                    self._last_token_time[request_id] = now
+                sink.put(output)
             if output.request_output is not None:
+                self._last_token_time.pop(request_id, None)
                 self.metrics.finished(output.request_output)
                 if output.request_output.error is not None:
-                    log.error("request %s: %s", output.request_id, output.request_output.error)
-        for last, count in before.items():
-            if last is not None:
-                self.metrics.tokens(now - last, count)
+                    log.error("request %s: %s", request_id, output.request_output.error)
+        for last, count in gaps.items():
+            self.metrics.tokens(now - last, count)
 
     def _fail_all(self) -> None:
-        for collector in set(self._collectors.values()):
-            collector.fail(errors.engine_dead())
+        for sink in set(self._sinks.values()):
+            sink.fail(errors.engine_dead())

@@ -28,6 +28,15 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:  # with keyword arguments, which pickled exceptions lose
+        return type(self)._made, (self.status, self.message, self.param, self.code, self.headers)
+
+    @classmethod
+    def _made(
+        cls, status: int, message: str, param: str | None, code: str | None, headers: Mapping[str, str]
+    ) -> ApiError:
+        return cls(status, message, param=param, code=code, headers=headers)
+
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

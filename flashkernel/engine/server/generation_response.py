@@ -12,15 +12,15 @@ from anyio import to_thread
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from flashkernel.engine.llm import LLM, Prompt
-from flashkernel.engine.llm_engine import PromptTooLong
+from flashkernel.engine.llm import Prompt
 from flashkernel.engine.outputs import RequestOutput, StepOutput
 from flashkernel.engine.server import errors
-from flashkernel.engine.server.async_engine import AsyncEngine, OutputCollector
+from flashkernel.engine.server.engine_client import EngineClient, EngineRequest, OutputCollector, check_count
 from flashkernel.engine.server.errors import ApiError, ClientDisconnected
 from flashkernel.engine.server.formatters import PromptLogprobs, ResponseFormatter, server_sent_event
 from flashkernel.engine.server.protocol import GenerationRequest
 from flashkernel.engine.server.server_args import ServerArgs
+from flashkernel.engine.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
 
@@ -29,11 +29,16 @@ class GenerationResponse:
     """An ASGI application for one request. However it ends, the engine has no unfinished request for it."""
 
     def __init__(
-        self, engine: AsyncEngine, llm: LLM, args: ServerArgs, request: GenerationRequest, formatter: ResponseFormatter
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        args: ServerArgs,
+        request: GenerationRequest,
+        formatter: ResponseFormatter,
     ) -> None:
-        self._engine, self._llm, self._args = engine, llm, args
+        self._engine, self._tokenizer, self._args = engine, tokenizer, args
         self._request, self._formatter = request, formatter
-        engine.check_count(request.num_choices)  # before so many ids are made
+        check_count(request.num_choices, engine.capacity)  # before so many ids are made
         self._params = request.sampling_params()
         formatter.choices_per_prompt = request.choices_per_prompt
         formatter.chunks_have_usage = request.include_usage
@@ -42,7 +47,7 @@ class GenerationResponse:
         self._started: set[int] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._engine.generate(self._request_ids, self._add, self._args.timeout) as collector:
+        async with self._engine.generate(self._request_ids, self._make_requests, self._args.timeout) as collector:
             watcher = asyncio.create_task(self._watch(receive, collector))
             try:
                 with _given_up_after(self._args.client_timeout, send) as limited:
@@ -58,30 +63,39 @@ class GenerationResponse:
         """Whether outputs are missing; the collector may have the last ones already."""
         return len(self._finished) < len(self._request_ids)
 
-    def _add(self) -> None:
-        """Adds the prompts to the engine; runs in a thread."""
+    def _make_requests(self) -> list[EngineRequest]:
+        """A request for each choice; runs in a thread, as it tokenizes."""
+        each = self._request.choices_per_prompt
         try:
-            each = self._request.choices_per_prompt
-            prompts = [prompt for prompt in self._request.prompts(self._llm.tokenizer) for _ in range(each)]
-            if self._formatter.needs_prompts:
-                self._formatter.take_prompts([self._text_and_tokens(prompt) for prompt in prompts])
-            for index, (request_id, prompt) in enumerate(zip(self._request_ids, prompts)):
-                params = self._params
-                if index % each and params.seed is not None:  # the choices of a prompt differ
-                    params = replace(params, seed=(params.seed + index % each) % 2**63)
-                if index % each and not self._request.streaming:  # the first one has what is said of the prompt
-                    params = replace(params, prompt_logprobs=None)
-                self._llm.engine.add_request(prompt, params, request_id=request_id, streaming=self._request.streaming)
-        except PromptTooLong as error:
-            raise errors.prompt_too_long(error.count, error.max_model_len) from error
+            prompts = [self._tokenized(prompt) for prompt in self._request.prompts(self._tokenizer)]
         except ValueError as error:
             raise errors.bad_request(str(error)) from error
+        if self._formatter.needs_prompts:
+            shown = [self._text_and_tokens(*prompt) for prompt in prompts]
+            self._formatter.take_prompts([one for one in shown for _ in range(each)])
+        requests = []
+        for index, request_id in enumerate(self._request_ids):
+            params = self._params
+            if index % each and params.seed is not None:  # the choices of a prompt differ
+                params = replace(params, seed=(params.seed + index % each) % 2**63)
+            if index % each and not self._request.streaming:  # the first one has what is said of the prompt
+                params = replace(params, prompt_logprobs=None)
+            requests.append(EngineRequest(request_id, prompts[index // each][1], params, self._request.streaming))
+        return requests
 
-    def _text_and_tokens(self, prompt: Prompt) -> tuple[str, list[int]]:
-        tokenizer = self._llm.tokenizer
+    def _tokenized(self, prompt: Prompt) -> tuple[str | None, Prompt]:
+        """The text of a prompt, if it was given as text, and its tokens, if there is a tokenizer."""
+        if not isinstance(prompt, str):
+            return None, prompt
+        return prompt, prompt if self._tokenizer is None else self._tokenizer.encode(prompt)
+
+    def _text_and_tokens(self, text: str | None, prompt: Prompt) -> tuple[str, list[int]]:
+        """What a response that echoes its prompt needs of it."""
         if isinstance(prompt, str):
-            return prompt, [] if tokenizer is None else tokenizer.encode(prompt)
-        return "" if tokenizer is None else tokenizer.decode(prompt), list(prompt)
+            return prompt, []
+        if text is None:
+            text = "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+        return text, list(prompt)
 
     async def _watch(self, receive: Receive, collector: OutputCollector) -> None:
         """Aborts the requests when the client leaves."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
 from flashkernel.engine.llm import LLM
 from flashkernel.engine.server.api_server import ApiServer
+from flashkernel.engine.server.async_engine import AsyncEngine
+from flashkernel.engine.server.served_model import ServedModel
 from flashkernel.engine.server.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from flashkernel.engine.server.multi_process import ApiServerProcesses
 
 # The engine's thread and the event loop share Python's lock. A thread that waits for it asks after this long, which is
 # 5 ms by default: longer than a step of a small model.
@@ -50,14 +56,20 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(llm: LLM, args: ServerArgs, listener: socket.socket, tell: Callable[[str], None]) -> None:
+def run(
+    llm: LLM,
+    args: ServerArgs,
+    listener: socket.socket,
+    tell: Callable[[str], None],
+    processes: ApiServerProcesses | None = None,
+) -> None:
     """Serves on a bound socket until a signal comes."""
-    api = ApiServer(llm, args)
+    model = ServedModel.of(llm, args)
     port = listener.getsockname()[1]
     host = f"[{args.host}]" if ":" in args.host else args.host
 
     def ready() -> None:
-        tell(f"Serving {api.name} at http://{host}:{port}/v1 (Ctrl-C stops)")
+        tell(f"Serving {model.name} at http://{host}:{port}/v1 (Ctrl-C stops)")
         if not args.local and args.api_key is None:
             tell("Whoever can reach this machine can use the model: give an API key, or bind to 127.0.0.1")
 
@@ -65,9 +77,24 @@ def run(llm: LLM, args: ServerArgs, listener: socket.socket, tell: Callable[[str
     sys.setswitchinterval(min(SWITCH_INTERVAL_S, before))
     try:
         with listener:
-            Server(api, ready).run([listener])
+            if processes is None:
+                api = ApiServer(AsyncEngine(llm.engine, args.max_queue), model, args)
+                Server(api, ready).run([listener])
+            else:
+                from flashkernel.engine.server.multi_process import MultiProcessServer
+
+                MultiProcessServer(llm, model, args, processes, ready).run()
     finally:
         sys.setswitchinterval(before)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed, as uvicorn takes it."""
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()  # type: ignore[no-any-return]
 
 
 def _logging() -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+
+MAX_PROCESSES = 64
 
 
 class ServeError(ValueError):
@@ -26,6 +29,8 @@ class ServerArgs:
         grace: Seconds that requests have to finish when the server is told to stop.
         access_log: Logs a line for each request.
         allowed_origins: Web pages from these origins may use the server (CORS); "*" is any. By default none may.
+        api_server_count: Processes that serve the API, beside the engine's; 0: the engine's own serves it. None: one
+            for every four cores, up to four, with a GPU, and 0 on a CPU.
 
     Raises:
         ServeError: A value is out of its range.
@@ -47,6 +52,7 @@ class ServerArgs:
     grace: float = 30.0
     access_log: bool = True
     allowed_origins: tuple[str, ...] = ()
+    api_server_count: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (("port", 0, 65535), ("max_queue", 0, 2**31), ("max_body", 1, 2**31)):
@@ -57,6 +63,13 @@ class ServerArgs:
             value = getattr(self, name)
             if not math.isfinite(value) or value < shortest:
                 raise ServeError(f"serve: {name} is {value!r}; it must be a number of seconds, at least {shortest:g}")
+        count = self.api_server_count
+        if count is not None and (not isinstance(count, int) or not 0 <= count <= MAX_PROCESSES):
+            raise ServeError(
+                f"serve: api_server_count is {count!r}; it must be a whole number from 0 to {MAX_PROCESSES}"
+            )
+        if count and os.name != "posix":
+            raise ServeError(f"serve: api_server_count is {count}; this system cannot share a socket, leave it at 0")
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
             raise ServeError("serve: the API key is empty or has letters that a header cannot carry; use plain ASCII")
         if self.served_model_name is not None and not self.served_model_name.strip():
