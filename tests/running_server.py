@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -81,6 +86,29 @@ def api_of(llm: LLM, args: ServerArgs) -> tuple[ApiServer, AsyncEngine]:
     """The API and the engine of a server that has one process."""
     engine = AsyncEngine(llm.engine, args.max_queue)
     return ApiServer(engine, ServedModel.of(llm, args), args), engine
+
+
+@contextmanager
+def serve_command(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`flashkernel serve` as a process of its own that has begun to serve, and its address."""
+    command = [sys.executable, "-m", "flashkernel", "serve", str(folder), "--port", "0", "--device", "cpu", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A shell that starts tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        if re.fullmatch(r"1 kernel\(s\) compiled in \S+ s; nothing is left to compile\n", line):  # its cache is new
+            line = process.stderr.readline()
+        found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C stops\)\n", line)
+        assert found, line
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 @contextmanager

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +16,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
-from running_server import NAME, api_of, comes, other, serve, slow  # noqa: E402
+from running_server import NAME, api_of, comes, other, serve, serve_command, slow  # noqa: E402
 from served_model import GREEDY, USER, _expected, _one_thread, _plain, base_fixture, folder_fixture  # noqa: E402, F401
 
 from flashkernel.engine import LLM  # noqa: E402
@@ -312,32 +309,8 @@ def test_stopping_ends_requests_after_the_grace(base: LLM) -> None:
 def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("open-sesame\n")
-    command = [
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--api-key-file",
-        str(key),
-        "--device",
-        "cpu",
-        "--max-num-seqs",
-        "2",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flashkernel", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # A shell that starts tests in the background has its children ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        if re.fullmatch(r"1 kernel\(s\) compiled in \S+ s; nothing is left to compile\n", line):  # its cache is new
-            line = process.stderr.readline()
-        found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+/v1) \(Ctrl-C stops\)\n", line)
-        assert found, line
-        with openai.OpenAI(base_url=found[1], api_key="open-sesame", max_retries=0) as client:
+    with serve_command(folder, "--api-key-file", str(key), "--max-num-seqs", "2") as (process, url):
+        with openai.OpenAI(base_url=url, api_key="open-sesame", max_retries=0) as client:
             text = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY).choices[0].text
         assert text == _expected(base, "the sea", 5).outputs[0].text
         process.send_signal(signal.SIGINT)
@@ -346,6 +319,3 @@ def test_the_command_serves_until_it_is_stopped(folder: Path, base: LLM, tmp_pat
         assert out == ""
         assert '"POST /v1/completions HTTP/1.1" 200' in err
         assert "Traceback" not in err
-    finally:
-        process.kill()
-        process.wait(10)

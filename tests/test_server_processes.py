@@ -15,13 +15,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
-from running_server import NAME, Running, comes, other, serve, slow  # noqa: E402
+from running_server import NAME, Running, comes, other, serve, serve_command, slow  # noqa: E402
 from served_model import (  # noqa: E402, F401
     GREEDY,
     USER,
@@ -343,22 +344,12 @@ def test_a_process_that_cannot_start(base: LLM, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_command(folder: Path, base: LLM, number: signal.Signals) -> None:
     """It ends with its processes, however it is ended."""
-    command = ["serve", str(folder), "--port", "0", "--device", "cpu", "--api-server-count", "2", "--max-num-seqs", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flashkernel", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        if "compiled in" in line:  # its cache is new
-            line = process.stderr.readline()
-        found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:(\d+)/v1) \(Ctrl-C stops\)\n", line)
-        assert found, line
-        with openai.OpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
-            text = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY).choices[0].text
-        assert text == _expected(base, "the sea", 5).outputs[0].text
+    options = ("--api-server-count", str(COUNT), "--max-num-seqs", "2")
+    with serve_command(folder, *options) as (process, url):
+        for _ in range(2 * COUNT):
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                found = client.completions.create(model=NAME, prompt="the sea", max_tokens=5, **GREEDY)
+            assert found.choices[0].text == _expected(base, "the sea", 5).outputs[0].text
         process.send_signal(number)
         out, err = process.communicate(timeout=120)  # the processes hold the pipes until they end
         assert process.returncode == {signal.SIGINT: 130}.get(number, -number)
@@ -366,7 +357,4 @@ def test_the_command(folder: Path, base: LLM, number: signal.Signals) -> None:
         assert '"POST /v1/completions HTTP/1.1" 200' in err
         assert "Traceback" not in err
         with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.1", int(found[2])), timeout=5).close()
-    finally:
-        process.kill()
-        process.wait(10)
+            socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=5).close()
