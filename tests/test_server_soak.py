@@ -163,10 +163,12 @@ def test_a_stop_in_the_middle_answers_everyone(base: LLM) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_a_thousand_requests_and_a_signal(folder: Path, base: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_thousand_requests_and_a_signal(folder: Path, base: LLM, tmp_path: Path, processes: int) -> None:
     """SIGTERM to the command, with a thousand requests under way: each has its text or is told why not."""
     told = tmp_path / "stderr"
     options = ("--device", "cpu", "--port", "0", "--grace", "0.5", "--max-num-seqs", "16")
+    options += ("--api-server-count", str(processes))
     with told.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "flashkernel", "serve", str(folder), *options],
