@@ -84,11 +84,12 @@ async def _load(running: Running, seed: int) -> list[tuple[str, Any]]:
         return list(await asyncio.gather(*(_ask(client, random.Random(draw.random())) for _ in range(EACH))))
 
 
-def test_nothing_is_lost_and_nothing_grows(base: LLM) -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_nothing_is_lost_and_nothing_grows(base: LLM, processes: int) -> None:
     """Clients that leave, requests that fail and a pool that runs dry; every other answer is right."""
     llm = other(base, kv_cache_tokens=128, block_size=16, max_num_seqs=6)
     expected: dict[str, str] = {}
-    with serve(llm) as running:
+    with serve(llm, api_server_count=processes) as running:
         objects: list[int] = []
         resident: list[float] = []
         for number in range(ROUNDS):
