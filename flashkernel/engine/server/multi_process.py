@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from flashkernel.core import env
+from flashkernel.core.compile_ahead import num_cores
 from flashkernel.core.signals import handled
 from flashkernel.engine.llm import LLM
 from flashkernel.engine.outputs import StepOutput
@@ -93,7 +94,8 @@ class Child:
     """A process for the API, and this process's end of the connection to it."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self.end, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._end: socket.socket | None = ours
         module = "flashkernel.engine.server.api_server_process"
         start = f"import sys; from {module} import main; main(*map(int, sys.argv[1:]))"
         with theirs:
@@ -106,9 +108,16 @@ class Child:
                 start_new_session=True,  # Ctrl-C is for the engine's process
             )
 
+    def take_end(self) -> socket.socket:
+        """This process's end, which is the caller's from now on."""
+        assert self._end is not None, "it was taken before"
+        end, self._end = self._end, None
+        return end
+
     def kill(self) -> None:
         """Ends the process at once, if it has not ended."""
-        self.end.close()
+        if self._end is not None:
+            self._end.close()
         self.process.kill()
         self.process.wait()
 
@@ -274,12 +283,14 @@ class MultiProcessServer:
                     await self._replace_ended()
                 await self._drain()
         finally:
+            for client in self._clients:
+                client.connection.close()
             await self.engine.stop()
 
     async def _connect(self, child: Child) -> ApiClient:
         """Tells a process what it serves."""
         client = ApiClient(self.engine, child)
-        await client.connection.open(child.end)
+        await client.connection.open(child.take_end())
         client.connection.send("start", self._model, self._args, self.engine.capacity)
         return client
 
@@ -330,4 +341,4 @@ def default_count(device_type: str) -> int:
     """
     if device_type == "cpu" or os.name != "posix":
         return 0
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+    return max(1, min(4, num_cores() // 4))
