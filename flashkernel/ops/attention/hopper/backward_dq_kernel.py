@@ -151,7 +151,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
             mbarrier.wait(barriers.v_full.index(stage), phase)
             dp_issued = _issue_dp(do_tile, buffers.v, stage, zeros, TRAITS)
-            block, masked = cursor.block, cursor.masked
+            block, masked = cursor.position.block, cursor.position.masked
             cursor = advance(cursor, tables)
             s = warpgroup_mma_wait(DP_PRODUCTS, deps=[s_issued])
             p, capped = _masked_probabilities(s, neg_lse, block, masked, work_tile, args, w, MASK, TRAITS)
@@ -169,7 +169,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             dp_issued = _issue_dp(do_tile, buffers.v, stage, zeros, TRAITS)
             k_tile = buffers.k.index(k_stage).reshape([BLOCK_N, HEAD_DIM])
             dq_issued = issue_columns(ds_operand, k_tile, dq, HEAD_DIM, HEAD_TAIL)
-            block, masked = cursor.block, cursor.masked
+            block, masked = cursor.position.block, cursor.position.masked
             cursor = advance(cursor, tables)
             s = warpgroup_mma_wait(DP_PRODUCTS + DQ_PRODUCTS, deps=[s_issued])
             p, capped = _masked_probabilities(s, neg_lse, block, masked, work_tile, args, w, MASK, TRAITS)
@@ -201,17 +201,17 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def attention_backward_dq(
     lse, delta, q, k, v, do, dq, mask_tables, tables, max_ranges, max_loads, batch_stride, head_stride, max_work_tiles,
-    heads, group_size, seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
+    heads, group_size, seqlen_q, seqlen_k, scales, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """dQ. Tensors from q to dq are TMA descriptors; lse and delta are float32 [batch, heads, seqlen_q]; tables are
-    `TileTables`."""
+    `TileTables`, scales `Scales`."""
     q_buffers = gl.allocate_shared_memory(q.dtype, [TRAITS.NUM_CONSUMERS] + q.block_shape, q.layout)
     do_buffers = gl.allocate_shared_memory(do.dtype, [TRAITS.NUM_CONSUMERS] + do.block_shape, do.layout)
     k_buffers = gl.allocate_shared_memory(k.dtype, [TRAITS.NUM_STAGES] + k.block_shape, k.layout)
     v_buffers = gl.allocate_shared_memory(v.dtype, [TRAITS.NUM_STAGES] + v.block_shape, v.layout)
     buffers = Buffers(q_buffers, k_buffers, v_buffers, do_buffers)
     sizes = TableSizes(max_ranges, max_loads, batch_stride, head_stride, max_work_tiles)
-    scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
+    scores = ScoreParams(seqlen_q, seqlen_k, scales.scale_log2, scales.softmax_scale, scales.softcap, mask_tables)
     run_warp_roles(
         q, k, v, dq, lse, None, buffers, None, tables, sizes, heads, group_size, scores, None,
         _process_work_tiles, MASK, TRAITS, do, delta,

@@ -1,8 +1,7 @@
-"""Attention backward on Hopper for heads wider than 128: one persistent kernel with five matrix products.
+"""The consumers of the Hopper backward kernel for heads wider than 128.
 
-As in backward_kernel.py, a program takes one work tile after another: here 64 keys of one kv head, whose dK and dV of
-256 columns fill the accumulators of a warpgroup each. Both consumer warpgroups work on the same 64 keys and the same
-blocks of 64 queries, and share the products:
+A work tile is 64 keys of one kv head, whose dK and dV of 256 columns fill the accumulators of a warpgroup each. Both
+consumer warpgroups work on the same 64 keys and the same blocks of 64 queries, and share the products:
 
 - the dV warpgroup computes S^T = K Q^T and P^T, passes P^T on, and accumulates dV += P^T dO;
 - the dK warpgroup computes dP^T = V dO^T, takes P^T, passes dS^T on, and accumulates dK += dS^T Q.
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernel.blocks.pdl_triton import pdl_enter
+from flashkernel.blocks.pipeline_gluon import stage_of
 from flashkernel.core.gluon import (
     consumer_release,
     fence_async_shared,
@@ -26,23 +25,19 @@ from flashkernel.core.gluon import (
     gluon,
     mbarrier,
     new_barriers,
-    synchronize,
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.backward_common import (
-    SIZES,
     Barriers,
-    ConsumerArgs,
-    ProducerArgs,
-    allocate_buffers,
     atomic_add_dq,
     before_first_block,
     dq_columns,
     first_dq_block,
     in_register_order,
     issue_dq,
+    kv_tiles,
     probabilities,
-    produce,
+    query_tiles,
     visible_keys,
 )
 from flashkernel.ops.attention.hopper.head_split import (
@@ -55,8 +50,7 @@ from flashkernel.ops.attention.hopper.head_split import (
     wait_columns,
     zero_columns,
 )
-from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
-from flashkernel.ops.attention.hopper.softmax import ScoreParams
+from flashkernel.ops.attention.hopper.pipeline import next_block, work_tile_at
 
 
 class Exchange(NamedTuple):
@@ -70,6 +64,28 @@ class Exchange(NamedTuple):
 
 
 @gluon.jit
+def allocate_wide_exchange(descriptors, buffers, TRAITS: gl.constexpr):
+    """Allocates what the consumers pass on to each other, and all mbarriers. Returns (`Barriers`, `Exchange`)."""
+    p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], descriptors.lse_delta.layout)
+    dtype: gl.constexpr = buffers.k.dtype
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    ds_buffers = buffers.k  # not used
+    if TRAITS.DQ_MODE != "dq_kernel":
+        ds_buffers = gl.allocate_shared_memory(dtype, [2, 64, 64], DS_LAYOUT)
+    kv_full = new_barriers(1, 1)
+    kv_done = new_barriers(1, 2)
+    q_full = new_barriers(TRAITS.NUM_STAGES, 1)
+    q_empty = new_barriers(TRAITS.NUM_STAGES, 128)
+    do_full = new_barriers(TRAITS.NUM_STAGES, 1)
+    do_empty = new_barriers(TRAITS.NUM_STAGES, 256)
+    p_full = new_barriers(1, 1)
+    ds_full = new_barriers(2, 1)
+    k_read = new_barriers(1, 1)
+    barriers = Barriers(kv_full, kv_done, q_full, q_empty, do_full, do_empty)
+    return barriers, Exchange(p_buffer, ds_buffers, p_full, ds_full, k_read)
+
+
+@gluon.jit
 def _from_register_order(flat, S_LAYOUT: gl.constexpr):
     """[64, 64], the inverse of `in_register_order`: a thread gets what the same thread of the other warpgroup had."""
     rows = flat.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
@@ -77,7 +93,7 @@ def _from_register_order(flat, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
+def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     """The dV warpgroup: P, dV, and the left half of dQ.
 
     The last dQ of a work tile is computed at its end; its first step finds no dS before it, and multiplies an old one
@@ -94,8 +110,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
-    k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
-    v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
+    k_tile, v_tile = kv_tiles(buffers, 0, TRAITS)
     zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     dq_zeros = gl.zeros([64, HEAD_DIM // 2], gl.float32, DQ_LAYOUT)
     if TRAITS.PDL:
@@ -113,26 +128,22 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         prev_dq_block = gl.to_tensor(-1)  # of the step before
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
-            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
+            blocks_left, position = before_first_block(work_tile, member, args)
             while blocks_left > 0:
-                stage = step % TRAITS.NUM_STAGES
-                phase = (step // TRAITS.NUM_STAGES) & 1
+                stage, phase = stage_of(step, TRAITS.NUM_STAGES)
                 prev = (step + 1) & 1  # buffer of dS of the step before
-                range_offset, block, block_end, masked = next_block(
-                    range_offset, block, block_end, masked, args.visits.ranges
-                )
+                position = next_block(position, args.visits.ranges)
                 mbarrier.wait(barriers.q_full.index(stage), phase)
-                q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
-                do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
+                q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
                 # S^T = K Q^T, P^T = exp(S^T - LSE)
                 s_mma = issue_over_columns(k_tile, q_tile, zeros, False, HEAD_DIM, HEAD_TAIL)
                 neg_lse = buffers.neg_lse.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 s = warpgroup_mma_wait(0, deps=[s_mma])
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
-                if masked != 0:
+                if position.masked != 0:
                     head = work_tile.head * args.group_size + member
                     visible = visible_keys(
-                        work_tile, head, block * 64, first_key, args.scores, S_LAYOUT, MASK, TRAITS
+                        work_tile, head, position.block * 64, first_key, args.scores, S_LAYOUT, MASK, TRAITS
                     )  # fmt: skip
                     p = gl.where(visible, p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
@@ -152,7 +163,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                     dq = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[dq_mma])
                     if prev_dq_block >= 0:
                         atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
-                    prev_dq_block = dq_block_base + block
+                    prev_dq_block = dq_block_base + position.block
                 dv = wait_columns(0, dv_mma, VALUE_TAIL)
                 consumer_release(barriers.do_empty.index(stage))
                 step += 1
@@ -176,7 +187,7 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def _consume_dk(args, TRAITS: gl.constexpr):
+def consume_dk(args, TRAITS: gl.constexpr):
     """The dK warpgroup: dS, dK, and the right half of dQ."""
     HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
     VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
@@ -189,8 +200,7 @@ def _consume_dk(args, TRAITS: gl.constexpr):
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
-    k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
-    v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
+    k_tile, v_tile = kv_tiles(buffers, 0, TRAITS)
     zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
     flat_zeros = in_register_order(zeros, 64)
@@ -204,17 +214,13 @@ def _consume_dk(args, TRAITS: gl.constexpr):
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
-            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
+            blocks_left, position = before_first_block(work_tile, member, args)
             while blocks_left > 0:
-                stage = step % TRAITS.NUM_STAGES
-                phase = (step // TRAITS.NUM_STAGES) & 1
+                stage, phase = stage_of(step, TRAITS.NUM_STAGES)
                 current = step & 1  # buffer of dS
-                range_offset, block, block_end, masked = next_block(
-                    range_offset, block, block_end, masked, args.visits.ranges
-                )
+                position = next_block(position, args.visits.ranges)
                 mbarrier.wait(barriers.do_full.index(stage), phase)
-                q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
-                do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
+                q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
                 # dP^T = V dO^T, dS^T = P^T (dP^T - delta)
                 dp_mma = issue_over_columns(v_tile, do_tile, zeros, False, VALUE_DIM, TRAITS.VALUE_TAIL)
                 neg_delta = buffers.neg_delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
@@ -236,7 +242,8 @@ def _consume_dk(args, TRAITS: gl.constexpr):
                 dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
                 if not DQ_KERNEL:
                     dq = warpgroup_mma_wait(num_products(HEAD_TAIL), deps=[dq_mma])
-                    atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, DQ_COLUMNS, HEAD_DIM // 2)
+                    dq_half = (dq_block_base + position.block) * 2 + 1
+                    atomic_add_dq(args.dq_accum, dq_half, dq, DQ_COLUMNS, HEAD_DIM // 2)
                 dk = wait_columns(0, dk_mma, HEAD_TAIL)
                 consumer_release(barriers.q_empty.index(stage))
                 step += 1
@@ -248,54 +255,3 @@ def _consume_dk(args, TRAITS: gl.constexpr):
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         tile_index += 1
-
-
-@gluon.jit(do_not_specialize_on_alignment=SIZES)
-def attention_backward_wide(
-    dq_accum, q, do, k, v, lse_delta, dk, dv, mask_tables, tables, max_ranges, max_loads, batch_stride, head_stride,
-    max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
-    softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
-):  # fmt: skip
-    """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
-    descriptors; tables are `TileTables`."""
-    buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
-    p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], lse_delta.layout)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
-    ds_buffers = buffers.k  # not used
-    if TRAITS.DQ_MODE != "dq_kernel":
-        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
-    kv_full = new_barriers(1, 1)
-    kv_done = new_barriers(1, 2)
-    q_full = new_barriers(TRAITS.NUM_STAGES, 1)
-    q_empty = new_barriers(TRAITS.NUM_STAGES, 128)
-    do_full = new_barriers(TRAITS.NUM_STAGES, 1)
-    do_empty = new_barriers(TRAITS.NUM_STAGES, 256)
-    p_full = new_barriers(1, 1)
-    ds_full = new_barriers(2, 1)
-    k_read = new_barriers(1, 1)
-    barriers = Barriers(kv_full, kv_done, q_full, q_empty, do_full, do_empty)
-    exchange = Exchange(p_buffer, ds_buffers, p_full, ds_full, k_read)
-    if TRAITS.PDL:
-        pdl_enter()
-    synchronize()  # else the compiler does so in the producer's loops, since these wait for the barriers
-    work_tiles = program_work_tiles(tables.schedule, max_work_tiles, TRAITS.VARLEN)
-    if TRAITS.VARLEN:
-        loads = BlockTables(tables.schedule, tables.schedule, None, None, None)
-        visits = loads
-    else:
-        loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
-        visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
-    scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
-    heads = kv_heads * group_size
-    delta_start = batch_kv_heads * group_size * q_blocks * 64
-    producer_args = ProducerArgs(
-        q, do, k, v, lse_delta, dk, dv, buffers, barriers, work_tiles, loads, heads, group_size, q_blocks, delta_start
-    )  # fmt: skip
-    consumer_args = ConsumerArgs(
-        dq_accum, buffers, barriers, exchange, work_tiles, visits, heads, group_size, q_blocks, scores
-    )  # fmt: skip
-    gl.warp_specialize([
-        (produce, (producer_args, False, TRAITS)),
-        (_consume_dv, (consumer_args, MASK, TRAITS)),
-        (_consume_dk, (consumer_args, TRAITS)),
-    ], [4, 4], [240, 240])  # fmt: skip
