@@ -96,13 +96,12 @@ def allocate_buffers(descriptors, TRAITS: gl.constexpr):
     """Allocates the shared memory that the producer fills."""
     q, do, k, v = descriptors.q, descriptors.do, descriptors.k, descriptors.v
     LSE_LAYOUT: gl.constexpr = descriptors.lse_delta.layout
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     k_buffers = gl.allocate_shared_memory(k.dtype, [TRAITS.KV_STAGES] + k.block_shape, k.layout)
     v_buffers = gl.allocate_shared_memory(v.dtype, [TRAITS.KV_STAGES] + v.block_shape, v.layout)
-    q_buffers = gl.allocate_shared_memory(q.dtype, [NUM_STAGES] + q.block_shape, q.layout)
-    do_buffers = gl.allocate_shared_memory(do.dtype, [NUM_STAGES] + do.block_shape, do.layout)
-    neg_lse = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, TRAITS.BLOCK_M], LSE_LAYOUT)
-    neg_delta = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, TRAITS.BLOCK_M], LSE_LAYOUT)
+    q_buffers = gl.allocate_shared_memory(q.dtype, [TRAITS.NUM_STAGES] + q.block_shape, q.layout)
+    do_buffers = gl.allocate_shared_memory(do.dtype, [TRAITS.NUM_STAGES] + do.block_shape, do.layout)
+    neg_lse = gl.allocate_shared_memory(gl.float32, [TRAITS.NUM_STAGES, TRAITS.BLOCK_M], LSE_LAYOUT)
+    neg_delta = gl.allocate_shared_memory(gl.float32, [TRAITS.NUM_STAGES, TRAITS.BLOCK_M], LSE_LAYOUT)
     return Buffers(q_buffers, do_buffers, k_buffers, v_buffers, neg_lse, neg_delta)
 
 
@@ -162,8 +161,7 @@ def visible_keys(work_tile, head, first_query, first_key, scores, S_LAYOUT: gl.c
                  TRAITS: gl.constexpr):  # fmt: skip
     """[64, BLOCK_M]: which of 64 keys are visible to which queries. With VARLEN, `first_key` counts from the first key
     of the work tile."""
-    BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
-    query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, BLOCK_M]
+    query = gl.arange(0, TRAITS.BLOCK_M, gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, BLOCK_M]
     key = first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))[:, None]  # [64, 1]
     if TRAITS.VARLEN:
         visible = key < work_tile.num_keys
@@ -219,15 +217,14 @@ def dq_columns(w, HEAD_DIM, HEAD_TAIL, BLOCK_M):
 
 
 @gluon.jit
-def issue_dq(ds_tile, k_tile, zeros, w: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-             DQ_COLUMNS: gl.constexpr):  # fmt: skip
+def issue_dq(ds_tile, k_tile, zeros, w: gl.constexpr, DQ_COLUMNS: gl.constexpr, TRAITS: gl.constexpr):
     """Issue warpgroup w's half of dQ = dS K, [64, DQ_COLUMNS]: of the rows of a block of 128 queries, else of the
     columns. `ds_tile` has dS^T, [keys, BLOCK_M]."""
-    if BLOCK_M == 128:
+    if TRAITS.BLOCK_M == 128:
         half_ds = ds_tile.slice(w * 64, 64, dim=1).permute((1, 0))  # [64, 128]
         dq = warpgroup_mma(half_ds, k_tile, zeros, use_acc=False, is_async=True)
     else:
-        half_k = k_tile.slice(w * (HEAD_DIM // 2), DQ_COLUMNS, dim=1)
+        half_k = k_tile.slice(w * (TRAITS.HEAD_DIM // 2), DQ_COLUMNS, dim=1)
         dq = warpgroup_mma(ds_tile.permute((1, 0)), half_k, zeros, use_acc=False, is_async=True)
     return dq
 

@@ -1,8 +1,9 @@
 """The consumers of the Hopper backward kernel for heads up to 128 wide.
 
-A work tile is 128 keys of one kv head, 64 for each of two consumer warpgroups. The scores are transposed, so that P^T and dS^T are in the registers from which the tensor cores read them for dV and
-dK. Only dS^T goes through shared memory: dQ sums over the keys of both warpgroups. dQ is added to a float32 accumulator
-in global memory (dq_accum), in one of three ways, or left to another kernel (TRAITS.DQ_MODE):
+A work tile is 128 keys of one kv head, 64 for each of two consumer warpgroups. The scores are transposed, so that P^T
+and dS^T are in the registers from which the tensor cores read them for dV and dK. Only dS^T goes through shared memory:
+dQ sums over the keys of both warpgroups. dQ is added to a float32 accumulator in global memory (dq_accum), in one of
+three ways, or left to another kernel (TRAITS.DQ_MODE):
 
 - "atomic": each warpgroup computes half of a block's dQ, one step late, after dS of the next block: neither waits for
   the other's dS. It adds its half by atomics from registers.
@@ -122,22 +123,16 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     next. The last dQ of a work tile is computed at its end; its first step finds no dS before it, and multiplies an old
     one for nothing. Returns (step, next work tile, cursor before its first block).
     """
-    BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
     DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
-    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
-    DQ_COLUMNS: gl.constexpr = dq_columns(w, HEAD_DIM, HEAD_TAIL, BLOCK_M)  # of a warpgroup's half, [64, DQ_COLUMNS]
-    DK_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
-    DV_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # [64 keys, BLOCK_M queries]
+    # dQ of a warpgroup is [64, DQ_COLUMNS].
+    DQ_COLUMNS: gl.constexpr = dq_columns(w, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL, TRAITS.BLOCK_M)
+    DK_COLUMNS: gl.constexpr = left_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
+    DV_COLUMNS: gl.constexpr = left_columns(TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TRAITS.BLOCK_M, 16])  # [64 keys, BLOCK_M]
     QUERY_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)  # [BLOCK_M]
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK_COLUMNS, 16])
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_COLUMNS, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     if TRAITS.VARLEN:
         first_key = w * 64
@@ -147,10 +142,10 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
     k_tile, v_tile = kv_tiles(buffers, kv_stage, TRAITS)
     own_k = k_tile.slice(w * 64, 64, dim=0)
     own_v = v_tile.slice(w * 64, 64, dim=0)
-    dk = zero_columns(HEAD_DIM, HEAD_TAIL)
-    dv = zero_columns(VALUE_DIM, VALUE_TAIL)
-    zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
+    dk = zero_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
+    dv = zero_columns(TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
+    zeros = zero_columns(TRAITS.BLOCK_M, 0)
+    dq_zeros = zero_columns(DQ_COLUMNS, 0)
     dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
     prev_dq_block = gl.to_tensor(-1)  # of the step before
     kv_phase = (tile_index // TRAITS.KV_STAGES) & 1
@@ -161,21 +156,23 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             cursor = before_first_block(work_tile, member, args)
         blocks_left, position = cursor
         while blocks_left > 0:
-            stage = step % NUM_STAGES
+            stage = step % TRAITS.NUM_STAGES
             prev = step & 1  # buffer of dS of the step before; this step's is the other
             position = next_block(position, args.visits.ranges)
-            mbarrier.wait(barriers.q_full.index(stage), (step // NUM_STAGES) & 1)
+            mbarrier.wait(barriers.q_full.index(stage), (step // TRAITS.NUM_STAGES) & 1)
             q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
             # S^T = K Q^T and dP^T = V dO^T; folded, they start from -LSE and -delta.
             s_start, dp_start = zeros, zeros
             if TRAITS.FOLD_LSE:
                 lse_start = buffers.neg_lse.index(stage).load(QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
                 s_start = gl.broadcast(lse_start, zeros)[0]
-            s_mma = issue_over_columns(own_k, q_tile, s_start, TRAITS.FOLD_LSE, HEAD_DIM, HEAD_TAIL)
+            s_mma = issue_over_columns(own_k, q_tile, s_start, TRAITS.FOLD_LSE, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
             if TRAITS.FOLD_DELTA:
                 dp_start = gl.broadcast(buffers.neg_delta.index(stage).load(QUERY_LAYOUT)[None, :], zeros)[0]
-            dp_mma = issue_over_columns(own_v, do_tile, dp_start, TRAITS.FOLD_DELTA, VALUE_DIM, VALUE_TAIL)
-            s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_mma])
+            dp_mma = issue_over_columns(
+                own_v, do_tile, dp_start, TRAITS.FOLD_DELTA, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL
+            )  # fmt: skip
+            s = warpgroup_mma_wait(num_products(TRAITS.VALUE_TAIL), deps=[s_mma])
             # P^T = exp(S^T - LSE)
             if TRAITS.FOLD_LSE:
                 p = gl.exp2(s * args.scores.scale_log2)
@@ -183,14 +180,14 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
                 neg_lse = buffers.neg_lse.index(stage).load(QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
             if position.masked != 0:
-                first_query = position.block * BLOCK_M
+                first_query = position.block * TRAITS.BLOCK_M
                 visible = visible_keys(work_tile, head, first_query, first_key, args.scores, S_LAYOUT, MASK, TRAITS)
                 p = gl.where(visible, p, 0.0)
             p_half = p.to(dtype)
             # dV += P^T dO
             dp = warpgroup_mma_wait(0, deps=[dp_mma])
             p_operand = gl.convert_layout(p_half, gl.DotOperandLayout(0, DV_LAYOUT, 2))
-            dv_mma = issue_columns(p_operand, do_tile, dv, VALUE_DIM, VALUE_TAIL)
+            dv_mma = issue_columns(p_operand, do_tile, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
             # dS^T = P^T (dP^T - delta)
             if not TRAITS.FOLD_DELTA:
                 dp += buffers.neg_delta.index(stage).load(QUERY_LAYOUT)[None, :]
@@ -203,38 +200,38 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
                 if DQ_WARPGROUP:
                     mbarrier.wait(exchange.ds_empty.index(1 - prev), (((step + 1) >> 1) & 1) ^ 1)
                 else:  # who has released the step before has read dS of the one before that
-                    last = step + 2 * NUM_STAGES - 1  # a round further, where it has the same stage and phase
-                    mbarrier.wait(barriers.q_empty.index(last % NUM_STAGES), (last // NUM_STAGES) & 1)
+                    last = step + 2 * TRAITS.NUM_STAGES - 1  # a round further, where it has the same stage and phase
+                    mbarrier.wait(barriers.q_empty.index(last % TRAITS.NUM_STAGES), (last // TRAITS.NUM_STAGES) & 1)
                 exchange.ds.index(1 - prev).slice(w * 64, 64, dim=0).store(ds_half)
                 fence_async_shared()
                 _arrive(exchange.ds_full.index(1 - prev), DQ_WARPGROUP)
             # dK += dS^T Q, and dQ = dS K of the step before
             ds_operand = gl.convert_layout(ds_half, gl.DotOperandLayout(0, DK_LAYOUT, 2))
             if DQ_WARPGROUP or DQ_KERNEL:
-                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
-                dv, dk = wait_both(0, dv_mma, dk_mma, VALUE_TAIL, HEAD_TAIL)
+                dk_mma = issue_columns(ds_operand, q_tile, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
+                dv, dk = wait_both(0, dv_mma, dk_mma, TRAITS.VALUE_TAIL, TRAITS.HEAD_TAIL)
             else:
                 mbarrier.wait(exchange.ds_full.index(prev), (step >> 1) & 1)
-                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, w, BLOCK_M, HEAD_DIM, DQ_COLUMNS)
-                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
-                dv, dq = wait_both(num_products(HEAD_TAIL), dv_mma, dq_mma, VALUE_TAIL, 0)
+                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, w, DQ_COLUMNS, TRAITS)
+                dk_mma = issue_columns(ds_operand, q_tile, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
+                dv, dq = wait_both(num_products(TRAITS.HEAD_TAIL), dv_mma, dq_mma, TRAITS.VALUE_TAIL, 0)
                 if prev_dq_block >= 0:
                     _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
                 prev_dq_block = dq_block_base + position.block
-                dk = wait_columns(0, dk_mma, HEAD_TAIL)
-            _arrive(barriers.q_empty.index(stage), BLOCK_M == 64)
+                dk = wait_columns(0, dk_mma, TRAITS.HEAD_TAIL)
+            _arrive(barriers.q_empty.index(stage), TRAITS.BLOCK_M == 64)
             step += 1
             blocks_left -= 1
         dq_block_base += args.q_blocks
     work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
     # dK and dV leave through the buffers of K and V; of V each warpgroup has read its own rows only.
     if DQ_WARPGROUP or DQ_KERNEL:
-        store_columns(own_v, dv, VALUE_DIM, VALUE_TAIL)
+        store_columns(own_v, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
         cursor = before_first_block(work_tile, 0, args)
     else:
         mbarrier.wait(exchange.ds_full.index(step & 1), (step >> 1) & 1)
-        dq_mma = issue_dq(exchange.ds.index(step & 1), k_tile, dq_zeros, w, BLOCK_M, HEAD_DIM, DQ_COLUMNS)
-        store_columns(own_v, dv, VALUE_DIM, VALUE_TAIL)
+        dq_mma = issue_dq(exchange.ds.index(step & 1), k_tile, dq_zeros, w, DQ_COLUMNS, TRAITS)
+        store_columns(own_v, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
         dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)
         cursor = before_first_block(work_tile, 0, args)
@@ -242,7 +239,8 @@ def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, ste
             _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
     if not DQ_KERNEL:  # else a warpgroup has read its own rows of K only
         mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
-    store_columns(own_k, scale_accumulator(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+    dk = scale_accumulator(dk, args.scores.softmax_scale, TRAITS.HEAD_TAIL)
+    store_columns(own_k, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
     fence_async_shared()
     mbarrier.arrive(barriers.kv_done.index(kv_stage), count=1)
     return step, work_tile, cursor
@@ -259,8 +257,7 @@ def consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         _arrive(args.exchange.ds_full.index(0), TRAITS.DQ_MODE == "dq_warpgroup")
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
-    KV_STAGES: gl.constexpr = TRAITS.KV_STAGES
-    COPIES: gl.constexpr = KV_STAGES if TRAITS.BLOCK_M == 64 else 1
+    COPIES: gl.constexpr = TRAITS.KV_STAGES if TRAITS.BLOCK_M == 64 else 1
     step = 0
     tile_index = 0
     work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
@@ -268,10 +265,10 @@ def consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     while work_tile.tile >= 0:
         for copy in gl.static_range(COPIES):
             if work_tile.tile >= 0:
-                if COPIES == KV_STAGES:
+                if COPIES == TRAITS.KV_STAGES:
                     kv_stage = copy
                 else:
-                    kv_stage = tile_index % KV_STAGES
+                    kv_stage = tile_index % TRAITS.KV_STAGES
                 step, work_tile, cursor = _process_work_tile(
                     w, args, work_tile, cursor, tile_index, step, kv_stage, MASK, TRAITS
                 )  # fmt: skip
@@ -284,10 +281,8 @@ def consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
 def consume_dq(args, TRAITS: gl.constexpr):
     """The third consumer warpgroup ("dq_warpgroup"): dQ^T = K^T dS of every step, with K^T in registers for a whole
     work tile."""
-    BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # [HEAD_DIM, BLOCK_M]
-    zeros = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, DQ_LAYOUT)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TRAITS.BLOCK_M, 16])  # [HEAD_DIM, BLOCK_M]
+    zeros = gl.full([TRAITS.HEAD_DIM, TRAITS.BLOCK_M], 0.0, gl.float32, DQ_LAYOUT)
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     consumer_release(exchange.ds_empty.index(0))  # the very first step finds a dS before it, read
     if TRAITS.PDL:
@@ -310,7 +305,7 @@ def consume_dq(args, TRAITS: gl.constexpr):
                 dq_mma = warpgroup_mma(k_operand, exchange.ds.index(step & 1), zeros, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=[dq_mma])
                 consumer_release(exchange.ds_empty.index(step & 1))
-                atomic_add_dq(args.dq_accum, dq_block_base + position.block, dq, BLOCK_M, BLOCK_M)
+                atomic_add_dq(args.dq_accum, dq_block_base + position.block, dq, TRAITS.BLOCK_M, TRAITS.BLOCK_M)
                 blocks_left -= 1
             dq_block_base += args.q_blocks
         mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)

@@ -99,20 +99,16 @@ def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     The last dQ of a work tile is computed at its end; its first step finds no dS before it, and multiplies an old one
     for nothing.
     """
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
-    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
-    DV_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
+    DV_COLUMNS: gl.constexpr = left_columns(TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_COLUMNS, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
+    DQ_COLUMNS: gl.constexpr = TRAITS.HEAD_DIM // 2
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
     k_tile, v_tile = kv_tiles(buffers, 0, TRAITS)
-    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, HEAD_DIM // 2], gl.float32, DQ_LAYOUT)
+    zeros = zero_columns(64, 0)
+    dq_zeros = zero_columns(DQ_COLUMNS, 0)
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     step = 0
@@ -123,7 +119,7 @@ def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
             first_key = 0
         else:
             first_key = work_tile.tile * 64
-        dv = zero_columns(VALUE_DIM, VALUE_TAIL)
+        dv = zero_columns(TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         prev_dq_block = gl.to_tensor(-1)  # of the step before
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
@@ -136,7 +132,7 @@ def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 mbarrier.wait(barriers.q_full.index(stage), phase)
                 q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
                 # S^T = K Q^T, P^T = exp(S^T - LSE)
-                s_mma = issue_over_columns(k_tile, q_tile, zeros, False, HEAD_DIM, HEAD_TAIL)
+                s_mma = issue_over_columns(k_tile, q_tile, zeros, False, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
                 neg_lse = buffers.neg_lse.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 s = warpgroup_mma_wait(0, deps=[s_mma])
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
@@ -157,14 +153,14 @@ def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 # dV += P^T dO, and the left half of dQ = dS K of the step before
                 mbarrier.wait(barriers.do_full.index(stage), phase)
                 if not DQ_KERNEL:
-                    dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM, HEAD_DIM // 2)
-                dv_mma = issue_columns(p_operand, do_tile, dv, VALUE_DIM, VALUE_TAIL)
+                    dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, DQ_COLUMNS, TRAITS)
+                dv_mma = issue_columns(p_operand, do_tile, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
                 if not DQ_KERNEL:
-                    dq = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[dq_mma])
+                    dq = warpgroup_mma_wait(num_products(TRAITS.VALUE_TAIL), deps=[dq_mma])
                     if prev_dq_block >= 0:
-                        atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
+                        atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, DQ_COLUMNS, DQ_COLUMNS)
                     prev_dq_block = dq_block_base + position.block
-                dv = wait_columns(0, dv_mma, VALUE_TAIL)
+                dv = wait_columns(0, dv_mma, TRAITS.VALUE_TAIL)
                 consumer_release(barriers.do_empty.index(stage))
                 step += 1
                 blocks_left -= 1
@@ -172,9 +168,10 @@ def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         last = (step + 1) & 1
         mbarrier.wait(exchange.ds_full.index(last), ((step - 1) >> 1) & 1)
         if not DQ_KERNEL:
-            dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM, HEAD_DIM // 2)
+            dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, DQ_COLUMNS, TRAITS)
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
-        store_columns(v_tile, dv, VALUE_DIM, VALUE_TAIL)  # the last dS is there: V has been read for the last time
+        # The last dS is there: V has been read for the last time.
+        store_columns(v_tile, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
         if not DQ_KERNEL:
             dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(0), count=1)
@@ -182,27 +179,23 @@ def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         if not DQ_KERNEL:  # noqa: SIM102  decided by the compiler, unlike the next
             if prev_dq_block >= 0:
-                atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
+                atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, DQ_COLUMNS, DQ_COLUMNS)
         tile_index += 1
 
 
 @gluon.jit
 def consume_dk(args, TRAITS: gl.constexpr):
     """The dK warpgroup: dS, dK, and the right half of dQ."""
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
-    DK_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
+    DK_COLUMNS: gl.constexpr = left_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK_COLUMNS, 16])
-    DQ_COLUMNS: gl.constexpr = dq_columns(1, HEAD_DIM, HEAD_TAIL, 64)
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    DQ_COLUMNS: gl.constexpr = dq_columns(1, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL, 64)
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
     k_tile, v_tile = kv_tiles(buffers, 0, TRAITS)
-    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
+    zeros = zero_columns(64, 0)
+    dq_zeros = zero_columns(DQ_COLUMNS, 0)
     flat_zeros = in_register_order(zeros, 64)
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
@@ -210,7 +203,7 @@ def consume_dk(args, TRAITS: gl.constexpr):
     tile_index = 0
     work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
-        dk = zero_columns(HEAD_DIM, HEAD_TAIL)
+        dk = zero_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
@@ -222,7 +215,7 @@ def consume_dk(args, TRAITS: gl.constexpr):
                 mbarrier.wait(barriers.do_full.index(stage), phase)
                 q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
                 # dP^T = V dO^T, dS^T = P^T (dP^T - delta)
-                dp_mma = issue_over_columns(v_tile, do_tile, zeros, False, VALUE_DIM, TRAITS.VALUE_TAIL)
+                dp_mma = issue_over_columns(v_tile, do_tile, zeros, False, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
                 neg_delta = buffers.neg_delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 dp = warpgroup_mma_wait(0, deps=[dp_mma])
                 mbarrier.wait(exchange.p_full.index(0), step & 1)
@@ -238,20 +231,21 @@ def consume_dk(args, TRAITS: gl.constexpr):
                 mbarrier.wait(barriers.q_full.index(stage), phase)
                 if not DQ_KERNEL:
                     mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
-                    dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM, DQ_COLUMNS)
-                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
+                    dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, DQ_COLUMNS, TRAITS)
+                dk_mma = issue_columns(ds_operand, q_tile, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
                 if not DQ_KERNEL:
-                    dq = warpgroup_mma_wait(num_products(HEAD_TAIL), deps=[dq_mma])
+                    dq = warpgroup_mma_wait(num_products(TRAITS.HEAD_TAIL), deps=[dq_mma])
                     dq_half = (dq_block_base + position.block) * 2 + 1
-                    atomic_add_dq(args.dq_accum, dq_half, dq, DQ_COLUMNS, HEAD_DIM // 2)
-                dk = wait_columns(0, dk_mma, HEAD_TAIL)
+                    atomic_add_dq(args.dq_accum, dq_half, dq, DQ_COLUMNS, TRAITS.HEAD_DIM // 2)
+                dk = wait_columns(0, dk_mma, TRAITS.HEAD_TAIL)
                 consumer_release(barriers.q_empty.index(stage))
                 step += 1
                 blocks_left -= 1
             dq_block_base += args.q_blocks
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         mbarrier.wait(exchange.k_read.index(0), tile_index & 1)
-        store_columns(k_tile, scale_accumulator(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+        dk = scale_accumulator(dk, args.scores.softmax_scale, TRAITS.HEAD_TAIL)
+        store_columns(k_tile, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         tile_index += 1
