@@ -13,6 +13,12 @@ class PipelineState(NamedTuple):
 
 
 @gluon.jit
+def stage_of(count, NUM_STAGES: gl.constexpr):
+    """Returns the position of number `count` of what goes through the ring."""
+    return PipelineState(count % NUM_STAGES, (count // NUM_STAGES) & 1)
+
+
+@gluon.jit
 def next_stage(state, NUM_STAGES: gl.constexpr):
     """Returns the position behind `state`. Counted up, since `%` and `//` take more instructions."""
     stage, phase = state

@@ -118,32 +118,27 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
                         RETRY: gl.constexpr):  # fmt: skip
     """Consumer `w`: dQ of 64 rows of all work tiles. `state` is the position in the K/V ring; returns it and the number
     of work tiles at the end. (RETRY is the forward kernel's, and False here.)"""
-    NUM_CONSUMERS: gl.constexpr = TRAITS.NUM_CONSUMERS
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
-    BLOCK_N: gl.constexpr = TRAITS.BLOCK_N
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TRAITS.BLOCK_N, 16])
     DP_PRODUCTS: gl.constexpr = num_products(TRAITS.VALUE_TAIL)
-    DQ_PRODUCTS: gl.constexpr = num_products(HEAD_TAIL)
-    DQ_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
+    DQ_PRODUCTS: gl.constexpr = num_products(TRAITS.HEAD_TAIL)
+    DQ_COLUMNS: gl.constexpr = left_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DQ_LAYOUT, 2)
     buffers, barriers, tables = args.buffers, args.barriers, args.tables
     dtype: gl.constexpr = buffers.k.dtype
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    zeros = zero_columns(TRAITS.BLOCK_N, 0)
     work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
         slot, phase = q_slot(num_tiles, w, TRAITS)
-        q_tile = buffers.q.index(slot).reshape([64, HEAD_DIM])
+        q_tile = buffers.q.index(slot).reshape([64, TRAITS.HEAD_DIM])
         do_tile = buffers.o.index(slot).reshape([64, TRAITS.VALUE_DIM])
-        row = table_row(work_tile, tables, w, NUM_CONSUMERS)
+        row = table_row(work_tile, tables, w, TRAITS.NUM_CONSUMERS)
         skipped, cursor = first_block(row, tables)
         num_visited = cursor.blocks_left + 1
         neg_lse, delta = _load_rows(args, work_tile, w, gl.SliceLayout(1, S_LAYOUT), TRAITS)
         mbarrier.wait(barriers.q_full.index(slot), phase)
-        state = skip_blocks(barriers, state, skipped, NUM_CONSUMERS, NUM_STAGES)
-        dq = zero_columns(HEAD_DIM, HEAD_TAIL)
+        state = skip_blocks(barriers, state, skipped, TRAITS.NUM_CONSUMERS, TRAITS.NUM_STAGES)
+        dq = zero_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
         ds_operand = gl.convert_layout(zeros.to(dtype), DS_LAYOUT)
         if num_visited > 0:  # prologue: dS of the first K block
             stage, phase = state
@@ -151,43 +146,45 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
             mbarrier.wait(barriers.v_full.index(stage), phase)
             dp_issued = _issue_dp(do_tile, buffers.v, stage, zeros, TRAITS)
-            block, masked = cursor.block, cursor.masked
+            block, masked = cursor.position.block, cursor.position.masked
             cursor = advance(cursor, tables)
             s = warpgroup_mma_wait(DP_PRODUCTS, deps=[s_issued])
             p, capped = _masked_probabilities(s, neg_lse, block, masked, work_tile, args, w, MASK, TRAITS)
             dp = warpgroup_mma_wait(0, deps=[dp_issued])
-            consumer_release_v(stage, NUM_CONSUMERS, NUM_STAGES)
+            consumer_release_v(stage, TRAITS.NUM_CONSUMERS, TRAITS.NUM_STAGES)
             ds = _score_gradient(p, capped, dp, delta, TRAITS)
             ds_operand = gl.convert_layout(ds.to(dtype), DS_LAYOUT)
         while cursor.blocks_left >= 0:  # S and dP of a K block, then dQ += dS K of the one before
             k_stage = state.stage
-            state = next_stage(state, NUM_STAGES)
+            state = next_stage(state, TRAITS.NUM_STAGES)
             stage, phase = state
             mbarrier.wait(barriers.k_full.index(stage), phase)
             s_issued = issue_s(q_tile, buffers.k, stage, zeros, TRAITS)
             mbarrier.wait(barriers.v_full.index(stage), phase)
             dp_issued = _issue_dp(do_tile, buffers.v, stage, zeros, TRAITS)
-            k_tile = buffers.k.index(k_stage).reshape([BLOCK_N, HEAD_DIM])
-            dq_issued = issue_columns(ds_operand, k_tile, dq, HEAD_DIM, HEAD_TAIL)
-            block, masked = cursor.block, cursor.masked
+            k_tile = buffers.k.index(k_stage).reshape([TRAITS.BLOCK_N, TRAITS.HEAD_DIM])
+            dq_issued = issue_columns(ds_operand, k_tile, dq, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
+            block, masked = cursor.position.block, cursor.position.masked
             cursor = advance(cursor, tables)
             s = warpgroup_mma_wait(DP_PRODUCTS + DQ_PRODUCTS, deps=[s_issued])
             p, capped = _masked_probabilities(s, neg_lse, block, masked, work_tile, args, w, MASK, TRAITS)
             dp = warpgroup_mma_wait(DQ_PRODUCTS, deps=[dp_issued])
-            consumer_release_v(stage, NUM_CONSUMERS, NUM_STAGES)
+            consumer_release_v(stage, TRAITS.NUM_CONSUMERS, TRAITS.NUM_STAGES)
             ds = _score_gradient(p, capped, dp, delta, TRAITS)
-            dq = wait_columns(0, dq_issued, HEAD_TAIL)
-            consumer_release_k(k_stage, NUM_CONSUMERS, NUM_STAGES)
+            dq = wait_columns(0, dq_issued, TRAITS.HEAD_TAIL)
+            consumer_release_k(k_stage, TRAITS.NUM_CONSUMERS, TRAITS.NUM_STAGES)
             ds_operand = gl.convert_layout(ds.to(dtype), DS_LAYOUT)
         if num_visited > 0:
-            k_tile = buffers.k.index(state.stage).reshape([BLOCK_N, HEAD_DIM])
-            dq_issued = issue_columns(ds_operand, k_tile, dq, HEAD_DIM, HEAD_TAIL)
+            k_tile = buffers.k.index(state.stage).reshape([TRAITS.BLOCK_N, TRAITS.HEAD_DIM])
+            dq_issued = issue_columns(ds_operand, k_tile, dq, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
             skipped = gl.load(range_counts_of(row, tables) + 2)
-            dq = wait_columns(0, dq_issued, HEAD_TAIL)
-            consumer_release_k(state.stage, NUM_CONSUMERS, NUM_STAGES)
-            state = skip_blocks(barriers, next_stage(state, NUM_STAGES), skipped, NUM_CONSUMERS, NUM_STAGES)
+            dq = wait_columns(0, dq_issued, TRAITS.HEAD_TAIL)
+            consumer_release_k(state.stage, TRAITS.NUM_CONSUMERS, TRAITS.NUM_STAGES)
+            state = next_stage(state, TRAITS.NUM_STAGES)
+            state = skip_blocks(barriers, state, skipped, TRAITS.NUM_CONSUMERS, TRAITS.NUM_STAGES)
         # Epilogue: dQ leaves through the buffer of Q, and only then may the next Q and dO come.
-        store_columns(q_tile, scale_accumulator(dq, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+        dq = scale_accumulator(dq, args.scores.softmax_scale, TRAITS.HEAD_TAIL)
+        store_columns(q_tile, dq, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
         fence_async_shared()
         coords = query_coords(work_tile, args.work_tiles, args.scores.seqlen_q, w, TRAITS)
         store_tile(args.o, coords, buffers.q.index(slot))
@@ -201,17 +198,17 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def attention_backward_dq(
     lse, delta, q, k, v, do, dq, mask_tables, tables, max_ranges, max_loads, batch_stride, head_stride, max_work_tiles,
-    heads, group_size, seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
+    heads, group_size, seqlen_q, seqlen_k, scales, MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """dQ. Tensors from q to dq are TMA descriptors; lse and delta are float32 [batch, heads, seqlen_q]; tables are
-    `TileTables`."""
+    `TileTables`, scales `Scales`."""
     q_buffers = gl.allocate_shared_memory(q.dtype, [TRAITS.NUM_CONSUMERS] + q.block_shape, q.layout)
     do_buffers = gl.allocate_shared_memory(do.dtype, [TRAITS.NUM_CONSUMERS] + do.block_shape, do.layout)
     k_buffers = gl.allocate_shared_memory(k.dtype, [TRAITS.NUM_STAGES] + k.block_shape, k.layout)
     v_buffers = gl.allocate_shared_memory(v.dtype, [TRAITS.NUM_STAGES] + v.block_shape, v.layout)
     buffers = Buffers(q_buffers, k_buffers, v_buffers, do_buffers)
     sizes = TableSizes(max_ranges, max_loads, batch_stride, head_stride, max_work_tiles)
-    scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
+    scores = ScoreParams(seqlen_q, seqlen_k, scales.scale_log2, scales.softmax_scale, scales.softcap, mask_tables)
     run_warp_roles(
         q, k, v, dq, lse, None, buffers, None, tables, sizes, heads, group_size, scores, None,
         _process_work_tiles, MASK, TRAITS, do, delta,

@@ -1,343 +1,46 @@
-"""Attention backward on Hopper: one persistent kernel with five matrix products, for heads up to 128 wide.
+"""Attention backward on Hopper: a persistent kernel with a producer warp and two or three consumer warpgroups.
 
-A program takes one work tile after another, in the order of its tile schedule: 128 keys of one kv head, 64 for each of
-two consumer warpgroups. It iterates over the blocks of queries that see them, of all query heads of the kv head:
+A program takes one work tile after another, in the order of its tile schedule: a tile of keys of one kv head. It
+iterates over the blocks of queries that see them, of all query heads of the kv head:
 
     S^T = K Q^T,  dP^T = V dO^T,  P^T = exp(S^T - LSE),  dS^T = P^T (dP^T - delta)
     dV += P^T dO,  dK += dS^T Q,  dQ += dS K
 
-The scores are transposed, so that P^T and dS^T are in the registers from which the tensor cores read them for dV and
-dK. Only dS^T goes through shared memory: dQ sums over the keys of both warpgroups. dQ is added to a float32 accumulator
-in global memory (dq_accum), in one of three ways, or left to another kernel (TRAITS.DQ_MODE):
-
-- "atomic": each warpgroup computes half of a block's dQ, one step late, after dS of the next block: neither waits for
-  the other's dS. It adds its half by atomics from registers.
-- "tma_reduce": likewise, but it leaves its half in shared memory, from where TMA adds it (reduce-add). The registers
-  are free at once.
-- "dq_warpgroup": a third consumer warpgroup computes dQ^T = K^T dS. It takes registers that only narrow heads and
-  blocks of 64 queries leave.
-- "dq_kernel": not here. backward_dq_kernel.py computes dQ, in a fixed order; this kernel has four products.
-
-A product is always awaited in the step that issues it; ptxas serializes all of them otherwise.
+The producer warp loads tiles by TMA and stores dK and dV (backward_producer.py). The consumers of heads up to 128 wide
+are in backward_mainloop.py, those of wider heads (TRAITS.WIDE) in backward_wide_mainloop.py.
 """
 
-from typing import Any, NamedTuple
-
-from triton.language.extra.cuda import gdc_wait
-
 from flashkernel.blocks.pdl_triton import pdl_enter
-from flashkernel.core.gluon import (
-    add_tile,
-    consumer_release,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    new_barriers,
-    synchronize,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from flashkernel.ops.attention.hopper.backward_common import (
-    SIZES,
-    Barriers,
-    ConsumerArgs,
-    ProducerArgs,
-    allocate_buffers,
-    atomic_add_dq,
-    before_first_block,
-    dq_columns,
-    first_dq_block,
-    issue_dq,
-    probabilities,
-    produce,
-    visible_keys,
-)
-from flashkernel.ops.attention.hopper.head_split import (
-    issue_columns,
-    issue_over_columns,
-    left_columns,
-    num_products,
-    scale_accumulator,
-    store_columns,
-    wait_both,
-    wait_columns,
-    zero_columns,
-)
-from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
+from flashkernel.core.gluon import gl, gluon, synchronize
+from flashkernel.ops.attention.hopper.backward_common import ConsumerArgs, Descriptors, allocate_buffers
+from flashkernel.ops.attention.hopper.backward_mainloop import allocate_exchange, consume, consume_dq
+from flashkernel.ops.attention.hopper.backward_producer import ProducerArgs, produce
+from flashkernel.ops.attention.hopper.backward_wide_mainloop import allocate_wide_exchange, consume_dk, consume_dv
+from flashkernel.ops.attention.hopper.pipeline import BlockTables, program_work_tiles
 from flashkernel.ops.attention.hopper.softmax import ScoreParams
 
-
-class Exchange(NamedTuple):
-    """Tiles and mbarriers of the consumers among themselves."""
-
-    ds: Any  # dS^T, [2, 128, BLOCK_M]: of this step and of the one before
-    dq: Any  # [2 consumers, 64, HEAD_DIM] in float32; DQ_MODE "tma_reduce" only
-    ds_full: Any
-    ds_empty: Any  # DQ_MODE "dq_warpgroup" only
-    k_read: Any  # K of a work tile has been read for the last time
-
-
-@gluon.jit
-def _accumulate_dq(args, dq_block, dq, w: gl.constexpr, COLUMNS: gl.constexpr, TRAITS: gl.constexpr):
-    """Add consumer w's half of a block's dQ to dq_accum."""
-    if TRAITS.DQ_MODE == "tma_reduce":
-        tma.store_wait(0)
-        args.exchange.dq.index(w).store(dq)
-        fence_async_shared()
-        add_tile(args.dq_accum, [dq_block * TRAITS.BLOCK_M + w * 64, 0], args.exchange.dq.index(w))
-    else:
-        PIECE: gl.constexpr = TRAITS.HEAD_DIM if TRAITS.BLOCK_M == 128 else TRAITS.HEAD_DIM // 2
-        atomic_add_dq(args.dq_accum, dq_block * 2 + w, dq, COLUMNS, PIECE)
-
-
-@gluon.jit
-def _arrive(barrier, PER_THREAD: gl.constexpr):
-    """A warpgroup arrives, once or (where that is faster) with every thread; the barrier must count accordingly."""
-    if PER_THREAD:
-        consumer_release(barrier)
-    else:
-        mbarrier.arrive(barrier, count=1)
-
-
-@gluon.jit
-def _process_work_tile(w: gl.constexpr, args, work_tile, cursor, tile_index, step, kv_stage, MASK: gl.constexpr,
-                       TRAITS: gl.constexpr):  # fmt: skip
-    """Consumer w: keys 64 w to 64 w + 63 of a work tile's 128, against all its blocks of queries.
-
-    `step` counts the blocks of queries of all work tiles so far: stages and phases go on from one work tile to the
-    next. The last dQ of a work tile is computed at its end; its first step finds no dS before it, and multiplies an old
-    one for nothing. Returns (step, next work tile, cursor before its first block).
-    """
-    BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
-    NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
-    DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
-    DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
-    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
-    DQ_COLUMNS: gl.constexpr = dq_columns(w, HEAD_DIM, HEAD_TAIL, BLOCK_M)  # of a warpgroup's half, [64, DQ_COLUMNS]
-    DK_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
-    DV_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # [64 keys, BLOCK_M queries]
-    QUERY_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)  # [BLOCK_M]
-    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK_COLUMNS, 16])
-    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_COLUMNS, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
-    if TRAITS.VARLEN:
-        first_key = w * 64
-    else:
-        first_key = work_tile.tile * 128 + w * 64
-    dtype: gl.constexpr = buffers.q.dtype
-    k_tile = buffers.k.index(kv_stage).reshape([128, HEAD_DIM])
-    v_tile = buffers.v.index(kv_stage).reshape([128, VALUE_DIM])
-    own_k = k_tile.slice(w * 64, 64, dim=0)
-    own_v = v_tile.slice(w * 64, 64, dim=0)
-    dk = zero_columns(HEAD_DIM, HEAD_TAIL)
-    dv = zero_columns(VALUE_DIM, VALUE_TAIL)
-    zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
-    dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
-    prev_dq_block = gl.to_tensor(-1)  # of the step before
-    kv_phase = (tile_index // TRAITS.KV_STAGES) & 1
-    mbarrier.wait(barriers.kv_full.index(kv_stage), kv_phase)
-    for member in range(args.group_size):
-        head = work_tile.head * args.group_size + member
-        if member > 0:
-            cursor = before_first_block(work_tile, member, args)
-        blocks_left, range_offset, block, block_end, masked = cursor
-        while blocks_left > 0:
-            stage = step % NUM_STAGES
-            prev = step & 1  # buffer of dS of the step before; this step's is the other
-            range_offset, block, block_end, masked = next_block(
-                range_offset, block, block_end, masked, args.visits.ranges
-            )
-            mbarrier.wait(barriers.q_full.index(stage), (step // NUM_STAGES) & 1)
-            q_tile = buffers.q.index(stage).reshape([BLOCK_M, HEAD_DIM])
-            do_tile = buffers.do.index(stage).reshape([BLOCK_M, VALUE_DIM])
-            # S^T = K Q^T and dP^T = V dO^T; folded, they start from -LSE and -delta.
-            s_start, dp_start = zeros, zeros
-            if TRAITS.FOLD_LSE:
-                lse_start = buffers.neg_lse.index(stage).load(QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
-                s_start = gl.broadcast(lse_start, zeros)[0]
-            s_mma = issue_over_columns(own_k, q_tile, s_start, TRAITS.FOLD_LSE, HEAD_DIM, HEAD_TAIL)
-            if TRAITS.FOLD_DELTA:
-                dp_start = gl.broadcast(buffers.neg_delta.index(stage).load(QUERY_LAYOUT)[None, :], zeros)[0]
-            dp_mma = issue_over_columns(own_v, do_tile, dp_start, TRAITS.FOLD_DELTA, VALUE_DIM, VALUE_TAIL)
-            s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_mma])
-            # P^T = exp(S^T - LSE)
-            if TRAITS.FOLD_LSE:
-                p = gl.exp2(s * args.scores.scale_log2)
-            else:
-                neg_lse = buffers.neg_lse.index(stage).load(QUERY_LAYOUT)[None, :]  # [1, BLOCK_M]
-                p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
-            if masked != 0:
-                visible = visible_keys(work_tile, head, block * BLOCK_M, first_key, args.scores, S_LAYOUT, MASK, TRAITS)
-                p = gl.where(visible, p, 0.0)
-            p_half = p.to(dtype)
-            # dV += P^T dO
-            dp = warpgroup_mma_wait(0, deps=[dp_mma])
-            p_operand = gl.convert_layout(p_half, gl.DotOperandLayout(0, DV_LAYOUT, 2))
-            dv_mma = issue_columns(p_operand, do_tile, dv, VALUE_DIM, VALUE_TAIL)
-            # dS^T = P^T (dP^T - delta)
-            if not TRAITS.FOLD_DELTA:
-                dp += buffers.neg_delta.index(stage).load(QUERY_LAYOUT)[None, :]
-            if TRAITS.SOFTCAP:
-                ds = p * (1 - capped * capped) * dp
-            else:
-                ds = p * dp
-            ds_half = ds.to(dtype)
-            if not DQ_KERNEL:
-                if DQ_WARPGROUP:
-                    mbarrier.wait(exchange.ds_empty.index(1 - prev), (((step + 1) >> 1) & 1) ^ 1)
-                else:  # who has released the step before has read dS of the one before that
-                    last = step + 2 * NUM_STAGES - 1  # a round further, where it has the same stage and phase
-                    mbarrier.wait(barriers.q_empty.index(last % NUM_STAGES), (last // NUM_STAGES) & 1)
-                exchange.ds.index(1 - prev).slice(w * 64, 64, dim=0).store(ds_half)
-                fence_async_shared()
-                _arrive(exchange.ds_full.index(1 - prev), DQ_WARPGROUP)
-            # dK += dS^T Q, and dQ = dS K of the step before
-            ds_operand = gl.convert_layout(ds_half, gl.DotOperandLayout(0, DK_LAYOUT, 2))
-            if DQ_WARPGROUP or DQ_KERNEL:
-                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
-                dv, dk = wait_both(0, dv_mma, dk_mma, VALUE_TAIL, HEAD_TAIL)
-            else:
-                mbarrier.wait(exchange.ds_full.index(prev), (step >> 1) & 1)
-                dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, w, BLOCK_M, HEAD_DIM, DQ_COLUMNS)
-                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
-                dv, dq = wait_both(num_products(HEAD_TAIL), dv_mma, dq_mma, VALUE_TAIL, 0)
-                if prev_dq_block >= 0:
-                    _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
-                prev_dq_block = dq_block_base + block
-                dk = wait_columns(0, dk_mma, HEAD_TAIL)
-            _arrive(barriers.q_empty.index(stage), BLOCK_M == 64)
-            step += 1
-            blocks_left -= 1
-        dq_block_base += args.q_blocks
-    work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
-    # dK and dV leave through the buffers of K and V; of V each warpgroup has read its own rows only.
-    if DQ_WARPGROUP or DQ_KERNEL:
-        store_columns(own_v, dv, VALUE_DIM, VALUE_TAIL)
-        cursor = before_first_block(work_tile, 0, args)
-    else:
-        mbarrier.wait(exchange.ds_full.index(step & 1), (step >> 1) & 1)
-        dq_mma = issue_dq(exchange.ds.index(step & 1), k_tile, dq_zeros, w, BLOCK_M, HEAD_DIM, DQ_COLUMNS)
-        store_columns(own_v, dv, VALUE_DIM, VALUE_TAIL)
-        dq = warpgroup_mma_wait(0, deps=[dq_mma])
-        mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)
-        cursor = before_first_block(work_tile, 0, args)
-        if prev_dq_block >= 0:
-            _accumulate_dq(args, prev_dq_block, dq, w, DQ_COLUMNS, TRAITS)
-    if not DQ_KERNEL:  # else a warpgroup has read its own rows of K only
-        mbarrier.wait(exchange.k_read.index(kv_stage), kv_phase)
-    store_columns(own_k, scale_accumulator(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
-    fence_async_shared()
-    mbarrier.arrive(barriers.kv_done.index(kv_stage), count=1)
-    return step, work_tile, cursor
-
-
-@gluon.jit
-def _consume(w: gl.constexpr, args, MASK: gl.constexpr, TRAITS: gl.constexpr):
-    """Consumer warpgroup w: dK and dV of its 64 keys, and its half of dQ.
-
-    With blocks of 64 queries there is code for each stage of K and V, at addresses that the compiler knows: the loop
-    over steps is a tenth shorter. Blocks of 128 lack the registers that this takes.
-    """
-    if TRAITS.DQ_MODE != "dq_kernel":  # the very first step finds a dS before it
-        _arrive(args.exchange.ds_full.index(0), TRAITS.DQ_MODE == "dq_warpgroup")
-    if TRAITS.PDL:
-        gdc_wait()  # the preprocess kernel must have zeroed dq_accum
-    KV_STAGES: gl.constexpr = TRAITS.KV_STAGES
-    COPIES: gl.constexpr = KV_STAGES if TRAITS.BLOCK_M == 64 else 1
-    step = 0
-    tile_index = 0
-    work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
-    cursor = before_first_block(work_tile, 0, args)
-    while work_tile.tile >= 0:
-        for copy in gl.static_range(COPIES):
-            if work_tile.tile >= 0:
-                if COPIES == KV_STAGES:
-                    kv_stage = copy
-                else:
-                    kv_stage = tile_index % KV_STAGES
-                step, work_tile, cursor = _process_work_tile(
-                    w, args, work_tile, cursor, tile_index, step, kv_stage, MASK, TRAITS
-                )  # fmt: skip
-                tile_index += 1
-    if TRAITS.DQ_MODE == "tma_reduce":
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _consume_dq(args, TRAITS: gl.constexpr):
-    """The third consumer warpgroup ("dq_warpgroup"): dQ^T = K^T dS of every step, with K^T in registers for a whole
-    work tile."""
-    BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # [HEAD_DIM, BLOCK_M]
-    zeros = gl.zeros([HEAD_DIM, BLOCK_M], gl.float32, DQ_LAYOUT)
-    buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
-    consumer_release(exchange.ds_empty.index(0))  # the very first step finds a dS before it, read
-    if TRAITS.PDL:
-        gdc_wait()  # the preprocess kernel must have zeroed dq_accum
-    step = 0
-    tile_index = 0
-    work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
-    while work_tile.tile >= 0:
-        kv_stage = tile_index % TRAITS.KV_STAGES
-        dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
-        mbarrier.wait(barriers.kv_full.index(kv_stage), (tile_index // TRAITS.KV_STAGES) & 1)
-        k_transposed = buffers.k.index(kv_stage).reshape([128, HEAD_DIM]).permute((1, 0))
-        k_operand = k_transposed.load(gl.DotOperandLayout(0, DQ_LAYOUT, 2))
-        for member in range(args.group_size):
-            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
-            while blocks_left > 0:
-                step += 1
-                range_offset, block, block_end, masked = next_block(
-                    range_offset, block, block_end, masked, args.visits.ranges
-                )
-                mbarrier.wait(exchange.ds_full.index(step & 1), (step >> 1) & 1)
-                dq_mma = warpgroup_mma(k_operand, exchange.ds.index(step & 1), zeros, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=[dq_mma])
-                consumer_release(exchange.ds_empty.index(step & 1))
-                atomic_add_dq(args.dq_accum, dq_block_base + block, dq, BLOCK_M, BLOCK_M)
-                blocks_left -= 1
-            dq_block_base += args.q_blocks
-        mbarrier.arrive(exchange.k_read.index(kv_stage), count=1)
-        tile_index += 1
-        work_tile = work_tile_at(args.work_tiles, tile_index, TRAITS.VARLEN)
+# Whether these are multiples of 16 makes no difference here, and would only compile the kernel again. Triton compiles
+# for it nevertheless inside NamedTuples, so the kernel takes them as arguments of their own.
+SIZES = (
+    "max_ranges", "max_loads", "batch_stride", "head_stride", "max_work_tiles", "batch_kv_heads", "kv_heads",
+    "q_blocks", "seqlen_q", "seqlen_k",
+)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def attention_backward(
     dq_accum, q, do, k, v, lse_delta, dk, dv, mask_tables, tables, max_ranges, max_loads, batch_stride, head_stride,
-    max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
-    softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
+    max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scales,
+    MASK: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
     """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
-    descriptors; tables are `TileTables`."""
-    BLOCK_M: gl.constexpr = TRAITS.BLOCK_M
-    DQ_WARPGROUP: gl.constexpr = TRAITS.DQ_MODE == "dq_warpgroup"
-    buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BLOCK_M], q.dtype)
-    ds_buffers = buffers.k  # not used
-    if TRAITS.DQ_MODE != "dq_kernel":
-        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], DS_LAYOUT)
-    dq_buffers = ds_buffers  # not used
-    if TRAITS.DQ_MODE == "tma_reduce":
-        dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 64, TRAITS.HEAD_DIM], dq_accum.layout)
-    kv_full = new_barriers(TRAITS.KV_STAGES, 1)
-    kv_done = new_barriers(TRAITS.KV_STAGES, 2)
-    q_full = new_barriers(TRAITS.NUM_STAGES, 1)
-    q_empty = new_barriers(TRAITS.NUM_STAGES, 256 if BLOCK_M == 64 else 2)
-    ds_full = new_barriers(2, 256 if DQ_WARPGROUP else 2)
-    ds_empty = new_barriers(2, 128)
-    k_read = new_barriers(TRAITS.KV_STAGES, 1 if DQ_WARPGROUP else 2)
-    barriers = Barriers(kv_full, kv_done, q_full, q_empty, q_full, q_empty)  # Q and dO come and go together
-    exchange = Exchange(ds_buffers, dq_buffers, ds_full, ds_empty, k_read)
+    descriptors, which Gluon takes as arguments of their own; tables are `TileTables`, scales `Scales`."""
+    descriptors = Descriptors(q, do, k, v, lse_delta, dk, dv)
+    buffers = allocate_buffers(descriptors, TRAITS)
+    if TRAITS.WIDE:
+        barriers, exchange = allocate_wide_exchange(descriptors, buffers, TRAITS)
+    else:
+        barriers, exchange = allocate_exchange(dq_accum, buffers, TRAITS)
     if TRAITS.PDL:
         pdl_enter()
     synchronize()  # else the compiler does so in the producer's loops, since these wait for the barriers
@@ -348,25 +51,31 @@ def attention_backward(
     else:
         loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
         visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
-    scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
+    scores = ScoreParams(seqlen_q, seqlen_k, scales.scale_log2, scales.softmax_scale, scales.softcap, mask_tables)
     heads = kv_heads * group_size
-    delta_start = batch_kv_heads * group_size * q_blocks * BLOCK_M
+    delta_start = batch_kv_heads * group_size * q_blocks * TRAITS.BLOCK_M
     producer_args = ProducerArgs(
-        q, do, k, v, lse_delta, dk, dv, buffers, barriers, work_tiles, loads, heads, group_size, q_blocks, delta_start
+        descriptors, buffers, barriers, work_tiles, loads, heads, group_size, q_blocks, delta_start
     )  # fmt: skip
     consumer_args = ConsumerArgs(
         dq_accum, buffers, barriers, exchange, work_tiles, visits, heads, group_size, q_blocks, scores
     )  # fmt: skip
-    if DQ_WARPGROUP:
+    if TRAITS.WIDE:
         gl.warp_specialize([
-            (produce, (producer_args, True, TRAITS)),
-            (_consume, (0, consumer_args, MASK, TRAITS)),
-            (_consume, (1, consumer_args, MASK, TRAITS)),
-            (_consume_dq, (consumer_args, TRAITS)),
+            (produce, (producer_args, TRAITS)),
+            (consume_dv, (consumer_args, MASK, TRAITS)),
+            (consume_dk, (consumer_args, TRAITS)),
+        ], [4, 4], [240, 240])  # fmt: skip
+    elif TRAITS.DQ_MODE == "dq_warpgroup":
+        gl.warp_specialize([
+            (produce, (producer_args, TRAITS)),
+            (consume, (0, consumer_args, MASK, TRAITS)),
+            (consume, (1, consumer_args, MASK, TRAITS)),
+            (consume_dq, (consumer_args, TRAITS)),
         ], [4, 4, 4], [192, 192, 104])  # fmt: skip
     else:
         gl.warp_specialize([
-            (produce, (producer_args, True, TRAITS)),
-            (_consume, (0, consumer_args, MASK, TRAITS)),
-            (_consume, (1, consumer_args, MASK, TRAITS)),
+            (produce, (producer_args, TRAITS)),
+            (consume, (0, consumer_args, MASK, TRAITS)),
+            (consume, (1, consumer_args, MASK, TRAITS)),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -25,7 +25,6 @@ from flashkernel.ops.attention.hopper.backward_configs import (
 from flashkernel.ops.attention.hopper.backward_dq_configs import BACKWARD_DQ
 from flashkernel.ops.attention.hopper.backward_dq_kernel import attention_backward_dq
 from flashkernel.ops.attention.hopper.backward_kernel import attention_backward
-from flashkernel.ops.attention.hopper.backward_wide_kernel import attention_backward_wide
 from flashkernel.ops.attention.hopper.block_ranges import block_ranges
 from flashkernel.ops.attention.hopper.descriptors import reduce_descriptor, tile_descriptor, vector_descriptor
 from flashkernel.ops.attention.hopper.forward_configs import Forward
@@ -34,6 +33,7 @@ from flashkernel.ops.attention.hopper.launch_options import UNMASKED_KV_HEADS, c
 from flashkernel.ops.attention.hopper.pipeline import TileTables
 from flashkernel.ops.attention.hopper.preprocess import attention_backward_postprocess, attention_backward_preprocess
 from flashkernel.ops.attention.hopper.shape_buckets import head_tail
+from flashkernel.ops.attention.hopper.softmax import Scales
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams, InputGradients, OutputGradients
 
@@ -178,12 +178,12 @@ def _main(
         traits = traits._replace(VARLEN=True, MASK_RELATIVE=False)
     q_box, kv_box = (config.block_m, 1), (config.block_n, 1)
     launch(
-        attention_backward_wide if isinstance(config, WideBackwardConfig) else attention_backward, (options.programs,),
+        attention_backward, (options.programs,),
         reduce_descriptor(dq_accum) if dq_accum is not None and config.dq_mode == "tma_reduce" else dq_accum,
         descriptor(q, q_box), descriptor(do, q_box), descriptor(k, kv_box), descriptor(v, kv_box),
         vector_descriptor(lse_delta, config.block_m), descriptor(dk, kv_box), descriptor(dv, kv_box),
         mask_tables, *options.tables, batch * kv_heads, kv_heads, heads // kv_heads, options.q_blocks, seqlen_q,
-        seqlen_k, params.scale * LOG2E, params.scale, params.softcap,
+        seqlen_k, Scales(params.scale * LOG2E, params.scale, params.softcap),
         MASK=mask, TRAITS=traits, num_warps=4, launch_pdl=traits.PDL,
     )  # fmt: skip
     return dk, dv
@@ -204,7 +204,7 @@ def _dq(
         attention_backward_dq, (scheduled.num_programs,),
         lse, delta, descriptor(q, q_box), descriptor(k, kv_box), descriptor(v, kv_box), descriptor(do, q_box),
         descriptor(dq, q_box), mask_tables, *scheduled.arguments, heads, heads // k.shape[2], seqlen_q, k.shape[1],
-        params.scale * LOG2E, params.scale, params.softcap, MASK=mask, TRAITS=traits, num_warps=4,
+        Scales(params.scale * LOG2E, params.scale, params.softcap), MASK=mask, TRAITS=traits, num_warps=4,
     )  # fmt: skip
     return dq
 
@@ -239,7 +239,9 @@ def _traits(
     # Relative positions take registers, which only narrow heads and blocks leave.
     spare_registers = config.block_n == 128 and config.block_m == block(head_dim) == 64
     return BackwardTraits(
+        WIDE=isinstance(config, WideBackwardConfig),
         BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
         KV_STAGES=config.kv_stages,
         FOLD_LSE=config.fold_lse,

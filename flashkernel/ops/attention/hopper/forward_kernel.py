@@ -96,14 +96,6 @@ class ForwardTraits(NamedTuple):
     FP8: bool = False  # layouts of K and V (`warp_roles._load_kv`)
 
 
-class Scales(NamedTuple):
-    """`scale_log2` multiplies scores inside exp2 (`ScoreParams`)."""
-
-    scale_log2: float
-    softmax_scale: float
-    softcap: float
-
-
 class RowState(NamedTuple):
     """Of a consumer's 64 rows: P of the last K block as the operand of P V [64, BLOCK_N], m [64] and l [64, 8]."""
 
@@ -182,7 +174,7 @@ def _mma_loop(args, work_tile, q, state, cursor, rows, w: gl.constexpr, MASK: gl
         mbarrier.wait(barriers.v_full.index(v_stage), v_phase)
         v_tile = buffers.v.index(v_stage).reshape([BLOCK_N, VALUE_DIM])
         o_issued = issue_columns(p_operand, v_tile, o, VALUE_DIM, VALUE_TAIL)
-        block, masked = cursor.block, cursor.masked
+        block, masked = cursor.position.block, cursor.position.masked
         cursor = advance(cursor, args.tables)
         s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_issued])
         consumer_release_k(stage, NUM_CONSUMERS, NUM_STAGES)
@@ -267,7 +259,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
                 if OVERLAP:
                     following_tile = work_tile_at(args.work_tiles, step + 1, TRAITS.VARLEN)
                     between = blocks_between(work_tile, following_tile, tables, w, NUM_CONSUMERS, NUM_STAGES)
-                block, masked = cursor.block, cursor.masked
+                block, masked = cursor.position.block, cursor.position.masked
                 cursor = advance(cursor, tables)
                 s = warpgroup_mma_wait(0, deps=[s_issued])
                 consumer_release_k(stage, NUM_CONSUMERS, NUM_STAGES)
@@ -301,7 +293,7 @@ def _process_work_tiles(w: gl.constexpr, args, state, num_tiles, MASK: gl.conste
             _, cursor = first_block(table_row(following_tile, tables, w, NUM_CONSUMERS), tables)
             o_scale = finalize(row_max, row_sum, 1.0, work_tile, step, num_visited, args, w, FIXED_MAX, MIN_ROW_SUM,
                                0.0, TRAITS)  # fmt: skip
-            block, masked = cursor.block, cursor.masked
+            block, masked = cursor.position.block, cursor.position.masked
             cursor = advance(cursor, tables)
             s = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[s_issued])
             consumer_release_k(stage, NUM_CONSUMERS, NUM_STAGES)

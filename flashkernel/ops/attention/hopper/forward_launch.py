@@ -16,7 +16,7 @@ from flashkernel.core.launch import launch
 from flashkernel.ops.attention.hopper.block_ranges import BlockRanges, block_ranges
 from flashkernel.ops.attention.hopper.descriptors import tile_descriptor
 from flashkernel.ops.attention.hopper.forward_configs import FORWARD, PRODUCER_REGISTERS, Forward, block, reuse_q_for_o
-from flashkernel.ops.attention.hopper.forward_kernel import ForwardTraits, Scales, attention_forward
+from flashkernel.ops.attention.hopper.forward_kernel import ForwardTraits, attention_forward
 from flashkernel.ops.attention.hopper.launch_options import (
     UNMASKED_KV_HEADS,
     allocate_outputs,
@@ -27,6 +27,7 @@ from flashkernel.ops.attention.hopper.launch_options import (
 )
 from flashkernel.ops.attention.hopper.pipeline import TileTables
 from flashkernel.ops.attention.hopper.shape_buckets import head_tail
+from flashkernel.ops.attention.hopper.softmax import Scales
 from flashkernel.ops.attention.hopper.tile_scheduler import TileGrid, tile_schedule
 from flashkernel.ops.attention.params import AttentionInputs, AttentionParams
 

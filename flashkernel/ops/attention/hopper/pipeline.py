@@ -84,15 +84,21 @@ class BlockTables(NamedTuple):
     head_stride: Any
 
 
-class BlockCursor(NamedTuple):
-    """Where a consumer is in its block ranges: K blocks left after this one (-1: this one does not exist either),
-    offset of the range in the table, the block, the end of the range, and whether the range must be masked."""
+class BlockPosition(NamedTuple):
+    """A block in a consumer's block ranges: offset of its range in the table, the block, the end of the range, and
+    whether the range must be masked."""
 
-    blocks_left: Any
     range_offset: Any
     block: Any
     block_end: Any
     masked: Any
+
+
+class BlockCursor(NamedTuple):
+    """Where a consumer is in its block ranges; K blocks left after this one (-1: this one does not exist either)."""
+
+    blocks_left: Any
+    position: Any
 
 
 @gluon.jit
@@ -249,29 +255,30 @@ def first_block(row, tables):
     offset = range_offset_of(row, tables)
     ranges, counts = tables.ranges + offset, range_counts_of(row, tables)
     num_visited = gl.load(counts + 1)
-    cursor = BlockCursor(num_visited - 1, offset, gl.load(ranges), gl.load(ranges + 1), gl.load(ranges + 2))
-    return gl.load(counts), cursor
+    position = BlockPosition(offset, gl.load(ranges), gl.load(ranges + 1), gl.load(ranges + 2))
+    return gl.load(counts), BlockCursor(num_visited - 1, position)
 
 
 @gluon.jit
-def next_block(range_offset, block, block_end, masked, ranges):
-    """Returns (range_offset, block, block_end, masked) of the block after `block`."""
+def next_block(position, ranges):
+    """Returns the position of the block after this one."""
+    range_offset, block, block_end, masked = position
     block += 1
     if block == block_end:  # the next range
         range_offset += 3
         block = gl.load(ranges + range_offset)
         block_end = gl.load(ranges + range_offset + 1)
         masked = gl.load(ranges + range_offset + 2)
-    return range_offset, block, block_end, masked
+    return BlockPosition(range_offset, block, block_end, masked)
 
 
 @gluon.jit
 def advance(cursor, tables):
     """Returns the cursor one K block further."""
-    blocks_left, range_offset, block, block_end, masked = cursor
+    blocks_left, position = cursor
     if blocks_left > 0:
-        range_offset, block, block_end, masked = next_block(range_offset, block, block_end, masked, tables.ranges)
-    return BlockCursor(blocks_left - 1, range_offset, block, block_end, masked)
+        position = next_block(position, tables.ranges)
+    return BlockCursor(blocks_left - 1, position)
 
 
 @gluon.jit

@@ -13,9 +13,17 @@ from flashkernel.ops.attention.hopper.overflow_retry import MARGIN_LOG2, MAX_ROW
 from flashkernel.ops.attention.hopper.pipeline import first_query, first_row, sequence_of
 
 
+class Scales(NamedTuple):
+    """`scale_log2` multiplies scores inside exp2: softmax_scale * log2(e), or 1 if they are scaled before
+    (SCALE_FIRST)."""
+
+    scale_log2: Any
+    softmax_scale: Any
+    softcap: Any
+
+
 class ScoreParams(NamedTuple):
-    """What a score depends on beside Q and K. `scale_log2` multiplies scores inside exp2: softmax_scale * log2(e), or 1
-    if they are scaled before (SCALE_FIRST)."""
+    """What a score depends on beside Q and K: the lengths, `Scales`, and the mask's tables."""
 
     seqlen_q: Any
     seqlen_k: Any

@@ -197,7 +197,8 @@ def _mma_loop(args, work_tile, q_tile, q_empty, state, cursor, q_scale, k_scales
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     buffers, barriers, tables, scores = args.buffers, args.barriers, args.tables, args.scores
-    blocks_left, range_offset, block, block_end, masked = cursor
+    blocks_left, position = cursor
+    range_offset, block, block_end, masked = position
     zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     scale_block = block * BLOCK_N // SCALE_BLOCK
     scale = q_scale * gl.load(k_scales + scale_block * TRAITS.K_BLOCK_SCALES)  # [64]

@@ -72,11 +72,13 @@ class GroupedEpilogue(NamedTuple):
     scatter: Any
     row_weights: Any
     bias: Any
-    bias_strides: Any  # (group, column)
+    bias_group_stride: Any
+    bias_column_stride: Any
     x_scale: Any
     x_scale_stride: Any
     weight_scale: Any
-    weight_scale_strides: Any  # (group, column)
+    weight_scale_group_stride: Any
+    weight_scale_column_stride: Any
     n: Any  # columns of the product
     columns: Any  # of y: n, or with a gate n / 2
 
@@ -174,12 +176,12 @@ def _scaled_and_biased(
     if SCALED:
         row = first_row + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
         x_scale = gl.load(ep.x_scale + row * ep.x_scale_stride, mask=row < end, other=0.0)
-        scales = ep.weight_scale + group * ep.weight_scale_strides[0]
-        weight_scale = gl.load(scales + column * ep.weight_scale_strides[1], mask=in_columns, other=0.0)
+        scales = ep.weight_scale + group * ep.weight_scale_group_stride
+        weight_scale = gl.load(scales + column * ep.weight_scale_column_stride, mask=in_columns, other=0.0)
         value = value * x_scale[:, None] * weight_scale[None, :]
     if ep.bias is not None:
-        biases = ep.bias + group.to(gl.int64) * ep.bias_strides[0]
-        value += gl.load(biases + column * ep.bias_strides[1], mask=in_columns, other=0.0).to(gl.float32)[None, :]
+        biases = ep.bias + group.to(gl.int64) * ep.bias_group_stride
+        value += gl.load(biases + column * ep.bias_column_stride, mask=in_columns, other=0.0).to(gl.float32)[None, :]
     return value
 
 
@@ -290,12 +292,10 @@ def _consume(w: gl.constexpr, args, TRAITS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=SIZES)
 def grouped_matmul_kernel(
-    x, weights, offsets, gather, x_stride, y, preactivation, scatter, row_weights, bias, bias_strides, x_scale,
-    x_scale_stride, weight_scale, weight_scale_strides, n, columns, rows, groups, n_tiles, k_blocks,
-    TRAITS: gl.constexpr,
+    x, weights, offsets, gather, x_stride, epilogue, rows, groups, n_tiles, k_blocks, TRAITS: gl.constexpr
 ):  # fmt: skip
     """y [out_rows, columns]. x [1, rows, k] and weights [groups, k, n] are TMA descriptors; with GATHERED, x is the
-    address of [tokens, k]."""
+    address of [tokens, k]. `epilogue` is a GroupedEpilogue."""
     BLOCK_M: gl.constexpr = TRAITS.ROWS * TRAITS.NUM_CONSUMERS
     NUM_STAGES: gl.constexpr = TRAITS.NUM_STAGES
     HALVES: gl.constexpr = 2 if TRAITS.GATE == "halves" else 1
@@ -308,12 +308,8 @@ def grouped_matmul_kernel(
     full = new_barriers(NUM_STAGES, 2 if TRAITS.GATHERED else 1)
     schedule = start_schedule(offsets, groups, rows, n_tiles, BLOCK_M, TRAITS.GROUPS)
     synchronize()  # else the compiler does so in the consumers' loops, since these wait for the barriers
-    epilogue = GroupedEpilogue(
-        y, preactivation, scatter, row_weights, bias, bias_strides, x_scale, x_scale_stride, weight_scale,
-        weight_scale_strides, n, columns,
-    )  # fmt: skip
     consumer_args = _ConsumerArgs(buffers, full, schedule, k_blocks, epilogue)
-    producer_args = _ProducerArgs(x, weights, gather, x_stride, buffers, full, schedule, k_blocks, columns)
+    producer_args = _ProducerArgs(x, weights, gather, x_stride, buffers, full, schedule, k_blocks, epilogue.columns)
     if TRAITS.GATHERED:
         specialize_warps(
             _consume, (consumer_args, TRAITS), TRAITS.NUM_CONSUMERS, TRAITS.CONSUMER_REGISTERS,

@@ -9,7 +9,7 @@ from flashkernel.blocks.ragged_gluon import ragged_descriptor
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.matmul.grouped.hopper.configs import HOPPER_GROUPED, HopperGrouped, tail_columns
-from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedTraits, grouped_matmul_kernel
+from flashkernel.ops.matmul.grouped.hopper.kernel import GroupedEpilogue, GroupedTraits, grouped_matmul_kernel
 from flashkernel.ops.matmul.grouped.hopper.weight_gradient import GradientTraits, grouped_weight_gradient_kernel
 from flashkernel.ops.matmul.grouped.params import GroupedParams, GroupedTensors
 from flashkernel.ops.matmul.hopper.configs import (
@@ -54,7 +54,7 @@ def _multiply(
     x: Tensor, weights: Tensor, offsets: Tensor, y: Tensor, params: GroupedParams, tensors: GroupedTensors, rows: int,
     config: HopperGrouped,
 ) -> None:  # fmt: skip
-    gather, scatter, row_weights, bias, x_scale, weight_scale, preactivation = tensors
+    gather, x_scale, preactivation = tensors.gather, tensors.x_scale, tensors.preactivation
     groups, k, n = weights.shape
     block_k = 128 // x.element_size()
     only_k_major = x.element_size() != 2
@@ -87,7 +87,12 @@ def _multiply(
         PRODUCER_REGISTERS=PRODUCER_REGISTERS if gather is None else _GATHER_REGISTERS[1],
         DISTANCE=min(2, config.num_stages - 2),
     )
-    x_scale_stride, weight_scale_strides = tensors.scale_strides
+    strides = tensors.strides
+    epilogue = GroupedEpilogue(
+        y, preactivation, tensors.scatter, tensors.row_weights, tensors.bias, strides.bias_group, strides.bias_column,
+        x_scale, strides.x_scale, tensors.weight_scale, strides.weight_scale_group, strides.weight_scale_column,
+        n, y.shape[1],
+    )  # fmt: skip
     box = (config.rows, block_k) if a_k_major else (block_k, config.rows)
     n_tiles = tune.ceil_div(y.shape[1] if params.gate == "halves" else n, box_n)
     max_tiles = (tune.ceil_div(rows, config.block_m) + groups) * n_tiles
@@ -95,9 +100,8 @@ def _multiply(
         grouped_matmul_kernel, (min(device.properties(x.device).sms, max_tiles),),
         x if gather is not None else tile_descriptor(x_operand, box),
         tile_descriptor(weights_operand, (box_n, block_k) if b_k_major else (block_k, box_n)),
-        offsets, gather, x.stride(0), y, preactivation, scatter, row_weights, bias,
-        tensors.bias_strides, x_scale, x_scale_stride, weight_scale, weight_scale_strides,
-        n, y.shape[1], rows, groups, n_tiles, tune.ceil_div(k, block_k), TRAITS=traits, num_warps=4,
+        offsets, gather, x.stride(0), epilogue, rows, groups, n_tiles, tune.ceil_div(k, block_k),
+        TRAITS=traits, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""Attention backward on Hopper for heads wider than 128: one persistent kernel with five matrix products.
+"""The consumers of the Hopper backward kernel for heads wider than 128.
 
-As in backward_kernel.py, a program takes one work tile after another: here 64 keys of one kv head, whose dK and dV of
-256 columns fill the accumulators of a warpgroup each. Both consumer warpgroups work on the same 64 keys and the same
-blocks of 64 queries, and share the products:
+A work tile is 64 keys of one kv head, whose dK and dV of 256 columns fill the accumulators of a warpgroup each. Both
+consumer warpgroups work on the same 64 keys and the same blocks of 64 queries, and share the products:
 
 - the dV warpgroup computes S^T = K Q^T and P^T, passes P^T on, and accumulates dV += P^T dO;
 - the dK warpgroup computes dP^T = V dO^T, takes P^T, passes dS^T on, and accumulates dK += dS^T Q.
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernel.blocks.pdl_triton import pdl_enter
+from flashkernel.blocks.pipeline_gluon import stage_of
 from flashkernel.core.gluon import (
     consumer_release,
     fence_async_shared,
@@ -26,23 +25,19 @@ from flashkernel.core.gluon import (
     gluon,
     mbarrier,
     new_barriers,
-    synchronize,
     warpgroup_mma_wait,
 )
 from flashkernel.ops.attention.hopper.backward_common import (
-    SIZES,
     Barriers,
-    ConsumerArgs,
-    ProducerArgs,
-    allocate_buffers,
     atomic_add_dq,
     before_first_block,
     dq_columns,
     first_dq_block,
     in_register_order,
     issue_dq,
+    kv_tiles,
     probabilities,
-    produce,
+    query_tiles,
     visible_keys,
 )
 from flashkernel.ops.attention.hopper.head_split import (
@@ -55,8 +50,7 @@ from flashkernel.ops.attention.hopper.head_split import (
     wait_columns,
     zero_columns,
 )
-from flashkernel.ops.attention.hopper.pipeline import BlockTables, next_block, program_work_tiles, work_tile_at
-from flashkernel.ops.attention.hopper.softmax import ScoreParams
+from flashkernel.ops.attention.hopper.pipeline import next_block, work_tile_at
 
 
 class Exchange(NamedTuple):
@@ -70,6 +64,28 @@ class Exchange(NamedTuple):
 
 
 @gluon.jit
+def allocate_wide_exchange(descriptors, buffers, TRAITS: gl.constexpr):
+    """Allocates what the consumers pass on to each other, and all mbarriers. Returns (`Barriers`, `Exchange`)."""
+    p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], descriptors.lse_delta.layout)
+    dtype: gl.constexpr = buffers.k.dtype
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    ds_buffers = buffers.k  # not used
+    if TRAITS.DQ_MODE != "dq_kernel":
+        ds_buffers = gl.allocate_shared_memory(dtype, [2, 64, 64], DS_LAYOUT)
+    kv_full = new_barriers(1, 1)
+    kv_done = new_barriers(1, 2)
+    q_full = new_barriers(TRAITS.NUM_STAGES, 1)
+    q_empty = new_barriers(TRAITS.NUM_STAGES, 128)
+    do_full = new_barriers(TRAITS.NUM_STAGES, 1)
+    do_empty = new_barriers(TRAITS.NUM_STAGES, 256)
+    p_full = new_barriers(1, 1)
+    ds_full = new_barriers(2, 1)
+    k_read = new_barriers(1, 1)
+    barriers = Barriers(kv_full, kv_done, q_full, q_empty, do_full, do_empty)
+    return barriers, Exchange(p_buffer, ds_buffers, p_full, ds_full, k_read)
+
+
+@gluon.jit
 def _from_register_order(flat, S_LAYOUT: gl.constexpr):
     """[64, 64], the inverse of `in_register_order`: a thread gets what the same thread of the other warpgroup had."""
     rows = flat.reshape([8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
@@ -77,27 +93,22 @@ def _from_register_order(flat, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
+def consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
     """The dV warpgroup: P, dV, and the left half of dQ.
 
     The last dQ of a work tile is computed at its end; its first step finds no dS before it, and multiplies an old one
     for nothing.
     """
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
-    VALUE_TAIL: gl.constexpr = TRAITS.VALUE_TAIL
-    DV_COLUMNS: gl.constexpr = left_columns(VALUE_DIM, VALUE_TAIL)
+    DV_COLUMNS: gl.constexpr = left_columns(TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_COLUMNS, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM // 2, 16])
+    DQ_COLUMNS: gl.constexpr = TRAITS.HEAD_DIM // 2
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
-    k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
-    v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
-    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, HEAD_DIM // 2], gl.float32, DQ_LAYOUT)
+    k_tile, v_tile = kv_tiles(buffers, 0, TRAITS)
+    zeros = zero_columns(64, 0)
+    dq_zeros = zero_columns(DQ_COLUMNS, 0)
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
     step = 0
@@ -108,31 +119,27 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
             first_key = 0
         else:
             first_key = work_tile.tile * 64
-        dv = zero_columns(VALUE_DIM, VALUE_TAIL)
+        dv = zero_columns(TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         prev_dq_block = gl.to_tensor(-1)  # of the step before
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
-            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
+            blocks_left, position = before_first_block(work_tile, member, args)
             while blocks_left > 0:
-                stage = step % TRAITS.NUM_STAGES
-                phase = (step // TRAITS.NUM_STAGES) & 1
+                stage, phase = stage_of(step, TRAITS.NUM_STAGES)
                 prev = (step + 1) & 1  # buffer of dS of the step before
-                range_offset, block, block_end, masked = next_block(
-                    range_offset, block, block_end, masked, args.visits.ranges
-                )
+                position = next_block(position, args.visits.ranges)
                 mbarrier.wait(barriers.q_full.index(stage), phase)
-                q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
-                do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
+                q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
                 # S^T = K Q^T, P^T = exp(S^T - LSE)
-                s_mma = issue_over_columns(k_tile, q_tile, zeros, False, HEAD_DIM, HEAD_TAIL)
+                s_mma = issue_over_columns(k_tile, q_tile, zeros, False, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
                 neg_lse = buffers.neg_lse.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 s = warpgroup_mma_wait(0, deps=[s_mma])
                 p, capped = probabilities(s, neg_lse, args.scores, TRAITS.SOFTCAP)
-                if masked != 0:
+                if position.masked != 0:
                     head = work_tile.head * args.group_size + member
                     visible = visible_keys(
-                        work_tile, head, block * 64, first_key, args.scores, S_LAYOUT, MASK, TRAITS
+                        work_tile, head, position.block * 64, first_key, args.scores, S_LAYOUT, MASK, TRAITS
                     )  # fmt: skip
                     p = gl.where(visible, p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, DV_LAYOUT, 2))
@@ -146,14 +153,14 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
                 # dV += P^T dO, and the left half of dQ = dS K of the step before
                 mbarrier.wait(barriers.do_full.index(stage), phase)
                 if not DQ_KERNEL:
-                    dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, 64, HEAD_DIM, HEAD_DIM // 2)
-                dv_mma = issue_columns(p_operand, do_tile, dv, VALUE_DIM, VALUE_TAIL)
+                    dq_mma = issue_dq(exchange.ds.index(prev), k_tile, dq_zeros, 0, DQ_COLUMNS, TRAITS)
+                dv_mma = issue_columns(p_operand, do_tile, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
                 if not DQ_KERNEL:
-                    dq = warpgroup_mma_wait(num_products(VALUE_TAIL), deps=[dq_mma])
+                    dq = warpgroup_mma_wait(num_products(TRAITS.VALUE_TAIL), deps=[dq_mma])
                     if prev_dq_block >= 0:
-                        atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
-                    prev_dq_block = dq_block_base + block
-                dv = wait_columns(0, dv_mma, VALUE_TAIL)
+                        atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, DQ_COLUMNS, DQ_COLUMNS)
+                    prev_dq_block = dq_block_base + position.block
+                dv = wait_columns(0, dv_mma, TRAITS.VALUE_TAIL)
                 consumer_release(barriers.do_empty.index(stage))
                 step += 1
                 blocks_left -= 1
@@ -161,9 +168,10 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         last = (step + 1) & 1
         mbarrier.wait(exchange.ds_full.index(last), ((step - 1) >> 1) & 1)
         if not DQ_KERNEL:
-            dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, 64, HEAD_DIM, HEAD_DIM // 2)
+            dq_mma = issue_dq(exchange.ds.index(last), k_tile, dq_zeros, 0, DQ_COLUMNS, TRAITS)
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
-        store_columns(v_tile, dv, VALUE_DIM, VALUE_TAIL)  # the last dS is there: V has been read for the last time
+        # The last dS is there: V has been read for the last time.
+        store_columns(v_tile, dv, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
         if not DQ_KERNEL:
             dq = warpgroup_mma_wait(0, deps=[dq_mma])
         mbarrier.arrive(exchange.k_read.index(0), count=1)
@@ -171,28 +179,23 @@ def _consume_dv(args, MASK: gl.constexpr, TRAITS: gl.constexpr):
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         if not DQ_KERNEL:  # noqa: SIM102  decided by the compiler, unlike the next
             if prev_dq_block >= 0:
-                atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, HEAD_DIM // 2, HEAD_DIM // 2)
+                atomic_add_dq(args.dq_accum, prev_dq_block * 2, dq, DQ_COLUMNS, DQ_COLUMNS)
         tile_index += 1
 
 
 @gluon.jit
-def _consume_dk(args, TRAITS: gl.constexpr):
+def consume_dk(args, TRAITS: gl.constexpr):
     """The dK warpgroup: dS, dK, and the right half of dQ."""
-    HEAD_DIM: gl.constexpr = TRAITS.HEAD_DIM
-    VALUE_DIM: gl.constexpr = TRAITS.VALUE_DIM
     DQ_KERNEL: gl.constexpr = TRAITS.DQ_MODE == "dq_kernel"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64 keys, 64 queries]
-    HEAD_TAIL: gl.constexpr = TRAITS.HEAD_TAIL
-    DK_COLUMNS: gl.constexpr = left_columns(HEAD_DIM, HEAD_TAIL)
+    DK_COLUMNS: gl.constexpr = left_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK_COLUMNS, 16])
-    DQ_COLUMNS: gl.constexpr = dq_columns(1, HEAD_DIM, HEAD_TAIL, 64)
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    DQ_COLUMNS: gl.constexpr = dq_columns(1, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL, 64)
     buffers, barriers, exchange = args.buffers, args.barriers, args.exchange
     dtype: gl.constexpr = buffers.q.dtype
-    k_tile = buffers.k.index(0).reshape([64, HEAD_DIM])
-    v_tile = buffers.v.index(0).reshape([64, VALUE_DIM])
-    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    dq_zeros = gl.zeros([64, DQ_COLUMNS], gl.float32, DQ_LAYOUT)
+    k_tile, v_tile = kv_tiles(buffers, 0, TRAITS)
+    zeros = zero_columns(64, 0)
+    dq_zeros = zero_columns(DQ_COLUMNS, 0)
     flat_zeros = in_register_order(zeros, 64)
     if TRAITS.PDL:
         gdc_wait()  # the preprocess kernel must have zeroed dq_accum
@@ -200,23 +203,19 @@ def _consume_dk(args, TRAITS: gl.constexpr):
     tile_index = 0
     work_tile = work_tile_at(args.work_tiles, 0, TRAITS.VARLEN)
     while work_tile.tile >= 0:
-        dk = zero_columns(HEAD_DIM, HEAD_TAIL)
+        dk = zero_columns(TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
         dq_block_base = first_dq_block(work_tile, args, TRAITS.VARLEN)
         mbarrier.wait(barriers.kv_full.index(0), tile_index & 1)
         for member in range(args.group_size):
-            blocks_left, range_offset, block, block_end, masked = before_first_block(work_tile, member, args)
+            blocks_left, position = before_first_block(work_tile, member, args)
             while blocks_left > 0:
-                stage = step % TRAITS.NUM_STAGES
-                phase = (step // TRAITS.NUM_STAGES) & 1
+                stage, phase = stage_of(step, TRAITS.NUM_STAGES)
                 current = step & 1  # buffer of dS
-                range_offset, block, block_end, masked = next_block(
-                    range_offset, block, block_end, masked, args.visits.ranges
-                )
+                position = next_block(position, args.visits.ranges)
                 mbarrier.wait(barriers.do_full.index(stage), phase)
-                q_tile = buffers.q.index(stage).reshape([64, HEAD_DIM])
-                do_tile = buffers.do.index(stage).reshape([64, VALUE_DIM])
+                q_tile, do_tile = query_tiles(buffers, stage, TRAITS)
                 # dP^T = V dO^T, dS^T = P^T (dP^T - delta)
-                dp_mma = issue_over_columns(v_tile, do_tile, zeros, False, VALUE_DIM, TRAITS.VALUE_TAIL)
+                dp_mma = issue_over_columns(v_tile, do_tile, zeros, False, TRAITS.VALUE_DIM, TRAITS.VALUE_TAIL)
                 neg_delta = buffers.neg_delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]  # [1, 64]
                 dp = warpgroup_mma_wait(0, deps=[dp_mma])
                 mbarrier.wait(exchange.p_full.index(0), step & 1)
@@ -232,70 +231,21 @@ def _consume_dk(args, TRAITS: gl.constexpr):
                 mbarrier.wait(barriers.q_full.index(stage), phase)
                 if not DQ_KERNEL:
                     mbarrier.wait(exchange.ds_full.index(current), (step >> 1) & 1)
-                    dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, 64, HEAD_DIM, DQ_COLUMNS)
-                dk_mma = issue_columns(ds_operand, q_tile, dk, HEAD_DIM, HEAD_TAIL)
+                    dq_mma = issue_dq(exchange.ds.index(current), k_tile, dq_zeros, 1, DQ_COLUMNS, TRAITS)
+                dk_mma = issue_columns(ds_operand, q_tile, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
                 if not DQ_KERNEL:
-                    dq = warpgroup_mma_wait(num_products(HEAD_TAIL), deps=[dq_mma])
-                    atomic_add_dq(args.dq_accum, (dq_block_base + block) * 2 + 1, dq, DQ_COLUMNS, HEAD_DIM // 2)
-                dk = wait_columns(0, dk_mma, HEAD_TAIL)
+                    dq = warpgroup_mma_wait(num_products(TRAITS.HEAD_TAIL), deps=[dq_mma])
+                    dq_half = (dq_block_base + position.block) * 2 + 1
+                    atomic_add_dq(args.dq_accum, dq_half, dq, DQ_COLUMNS, TRAITS.HEAD_DIM // 2)
+                dk = wait_columns(0, dk_mma, TRAITS.HEAD_TAIL)
                 consumer_release(barriers.q_empty.index(stage))
                 step += 1
                 blocks_left -= 1
             dq_block_base += args.q_blocks
         work_tile = work_tile_at(args.work_tiles, tile_index + 1, TRAITS.VARLEN)
         mbarrier.wait(exchange.k_read.index(0), tile_index & 1)
-        store_columns(k_tile, scale_accumulator(dk, args.scores.softmax_scale, HEAD_TAIL), HEAD_DIM, HEAD_TAIL)
+        dk = scale_accumulator(dk, args.scores.softmax_scale, TRAITS.HEAD_TAIL)
+        store_columns(k_tile, dk, TRAITS.HEAD_DIM, TRAITS.HEAD_TAIL)
         fence_async_shared()
         mbarrier.arrive(barriers.kv_done.index(0), count=1)
         tile_index += 1
-
-
-@gluon.jit(do_not_specialize_on_alignment=SIZES)
-def attention_backward_wide(
-    dq_accum, q, do, k, v, lse_delta, dk, dv, mask_tables, tables, max_ranges, max_loads, batch_stride, head_stride,
-    max_work_tiles, batch_kv_heads, kv_heads, group_size, q_blocks, seqlen_q, seqlen_k, scale_log2, softmax_scale,
-    softcap, MASK: gl.constexpr, TRAITS: gl.constexpr,
-):  # fmt: skip
-    """dK, dV, and dQ / softmax_scale in dq_accum (None: dQ is computed elsewhere). Tensors from q to dv are TMA
-    descriptors; tables are `TileTables`."""
-    buffers = allocate_buffers(q, do, k, v, lse_delta, TRAITS)
-    p_buffer = gl.allocate_shared_memory(gl.float32, [1, 64 * 64], lse_delta.layout)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q.dtype)
-    ds_buffers = buffers.k  # not used
-    if TRAITS.DQ_MODE != "dq_kernel":
-        ds_buffers = gl.allocate_shared_memory(q.dtype, [2, 64, 64], DS_LAYOUT)
-    kv_full = new_barriers(1, 1)
-    kv_done = new_barriers(1, 2)
-    q_full = new_barriers(TRAITS.NUM_STAGES, 1)
-    q_empty = new_barriers(TRAITS.NUM_STAGES, 128)
-    do_full = new_barriers(TRAITS.NUM_STAGES, 1)
-    do_empty = new_barriers(TRAITS.NUM_STAGES, 256)
-    p_full = new_barriers(1, 1)
-    ds_full = new_barriers(2, 1)
-    k_read = new_barriers(1, 1)
-    barriers = Barriers(kv_full, kv_done, q_full, q_empty, do_full, do_empty)
-    exchange = Exchange(p_buffer, ds_buffers, p_full, ds_full, k_read)
-    if TRAITS.PDL:
-        pdl_enter()
-    synchronize()  # else the compiler does so in the producer's loops, since these wait for the barriers
-    work_tiles = program_work_tiles(tables.schedule, max_work_tiles, TRAITS.VARLEN)
-    if TRAITS.VARLEN:
-        loads = BlockTables(tables.schedule, tables.schedule, None, None, None)
-        visits = loads
-    else:
-        loads = BlockTables(tables.loads, tables.load_counts, max_loads, batch_stride, head_stride)
-        visits = BlockTables(tables.ranges, tables.range_counts, max_ranges, batch_stride, head_stride)
-    scores = ScoreParams(seqlen_q, seqlen_k, scale_log2, softmax_scale, softcap, mask_tables)
-    heads = kv_heads * group_size
-    delta_start = batch_kv_heads * group_size * q_blocks * 64
-    producer_args = ProducerArgs(
-        q, do, k, v, lse_delta, dk, dv, buffers, barriers, work_tiles, loads, heads, group_size, q_blocks, delta_start
-    )  # fmt: skip
-    consumer_args = ConsumerArgs(
-        dq_accum, buffers, barriers, exchange, work_tiles, visits, heads, group_size, q_blocks, scores
-    )  # fmt: skip
-    gl.warp_specialize([
-        (produce, (producer_args, False, TRAITS)),
-        (_consume_dv, (consumer_args, MASK, TRAITS)),
-        (_consume_dk, (consumer_args, TRAITS)),
-    ], [4, 4], [240, 240])  # fmt: skip
