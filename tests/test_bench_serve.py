@@ -75,15 +75,18 @@ def test_a_summary_counts_what_came() -> None:
 
 
 @pytest.mark.parametrize(("compiled", "shown"), [(None, ""), (0, "warm"), (212, "cold")])
-def test_records_say_whether_caches_were_cold(compiled: int | None, shown: str) -> None:
+def test_records_say_whether_caches_were_cold_and_the_host_busy(compiled: int | None, shown: str) -> None:
     one = Timeline(0.0, 1)
     one.token(0.1)
     record = summarize([one], None, model="m", load="l", pass_name="first", implementation="engine", kind="backend",
-                       dtype="float32", rate=None, start_s=30.0, compiled_at_start=compiled)  # fmt: skip
+                       dtype="float32", rate=None, start_s=30.0, compiled_at_start=compiled,
+                       host_busy=None if compiled is None else 0.25)  # fmt: skip
     assert serve_records.ServeRecord.from_dict(record.as_dict()) == record
     head, _, row = ([cell.strip() for cell in line.split("|")] for line in serve_records.table([record]).splitlines())
     assert row[head.index("caches")] == shown
     assert row[head.index("start, s")] == "30"
+    assert row[head.index("host busy")] == ("" if compiled is None else "25%")
+    assert ("host busy 25% of the steps" in serve_records.line(record)) == (compiled is not None)
     assert ("caches cold at the start (212 kernels compiled)" in serve_records.line(record)) == (shown == "cold")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,19 @@ def test_prompts_in_chunks(base: LLM, ahead: bool) -> None:
     prompts = tiny_models.prompts(LENGTHS)
     assert _tokens(llm, prompts, _greedy(6)) == _tokens(base, prompts, _greedy(6))
     assert llm.engine.stats().num_steps >= sum(LENGTHS) // 16
+
+
+def test_the_time_that_the_host_waits_is_counted(base: LLM, ahead: bool) -> None:
+    """By steps whose device takes its time, which those of a CPU do not have."""
+    llm = _set_ahead(_other(base), ahead)
+    llm.generate([[1, 2, 3]], _greedy(4))
+    before = llm.engine.stats()
+    assert 0 == before.wait_s < before.step_s
+    launch, device = llm.engine.runner.launch, SimpleNamespace(synchronize=lambda: time.sleep(0.01))
+    llm.engine.runner.launch = lambda batch: dataclasses.replace(launch(batch), done=device)  # type: ignore[method-assign]
+    llm.generate([[1, 2, 3]], _greedy(4))
+    after = llm.engine.stats()
+    assert 0.04 <= after.wait_s <= after.step_s - before.step_s
 
 
 def test_preemption_loses_nothing(base: LLM, ahead: bool) -> None:

@@ -338,9 +338,11 @@ def _engine(
         stats = llm.engine.stats()
         drafted = stats.num_draft_tokens - before[0].num_draft_tokens
         accepted = stats.num_accepted_tokens - before[0].num_accepted_tokens
+        took, waited = stats.step_s - before[0].step_s, stats.wait_s - before[0].wait_s
         name = str(llm.model.dtype).removeprefix("torch.")
         return {"model": model, "implementation": "engine", "kind": "backend", "dtype": name, "start_s": start_s,
                 "compiled_at_start": stats.compiled_at_start, "compiled_in_service": stats.compiled_in_service,
-                **chosen.fields(), "accepted": accepted / drafted if drafted else None}  # fmt: skip
+                **chosen.fields(), "accepted": accepted / drafted if drafted else None,
+                "host_busy": 1 - waited / took if target.type == "cuda" and took else None}  # fmt: skip
 
     return run, facts

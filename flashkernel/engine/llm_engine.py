@@ -80,6 +80,8 @@ class EngineStats:
             did not have all of them.
         num_draft_tokens: Tokens that prompt look-up drafted and a step checked.
         num_accepted_tokens: Of those, tokens that were kept.
+        step_s: Seconds that steps took.
+        wait_s: Of those, seconds that the host waited for the device. Near 0, the host is the bound.
 
     Example:
         >>> from flashkernel.engine import LLM, SamplingParams
@@ -106,6 +108,8 @@ class EngineStats:
     compiled_at_start: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    step_s: float = 0.0
+    wait_s: float = 0.0
 
 
 class LLMEngine:
@@ -151,6 +155,7 @@ class LLMEngine:
         self._grammars: GrammarCompiler | None = None
         self._warm_up_s, self._builds = 0.0, build_counter.counts()
         self._compiled_at_start = 0
+        self._step_s = self._wait_s = 0.0
         if tokenizer is not None:
             config = runner.model.config
             self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
@@ -269,6 +274,7 @@ class LLMEngine:
             What is new for each request.
         """
         outputs: list[StepOutput] = []
+        began = time.monotonic()
         self._apply_changes(outputs)
         try:
             scheduled = self.scheduler.schedule()
@@ -282,6 +288,7 @@ class LLMEngine:
             self._fail(f"{type(error).__name__}: {error}", outputs)
             if not isinstance(error, Exception):
                 raise
+        self._step_s += time.monotonic() - began
         return outputs
 
     def stats(self) -> EngineStats:
@@ -304,6 +311,8 @@ class LLMEngine:
             compiled_at_start=self._compiled_at_start,
             num_draft_tokens=counts["drafted"],
             num_accepted_tokens=counts["accepted"],
+            step_s=self._step_s,
+            wait_s=self._wait_s,
         )
 
     def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
@@ -366,6 +375,7 @@ class LLMEngine:
         """Waits for a step's tokens and appends them to their sequences."""
         token_ids, logprobs = launched.read()
         now = time.monotonic()
+        self._wait_s += launched.waited_s
         for sequence, position, score in launched.read_prompt_logprobs():
             sequence.add_prompt_logprob(position, score)
         for index, (sequence, token_id) in enumerate(zip(launched.sequences, token_ids)):

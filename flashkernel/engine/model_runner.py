@@ -8,6 +8,7 @@ from where the last step wrote it, so a step can be launched before the host has
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -49,11 +50,14 @@ class LaunchedStep:
     assumed: list[int | None] = field(default_factory=list)  # the token of a draft that each sample needs to be right
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, position, the token after it
     scores: list[Tensor] = field(default_factory=list)  # on the host, as `results`: log probabilities of `scored`
+    waited_s: float = 0.0  # that `read` waited for the device
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
         """The token of each sequence, and log probabilities by the index of sequences that ask for them."""
         if self.done is not None:
+            began = time.monotonic()
             self.done.synchronize()
+            self.waited_s = time.monotonic() - began
         token_ids, *logprobs = (result.tolist() for result in self.results)
         return token_ids, {
             index: TokenLogprob(token_ids[index], logprob, tuple(zip(top_ids, top)), rank)

@@ -47,6 +47,7 @@ class ServeRecord:
     kv_cache_dtype: str | None = None  # None: `dtype`
     num_speculative_tokens: int | None = None  # drafted by prompt look-up; None: off
     accepted: float | None = None  # share of the drafted tokens that were kept
+    host_busy: float | None = None  # share of the steps' time that the host did not wait for the GPU; near 1: the bound
 
     @property
     def case(self) -> str:
@@ -112,6 +113,8 @@ def line(record: ServeRecord) -> str:
         parts.append(f"caches cold at the start ({record.compiled_at_start} kernels compiled)")
     if record.accepted is not None:
         parts.append(f"{100 * record.accepted:.0f}% of drafts accepted")
+    if record.host_busy is not None:
+        parts.append(f"host busy {100 * record.host_busy:.0f}% of the steps")
     if record.compiled_in_service:
         parts.append(f"{record.compiled_in_service} compiled in service")
     if record.failed:
@@ -149,8 +152,8 @@ def table(records: Sequence[ServeRecord]) -> str:
     """Records as a Markdown table: those of one load, its arrivals and pass stand together."""
     rows = [
         "| model | load | arrivals | pass | implementation | tokens/s | first token, ms | next token, ms | goodput "
-        "| start, s | caches | vs best baseline |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+        "| host busy | start, s | caches | vs best baseline |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     places = {key: place for place, key in enumerate(dict.fromkeys(_together(one) for one in records))}
     for one in sorted(records, key=lambda one: (places[_together(one)], one.kind == "baseline")):
@@ -161,13 +164,14 @@ def table(records: Sequence[ServeRecord]) -> str:
         arrivals = "at once" if one.rate is None else f"{one.rate:g}/s"
         start = "" if one.start_s is None else f"{one.start_s:.0f}"
         good = "" if one.goodput is None else f"{100 * one.goodput:.0f}%"
+        busy = "" if one.host_busy is None else f"{100 * one.host_busy:.0f}%"
         speed = f"{one.out_tokens_per_s:,.0f}" if one.comparable else one.error or f"{one.failed} failed"
         who = options_of(one).named(
             one.implementation if one.version is None else f"{one.implementation} {one.version}"
         )
         rows.append(
             f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {who} "
-            f"| {speed} | {first} | {after} | {good} | {start} | {one.caches} | {ratio(one, records)} |"
+            f"| {speed} | {first} | {after} | {good} | {busy} | {start} | {one.caches} | {ratio(one, records)} |"
         )
     return "\n".join(rows)
 

@@ -29,16 +29,15 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         stats = self._engine.stats()
-        for name, about, value in (
+        gauges: tuple[tuple[str, str, float], ...] = (
             ("num_requests_running", "Requests that hold KV cache blocks", stats.num_running),
             ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
             ("kv_cache_used_blocks", "KV cache blocks that requests hold", stats.num_used_blocks),
             ("kv_cache_blocks", "KV cache blocks in all", stats.num_blocks),
             ("compiled_in_service", "Kernels compiled and graphs captured in service", stats.compiled_in_service),
             ("compiled_at_start", "Kernels that the start compiled, as no cache had them", stats.compiled_at_start),
-        ):
-            yield GaugeMetricFamily(f"flashkernel_{name}", about, value)
-        for name, about, value in (
+        )
+        counters: tuple[tuple[str, str, float], ...] = (
             ("prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens),
             ("prompt_tokens_cached", "Of those, tokens found in the prefix cache", stats.cached_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
@@ -46,7 +45,12 @@ class EngineCollector(Collector):
             ("engine_steps", "Steps computed", stats.num_steps),
             ("spec_decode_num_draft_tokens", "Tokens drafted by prompt look-up", stats.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Of those, tokens that were kept", stats.num_accepted_tokens),
-        ):
+            ("engine_step_seconds", "Seconds that steps took", stats.step_s),
+            ("engine_wait_seconds", "Of those, seconds that the host waited for the device", stats.wait_s),
+        )
+        for name, about, value in gauges:
+            yield GaugeMetricFamily(f"flashkernel_{name}", about, value)
+        for name, about, value in counters:
             yield CounterMetricFamily(f"flashkernel_{name}", about, value)
 
 
