@@ -116,6 +116,27 @@ def test_an_engine_serves_a_load(rate: float | None) -> None:
     assert llm.engine.stats().num_used_blocks == 0
 
 
+def test_a_load_that_fails_replaces_no_record(base: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was served before stays; without it, the failure is saved."""
+    options = ("--load", "short", "--passes", "1", "--model", "tiny", "--served-model-name", NAME, "--vocab-size", "50")
+    monkeypatch.setitem(serving.LOADS, "short", (3, (3, 9), (2, 3)))
+
+    async def broken(*given: Any) -> None:
+        raise OSError("the connection was lost")
+
+    with serve(other(base)) as running:
+        found = []
+        for folder, code in (("a", 0), ("a", 1), ("b", 1)):
+            if code:
+                monkeypatch.setattr(Server, "_stream", broken)
+            done = _bench("--base-url", running.url, *options, "--save", str(tmp_path / folder))
+            assert done.exit_code == code, done.output
+            assert ("the record of an earlier run stays" in done.output) == (len(found) == 1)
+            (record,) = results.load(tmp_path / folder / "serve.json")["records"]
+            found.append((record.failed, record.comparable))
+    assert found == [(0, True), (0, True), (3, False)]
+
+
 def test_a_server_is_measured_and_saved(base: LLM, tmp_path: Path) -> None:
     lengths = tmp_path / "tiny.json"
     lengths.write_text(json.dumps([[5, 3], [8, 4], [3, 2]]))

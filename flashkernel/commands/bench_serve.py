@@ -126,15 +126,23 @@ def serve(
         file = None
         if save is not None:
             file = results.ResultsFile(save / "serve.json", results.describe_run(machine, {}, commit))
+        earlier = file.before["records"] if file is not None and file.before is not None else []
+        good = {record.key for record in earlier if record.comparable}
     records: dict[tuple[str, str, str], ServeRecord] = {}
+
+    def write(found: list[ServeRecord]) -> None:
+        """Saves records; a load that failed does not replace one that was served before."""
+        if file is not None:
+            file.add([record for record in found if record.comparable or record.key not in good])
 
     def keep(found: list[ServeRecord]) -> None:
         new = [record for record in found if record.key not in records]  # others have got their start_s
         records.update((record.key, record) for record in found)
-        if file is not None:
-            file.add(found)
+        write(found)
         for record in new:
             progress.log(serve_records.line(record))
+            if not record.comparable and record.key in good:
+                progress.log(f"{record.case}: the record of an earlier run stays in {save}")
 
     failed = False
     total = len(loads) * (len(rate or []) + len(shares) or 1) * passes
@@ -156,8 +164,8 @@ def serve(
         for record in serving.measure(run, loads, lambda load: rates[load.name], passes, limits, facts):
             keep([record])
             bar.next(record.case)
-    if stopped.code and file is not None and records:
-        file.add(list(records.values()))  # the interruption may have come while the last one was written
+    if stopped.code and records:
+        write(list(records.values()))  # the interruption may have come while the last one was written
     found = list(records.values()) if file is None else file.merged()["records"]  # with what others reached before
     if found:
         typer.echo(serve_records.table(found))
