@@ -141,6 +141,31 @@ def test_options_are_refused_before_the_calibration(
     assert not Path("small.calibration").exists()
 
 
+def test_rounding_needs_no_tokenizer(tmp_path: Path) -> None:
+    """What it rounds to does not depend on the tokens; methods that learn from a text say what is missing."""
+    from typer.testing import CliRunner
+
+    from flashkernel.cli import app
+    from flashkernel.engine.checkpoint import open_checkpoint
+    from flashkernel.engine.model_loader import load_model
+
+    tiny_models = pytest.importorskip("tiny_models")
+    tiny_models.save("llama", tmp_path / "plain")
+    command = ["quantize", str(tmp_path / "plain"), "--length", "16", "--samples", "2", "--group-size", "16"]
+    outputs = []
+    for folder, method, code in (("with", "rtn", 0), ("without", "rtn", 0), ("other", "awq", 2)):
+        done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / folder), "--method", method])
+        assert done.exit_code == code, done.output
+        outputs.append(" ".join(done.output.split()))
+        (tmp_path / "plain" / "tokenizer.json").unlink(missing_ok=True)
+    assert "it has no tokenizer; the errors shown are those of random tokens" in outputs[1]
+    assert "the model has no tokenizer, which text needs" in outputs[2]
+    first, second = (
+        load_model(open_checkpoint(tmp_path / name), torch.device("cpu"), torch.float32) for name in ("with", "without")
+    )
+    assert all(torch.equal(one.down_proj.data, two.down_proj.data) for one, two in zip(first.layers, second.layers))
+
+
 def test_a_gguf_file_becomes_mxfp4(tmp_path: Path) -> None:
     """Its own formats are dequantized first."""
     from typer.testing import CliRunner

@@ -81,7 +81,11 @@ def quantize(
         rule = Method(method.value, damping, act_order, strength)
         loaded, checkpoint = _load(model, device, dtype)
         check_storable(checkpoint)  # before the calibration, which takes hours
-        tokens = _windows(checkpoint, text, CALIBRATION_TEXT, length, samples)
+        if method is MethodName.rtn and text is None and checkpoint.tokenizer() is None:
+            progress.log(f"{model}: it has no tokenizer; the errors shown are those of random tokens")
+            tokens = _random_windows(loaded.config.vocab_size, length, samples)
+        else:
+            tokens = _windows(checkpoint, text, CALIBRATION_TEXT, length, samples)
         state = out.with_name(out.name + STATE_SUFFIX)
         began, errors = time.perf_counter(), list["LayerError"]()
         with progress.progress_bar(len(loaded.layers), f"{method.value}: layer 0") as bar:
@@ -227,6 +231,14 @@ def _windows(checkpoint: Checkpoint, text: Path | None, shipped: str, length: in
     except UnicodeDecodeError as error:
         raise ValueError(f"{text}: it is no text in UTF-8 ({error}); convert it") from error
     return windows(tokenizer.encode(content), length, most)
+
+
+def _random_windows(vocab_size: int, length: int, count: int) -> Tensor:
+    """Tokens for rounding, which needs no text: only the errors that are shown depend on them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (count, length), generator=generator)
 
 
 def _remove(state: Path) -> None:
