@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -476,3 +477,31 @@ def test_a_rate_is_a_share_of_what_another_reached(base: LLM, tmp_path: Path) ->
     assert float(first) == pytest.approx(found[1].ttft_ms["p99"] / found[2].ttft_ms["p99"], abs=0.006)
     assert float(following) == pytest.approx(found[1].itl_ms["p99"] / found[2].itl_ms["p99"], abs=0.006)
     assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 10_000])
+def test_events_of_all_kinds_are_noted(pieces: int) -> None:
+    """However they come in: text alone, text that looks like usage, usage, nothing, and an error."""
+    texts = [" sea", 'x "usage":{"completion_tokens":9} "error":', ""]
+    events = [{"choices": [{"index": 0, "text": text}], "usage": None} for text in texts]
+    lines = [json.dumps(event, separators=separators) for event in events for separators in ((",", ":"), None)]
+    lines.append(json.dumps({"choices": [], "usage": {"completion_tokens": 8}}, separators=(",", ":")))
+    wire = "".join(f"{len(line) + 8:x}\r\ndata: {line}\n\n\r\n" for line in [*lines, "[DONE]", "{"]).encode()
+
+    async def read() -> list[bytes]:
+        reader = asyncio.StreamReader()
+        for begin in range(0, len(wire), pieces):
+            reader.feed_data(wire[begin : begin + pieces])
+        reader.feed_eof()
+        return [event async for event in serving._events(reader)]
+
+    found = asyncio.run(read())
+    assert [json.loads(event) for event in found] == [json.loads(line) for line in lines]
+    one = Timeline(0.0, 8)
+    counts = []
+    for event in found:
+        serving._note(event, one)
+        counts.append(one.count)
+    assert counts == [1, 2, 3, 4, 5, 6, 8]
+    with pytest.raises(ValueError, match="too hot"):
+        serving._note(b'{"error":{"message":"too hot"}}', one)
