@@ -118,13 +118,16 @@ class TestEndToEnd:
     def test_look_up_decoding_of_a_prompt_that_repeats_itself(self, tmp_path: Path) -> None:
         chosen = ("--model", "llama-3.2-1b", "--batch", "1", "2", "--runner", "engine", "--runner", "hf_sdpa",
                   "--prompt", "24", "--prompt-period", "6", "--new", "24", "--save", str(tmp_path))  # fmt: skip
-        drafts = ("--num-speculative-tokens", "0", "--num-speculative-tokens", "3")
+        drafts = ("--num-speculative-tokens", "0", "--num-speculative-tokens", "3", "--enforce-eager")
         result = run("e2e", *chosen, *drafts, "--device", "cpu")
         found = results.load(tmp_path / "e2e.json")["records"]
         assert all(record.comparable and record.period == 6 for record in found), found
         shares = {(record.runner, record.batch): record.accepted for record in found}
         assert 0.2 < shares.pop(("engine (3 drafted)", 1)) <= 1
         assert 0.2 < shares.pop(("engine (3 drafted)", 2)) <= 1
+        assert 0.2 < shares.pop(("engine (3 drafted, eager)", 1)) <= 1
+        assert 0.2 < shares.pop(("engine (3 drafted, eager)", 2)) <= 1
+        assert ("engine (eager)", 1) in shares
         assert set(shares.values()) == {None}
         assert "drafts accepted" in result.stdout
         assert "llama-3.2-1b, repeats every 6" in generation_tables.markdown(found)

@@ -50,6 +50,9 @@ def test_short_and_long_way_choose_the_same_tokens(name: str, tmp_path: Path, mo
     short = _tokens(LLM(tmp_path, device="cpu", kv_cache_tokens=1024, block_size=16))
     assert seen == {"TorchForwardPass"}
     seen.clear()
+    assert _tokens(LLM(tmp_path, device="cpu", kv_cache_tokens=1024, block_size=16, enforce_eager=True)) == short
+    assert seen == {"ForwardPass"}, "each operator goes through dispatch"
+    seen.clear()
     with fk.use_backend("reference"):
         assert _tokens(LLM(tmp_path, device="cpu", kv_cache_tokens=1024, block_size=16)) == short
     assert seen == {"ForwardPass"}, "a backend that was asked for must be used"

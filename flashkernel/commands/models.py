@@ -128,6 +128,10 @@ def e2e(
     num_speculative_tokens: Annotated[
         list[int] | None, typer.Option(help="Tokens that prompt look-up drafts in the engine; 0: none; repeatable.")
     ] = None,
+    enforce_eager: Annotated[
+        bool,
+        typer.Option("--enforce-eager", help="The engine also without CUDA graphs; on a CPU, by single operators."),
+    ] = False,
     dtype: ModelDtype = None,
     device: OnDevice = None,
     save: Save = None,
@@ -153,8 +157,9 @@ def e2e(
         kind = (selection.dtypes([dtype] if dtype else None) or [devices.model_dtype(devices.properties(target))])[0]
         work = generation.Workload([*(batch or []), *(more or [])] or [1, 16, 64], prompt, new, rounds, prompt_period)
         engines = engine_options.combinations(
-            quantization or [], kv_cache_dtype or [], num_speculative_tokens or [], str(kind).removeprefix("torch.")
-        )
+            quantization or [], kv_cache_dtype or [], num_speculative_tokens or [], str(kind).removeprefix("torch."),
+            enforce_eager,
+        )  # fmt: skip
         if engines != [runners.DEFAULT_OPTIONS] and "engine" not in names:
             raise ValueError("e2e: these options are of the engine, and --runner leaves it out")
     if target.type == "cpu":

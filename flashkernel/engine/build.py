@@ -48,7 +48,7 @@ class EngineArgs:
             dequantizes what a GGUF file has. GPU kernels read "fp8", "int8", "int4" and "mxfp4", CPU kernels all but
             "fp8"; others are dequantized for each product, which saves memory and not time.
         gpu_memory_utilization: Share of a GPU's memory to use, weights included.
-        enforce_eager: No CUDA graphs.
+        enforce_eager: No CUDA graphs; on a CPU, steps layer by layer and each operator through dispatch.
         enable_prefix_caching: Sequences that begin alike share blocks.
         num_speculative_tokens: Speculative decoding by prompt look-up: so many tokens are drafted from what followed
             the last ones before, and checked in one step. For greedy requests, few at a time; 0 is off.

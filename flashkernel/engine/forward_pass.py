@@ -400,7 +400,7 @@ def select(model: Transformer, model_input: ModelInput, pages: list[LayerPages])
 
     Without a scope dispatch always chooses the same for a model on a CPU, so it is asked once.
     """
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" and not model_input.eager:
         scoped, dtype = is_scoped(), pages[0].k_pages.dtype
         chosen = None if scoped else model.cpu_backends.get(dtype)
         if chosen is None:

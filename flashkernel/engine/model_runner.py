@@ -95,6 +95,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.storage, self.cache, self.device = model, storage, cache, model.device
         self.padded = self.device.type != "cpu"
+        self._enforce_eager = enforce_eager
         # Experts on GPUs before sm_80 run on torch's backend, which reads the router's choice on the host.
         capturable = model.config.num_experts == 0 or properties(self.device).arch >= 80
         self.use_graphs = self.padded and not enforce_eager and capturable
@@ -291,7 +292,7 @@ class ModelRunner:
         if shape.num_prefill_tokens:
             input_ids = torch.cat((input_ids, tensors["input_ids"][: shape.num_prefill_tokens]))
             logits_indices = tensors["logits_indices"][:num_logits]
-        model_input = ModelInput(input_ids, step, shape.num_decodes, logits_indices)
+        model_input = ModelInput(input_ids, step, shape.num_decodes, logits_indices, self._enforce_eager)
         logits = self.model.forward(model_input, self.storage.layers).contiguous()
         output = sample(logits, self._sampling_settings(num_logits, tensors), self.states, rows)
         self._last_token_ids[rows] = output.token_ids.clamp(min=0)  # the next step reads it, valid or not

@@ -66,6 +66,7 @@ class ModelInput:
     step: Step  # positions, slots, page table and lengths
     num_decodes: int
     logits_indices: Tensor | None  # int64: tokens whose logits are wanted; None: all
+    eager: bool = False  # layer by layer, and each operator through dispatch
 
 
 class Transformer:

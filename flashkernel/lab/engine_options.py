@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -24,6 +24,7 @@ class EngineOptions:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     num_speculative_tokens: int | None = None
+    enforce_eager: bool | None = None
 
     @property
     def label(self) -> str:
@@ -32,6 +33,7 @@ class EngineOptions:
             self.quantization,
             None if self.kv_cache_dtype is None else f"KV {self.kv_cache_dtype}",
             None if self.num_speculative_tokens is None else f"{self.num_speculative_tokens} drafted",
+            "eager" if self.enforce_eager else None,
         ]
         return ", ".join(part for part in parts if part)
 
@@ -52,7 +54,7 @@ class EngineOptions:
 
 
 def combinations(
-    quantizations: Sequence[str], kv_cache_dtypes: Sequence[str], drafted: Sequence[int], dtype: str
+    quantizations: Sequence[str], kv_cache_dtypes: Sequence[str], drafted: Sequence[int], dtype: str, eager: bool
 ) -> list[EngineOptions]:
     """Every combination, checked, in the order given; what a model of `dtype` has by default is None.
 
@@ -61,6 +63,7 @@ def combinations(
         kv_cache_dtypes: `dtype` itself is the default.
         drafted: Numbers of speculative tokens; 0 is the default.
         dtype: Of weights and activations.
+        eager: Each also with `enforce_eager`.
     """
     found = [
         EngineOptions(*chosen).checked()
@@ -68,6 +71,7 @@ def combinations(
             [None if name == PLAIN else name for name in quantizations or [PLAIN]],
             [None if name == dtype else name for name in kv_cache_dtypes or [dtype]],
             [count or None for count in drafted or [0]],
+            [None, True] if eager else [None],
         )
     ]
     return list(dict.fromkeys(found))
@@ -75,4 +79,4 @@ def combinations(
 
 def options_of(record: Any) -> EngineOptions:
     """The options that a record was measured with."""
-    return EngineOptions(record.quantization, record.kv_cache_dtype, record.num_speculative_tokens)
+    return EngineOptions(*(getattr(record, one.name) for one in fields(EngineOptions)))

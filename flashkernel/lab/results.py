@@ -106,6 +106,7 @@ class GenerationRecord:
     quantization: str | None = None  # of the engine, as `LLM` takes it; None: the weights as they are
     kv_cache_dtype: str | None = None  # None: `dtype`
     num_speculative_tokens: int | None = None  # drafted by prompt look-up; None: off
+    enforce_eager: bool | None = None  # without CUDA graphs; on a CPU, each operator through dispatch
     accepted: float | None = None  # share of the drafted tokens that were kept
     period: int | None = None  # tokens after which a prompt repeats itself
 
@@ -141,8 +142,8 @@ class GenerationRecord:
 AnyRecord = Record | GenerationRecord
 SavedRecord = Record | GenerationRecord | ProfileRecord | ServeRecord
 _OPTIONAL = (  # left out of files where there is none
-    "note", "error", "host_us", "limit_us", "quantization", "kv_cache_dtype", "num_speculative_tokens", "accepted",
-    "period",
+    "note", "error", "host_us", "limit_us", "quantization", "kv_cache_dtype", "num_speculative_tokens", "enforce_eager",
+    "accepted", "period",
 )  # fmt: skip
 
 

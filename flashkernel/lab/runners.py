@@ -104,7 +104,7 @@ def _start_engine(
         model, max_num_seqs=batch * (1 + drafts),  # a draft takes rows of logits that no sequence has
         max_num_batched_tokens=step_tokens, max_model_len=context, block_size=page, enable_prefix_caching=False,
         kv_cache_tokens=batch * (-(-context // page) + 1) * page, kv_cache_dtype=options.kv_cache_dtype,
-        num_speculative_tokens=drafts, warm_up=False,
+        num_speculative_tokens=drafts, enforce_eager=bool(options.enforce_eager), warm_up=False,
     )  # fmt: skip
     return partial(_run_engine, llm, early)
 

@@ -46,6 +46,7 @@ class ServeRecord:
     quantization: str | None = None  # of the weights, as `LLM` takes it; None: as they are
     kv_cache_dtype: str | None = None  # None: `dtype`
     num_speculative_tokens: int | None = None  # drafted by prompt look-up; None: off
+    enforce_eager: bool | None = None  # without CUDA graphs
     accepted: float | None = None  # share of the drafted tokens that were kept
     host_busy: float | None = None  # share of the steps' time that the host did not wait for the GPU; near 1: the bound
 
