@@ -237,8 +237,8 @@ def _random_windows(vocab_size: int, length: int, count: int) -> Tensor:
     """Tokens for rounding, which needs no text: only the errors that are shown depend on them."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocab_size, (count, length), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(vocab_size, (count, length), generator=generator, device="cpu")
 
 
 def _remove(state: Path) -> None:

@@ -151,10 +151,11 @@ def ratio(record: ServeRecord, records: Sequence[ServeRecord]) -> str:
 
 def table(records: Sequence[ServeRecord]) -> str:
     """Records as a Markdown table: those of one load, its arrivals and pass stand together."""
+    knows_host = any(one.host_busy is not None for one in records)  # else the column is left out
     rows = [
         "| model | load | arrivals | pass | implementation | tokens/s | first token, ms | next token, ms | goodput "
-        "| host busy | start, s | caches | vs best baseline |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+        f"{'| host busy ' if knows_host else ''}| start, s | caches | vs best baseline |",
+        f"{'| --- ' * 5}{'| ---: ' * (5 if knows_host else 4)}| ---: | --- | ---: |",
     ]
     places = {key: place for place, key in enumerate(dict.fromkeys(_together(one) for one in records))}
     for one in sorted(records, key=lambda one: (places[_together(one)], one.kind == "baseline")):
@@ -166,13 +167,14 @@ def table(records: Sequence[ServeRecord]) -> str:
         start = "" if one.start_s is None else f"{one.start_s:.0f}"
         good = "" if one.goodput is None else f"{100 * one.goodput:.0f}%"
         busy = "" if one.host_busy is None else f"{100 * one.host_busy:.0f}%"
+        host = f"| {busy} " if knows_host else ""
         speed = f"{one.out_tokens_per_s:,.0f}" if one.comparable else one.error or f"{one.failed} failed"
         who = options_of(one).named(
             one.implementation if one.version is None else f"{one.implementation} {one.version}"
         )
         rows.append(
             f"| {one.model} | {one.load} | {arrivals} | {one.pass_name} | {who} "
-            f"| {speed} | {first} | {after} | {good} | {busy} | {start} | {one.caches} | {ratio(one, records)} |"
+            f"| {speed} | {first} | {after} | {good} {host}| {start} | {one.caches} | {ratio(one, records)} |"
         )
     return "\n".join(rows)
 
