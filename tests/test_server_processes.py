@@ -205,6 +205,22 @@ def test_a_process_that_ends_takes_its_own_requests_alone(
         assert _call(running, 3)[0] == 200
 
 
+def test_a_process_that_cannot_be_replaced(
+    base: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others go on serving."""
+    popen = subprocess.Popen
+    with serve(other(base), api_server_count=COUNT) as running:
+        monkeypatch.setattr(
+            multi_process.subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", "exit(3)"], **more)
+        )
+        _children(running)[0].process.kill()
+        assert comes(lambda: "exit code 3 before it could serve" in caplog.text)
+        for _ in range(3):
+            assert _call(running, 3)[0] == 200
+        assert caplog.text.count("exit code 3") == 1
+
+
 def _whole_or_error(running: Running) -> str:
     try:
         return running.call("POST", "/v1/completions", {**_plain(), "max_tokens": 60})[1]["choices"][0]["text"]

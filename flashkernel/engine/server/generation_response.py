@@ -68,11 +68,11 @@ class GenerationResponse:
         each = self._request.choices_per_prompt
         try:
             prompts = [self._tokenized(prompt) for prompt in self._request.prompts(self._tokenizer)]
+            if self._formatter.needs_prompts:
+                shown = [self._text_and_tokens(*prompt) for prompt in prompts]
+                self._formatter.take_prompts([one for one in shown for _ in range(each)])
         except ValueError as error:
             raise errors.bad_request(str(error)) from error
-        if self._formatter.needs_prompts:
-            shown = [self._text_and_tokens(*prompt) for prompt in prompts]
-            self._formatter.take_prompts([one for one in shown for _ in range(each)])
         requests = []
         for index, request_id in enumerate(self._request_ids):
             params = self._params

@@ -150,6 +150,7 @@ class ApiClient:
 
     def __init__(self, engine: AsyncEngine, child: Child) -> None:
         self.child, self.ready, self.lost = child, False, False
+        self.given_up = False  # it ended before it could serve: another one would end likewise
         self._engine = engine
         self._sinks: dict[str, _Sink] = {}  # by the first request id of a call
         self._calls: set[asyncio.Task[None]] = set()
@@ -258,7 +259,7 @@ class MultiProcessServer:
 
         def handle(number: int, frame: object) -> None:
             captured.append(number)
-            self.force_exit = self.should_exit and number == signal.SIGINT
+            self.force_exit = self.force_exit or (self.should_exit and number == signal.SIGINT)
             self.should_exit = True
 
         loop = new_event_loop()
@@ -309,12 +310,17 @@ class MultiProcessServer:
     async def _replace_ended(self) -> None:
         """Starts a process for each that has ended. Its requests were aborted as its connection was lost."""
         for index, client in enumerate(self._clients):
-            if client.running:
+            if client.running or client.given_up:
                 continue
             client.child.kill()
-            if not client.ready:  # another one would end likewise
-                raise ServeError("serve: a process of the API ended before it could serve; its message is above")
-            log.error("a process of the API ended with exit code %s; another is started", client.child.process.poll())
+            code = client.child.process.poll()
+            if not client.ready:
+                client.given_up = True
+                log.error("a process of the API ended with exit code %s before it could serve; it stays away", code)
+                if not any(other.running for other in self._clients):
+                    raise ServeError("serve: no process of the API is left; their messages are above")
+                continue
+            log.error("a process of the API ended with exit code %s; another is started", code)
             child = self._processes.children[index] = self._processes.start()
             self._clients[index] = await self._connect(child)
 

@@ -99,7 +99,7 @@ class RemoteEngine:
         self._connection.send("ask", number, what)
         try:
             return await asyncio.wait_for(answer, ANSWER_S)
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, ConnectionError):
             return otherwise
         finally:
             del self._asked[number]
@@ -129,5 +129,6 @@ class RemoteEngine:
         """The engine's process is gone."""
         for collector in set(self._collectors.values()):
             collector.fail(errors.engine_dead())
-        for number in list(self._asked):
-            self._asked[number].cancel()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError("the engine's process is gone"))
