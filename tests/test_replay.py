@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -250,6 +252,24 @@ def test_memory_is_given_back_when_it_is_not_needed_any_more(monkeypatch: pytest
         most = max(most, len([slot for slot in alive if slot > 0]))
         alive -= set(dead)
     assert most <= 2 * 4  # a call of norm has four outputs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recordings_keep_no_tensors_of_the_call_alive(device: str, repeated: list[Any]) -> None:
+    """Neither its arguments nor its results and what it saved for the backward pass."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    def step() -> None:
+        q, k, v, x = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(4))
+        o = fk.attention(q, k, v, mask=fk.causal(), backend="triton")
+        y = fk.swiglu(fk.rms_norm(o, backend="triton"), x, backend="triton")
+        kept.extend(map(weakref.ref, (q, k, v, x, o, y, *torch.autograd.grad(y.square().sum(), (q, k, v, x)))))
+
+    for _ in range(4):
+        step()
+    assert len(set(repeated)) == 6
+    gc.collect()
+    assert [number for number, reference in enumerate(kept) if reference() is not None] == []
 
 
 @pytest.mark.gpu  # Triton's interpreter is for one thread

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _INVALID_CONTEXT = 201
 _COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CUlaunchAttributeID
@@ -41,7 +40,7 @@ class _Config(ctypes.Structure):
 class TensorMap:
     """A TMA descriptor of a tensor: the arguments of cuTensorMapEncodeTiled, innermost dim first."""
 
-    base: Tensor
+    base: Any  # the Tensor, or in a recording its address
     dtype: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # bytes, from the second dim on

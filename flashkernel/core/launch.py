@@ -144,13 +144,18 @@ def _launch_record(
 def _interpreted_record(kernel: Any, grid: tuple[int, ...], bound: list[Any]) -> LaunchRecord:
     """The record of a launch under Triton's interpreter, which takes tensors, descriptors and tuples of tensors."""
     params: list[tuple[str, Any]] = []
+    structure: list[Any] = []  # of the arguments, without their tensors
     for value in bound:
         for element in value if isinstance(value, tuple) else (value,):
             params.append(("P", element.base if _is_descriptor(element) else element))
+        if isinstance(value, tuple):
+            structure.append(tuple_like(value, [None for _ in value]))
+        else:
+            structure.append(_rebased(value, None) if _is_descriptor(value) else None)
 
     def rerun(values: Sequence[Any]) -> None:
         rest = iter(values)
-        kernel[grid](*[_rebuild(value, rest) for value in bound])
+        kernel[grid](*[_rebuild(value, rest) for value in structure])
 
     return LaunchRecord(kernel.fn.__name__, tuple(params), rerun=rerun)
 
@@ -159,7 +164,7 @@ def _rebuild(value: Any, rest: Iterator[Any]) -> Any:
     """An argument with the structure of `value`, made of the next values of `rest`."""
     if isinstance(value, tuple):
         return tuple_like(value, [next(rest) for _ in value])
-    return _rebased(value, next(rest)) if _is_descriptor(value) else next(rest)
+    return next(rest) if value is None else _rebased(value, next(rest))
 
 
 def tuple_like(value: tuple[Any, ...], elements: Iterable[Any]) -> tuple[Any, ...]:
@@ -171,7 +176,7 @@ def _is_descriptor(value: Any) -> bool:
     return isinstance(getattr(value, "base", None), torch.Tensor) and not isinstance(value, torch.Tensor)
 
 
-def _rebased(like: Any, base: torch.Tensor) -> Any:
+def _rebased(like: Any, base: torch.Tensor | None) -> Any:
     """The tensor descriptor `like` with another base tensor."""
     made: Any = object.__new__(type(like))
     made.__dict__.update(vars(like), base=base)

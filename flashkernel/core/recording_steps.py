@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -162,24 +163,40 @@ class LaunchStep:
     """A kernel launch whose tensor parameters are traced to slots."""
 
     def __init__(self, record: LaunchRecord, recorder: CallRecorder) -> None:
-        self.record, self.num_inputs = record, recorder.num_inputs
+        self.num_inputs = recorder.num_inputs
         self.sources: dict[int, tuple[int, int]] = {}  # parameter index -> (slot, byte offset from the slot's tensor)
         self.views: dict[int, View] = {}  # for the interpreter, which takes tensors
         self.persistent: list[Tensor] = []  # tables that live longer than the call
-        for index, (_, value) in enumerate(record.params):
-            tensor = getattr(value, "base", None) if isinstance(value, driver.TensorMap) else value
+        params = list(record.params)
+        for index, (kind, value) in enumerate(params):
+            tensor = value.base if isinstance(value, driver.TensorMap) else value
             if not isinstance(tensor, Tensor):
                 continue
             source = recorder.source(tensor)
             if source is None:
                 self.persistent.append(tensor)
-            else:
-                self.sources[index] = source
-                if record.rerun is not None:
-                    self.views[index] = View(*source, tensor, recorder.tensors[source[0]])
+                continue
+            self.sources[index] = source
+            if record.rerun is not None:
+                self.views[index] = View(*source, tensor, recorder.tensors[source[0]])
+            # The address alone: the recording outlives the call, and would keep its tensors' memory.
+            address = tensor.data_ptr()
+            params[index] = (kind, replace(value, base=address) if isinstance(value, driver.TensorMap) else address)
+        self.record = replace(record, params=tuple(params))
 
     def slots(self) -> list[int]:
         return [slot for slot, _ in self.sources.values()]
+
+    def prepare(self, stream: int, null_slots: set[int]) -> tuple[PreparedLaunch, dict[int, tuple[int, int]]]:
+        """The packed launch, and the (slot, byte offset) of each parameter that changes from launch to launch."""
+        sources = {index: source for index, source in self.sources.items() if source[0] not in null_slots}
+        variable = [index for index in sources if self.record.params[index][0] == "P"]
+        fixed: dict[int, int] = {}
+        for index, (kind, value) in enumerate(self.record.params):
+            pointed = value.base if kind == "M" else value
+            if kind == "M" or (kind == "P" and index not in sources):
+                fixed[index] = 0 if pointed is None else pointed.data_ptr() if isinstance(pointed, Tensor) else pointed
+        return PreparedLaunch(self.record, stream, variable, fixed), sources
 
     def emit(self, out: SourceWriter) -> None:
         if self.record.rerun is not None:
@@ -189,15 +206,8 @@ class LaunchStep:
             ]
             out.line(f"{out.name(self.record.rerun, 'rerun')}(({', '.join(values)},))")
             return
-        sources = {index: source for index, source in self.sources.items() if source[0] not in out.null_slots}
+        prepared, sources = self.prepare(out.stream, out.null_slots)
         variable = [index for index in sources if self.record.params[index][0] == "P"]
-        fixed: dict[int, int] = {}
-        for index, (kind, value) in enumerate(self.record.params):
-            if kind == "P" and index not in sources:
-                fixed[index] = 0 if value is None else value.data_ptr() if isinstance(value, Tensor) else value
-            elif kind == "M":
-                fixed[index] = value.base.data_ptr()
-        prepared = PreparedLaunch(self.record, out.stream, variable, fixed)
         kernel = out.name(prepared, "kernel")
         out.names.update({
             f"{kernel}_pack": prepared.pack, f"{kernel}_buffer": prepared.buffer, f"{kernel}_config": prepared.config,
