@@ -23,6 +23,7 @@ import os
 import random
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,24 @@ def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(replay, "RECORD_AFTER", 1)
     for calls in replay._caches:
-        calls.entries.clear()
+        calls.clear()
+
+
+@pytest.fixture
+def in_cpp(recorded_soon: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The C++ extension, which replays calls from the fourth on."""
+    from flashkernel.core import cpp, replay
+    from flashkernel.core.native import build
+
+    if reason := cpp.can_compile():
+        pytest.skip(reason)
+    build.build()
+    monkeypatch.setenv("FLASHKERNEL_REPLAY", "cpp")
+    monkeypatch.setattr(replay, "_extension", build.load())
+    yield build.load()
+    for calls in replay._caches:
+        calls.clear()
+        calls.native = None
 
 
 @pytest.fixture

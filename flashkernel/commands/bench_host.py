@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from flashkernel.lab import output, progress
 from flashkernel.lab.output import Format
 
@@ -21,7 +23,8 @@ def bench_host(
 ) -> None:  # fmt: skip
     """Times the host side of public functions, and on a GPU of CUDA C++ launches; exits 1 if a result is wrong."""
     with progress.report_errors():
-        from flashkernel.core import roofline
+        from flashkernel.core import cpp, env, roofline
+        from flashkernel.core.native import build
         from flashkernel.lab import host, host_cases, launch_cost, selection
         from flashkernel.lab.results import ResultsFile
 
@@ -32,6 +35,13 @@ def bench_host(
         cases = [case for case in host_cases.CASES if case.op in wanted and case.name in chosen]
         launches = [case for case in known[len(host_cases.CASES) :] if case.op in wanted and case.name in chosen]
     records: list[Record] = []
+    if env.replaying_in_cpp():
+        progress.log("compiling the extension that replays calls in C++, unless it was compiled before")
+        try:
+            build.build()
+        except cpp.CompileError as error:
+            progress.log(str(error))
+            raise typer.Exit(1) from None
     if target.type == "cpu":
         progress.log(
             f"on a CPU the functions compute before they return, so {len(cases)} functions may take many minutes; "

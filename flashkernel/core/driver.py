@@ -171,6 +171,10 @@ class PreparedLaunch:
         if status == _INVALID_CONTEXT:  # autograd's threads may not have called the driver before
             torch.cuda.synchronize()
             status = launch()(self.config, self.function, self.params, None)
+        self.check(status)
+
+    def check(self, status: int) -> None:
+        """RuntimeError where the launch returned an error."""
         check(f"the launch of {self.record.name}", status)
 
 

@@ -4,7 +4,7 @@
 | --- | --- |
 | FLASHKERNEL_CACHE_DIR | folder of compiled kernels and tuned launch configs; default: in the user's cache folder |
 | FLASHKERNEL_CUDA_ARCH | compile CUDA C++ kernels for this older architecture, e.g. 75 (core/cuda.py) |
-| FLASHKERNEL_REPLAY | 0: no launch cache; calls are not recorded and replayed (core/replay.py) |
+| FLASHKERNEL_REPLAY | 0: calls are not recorded and replayed (core/replay.py). cpp: replayed in C++ (core/native) |
 | TRITON_INTERPRET | 1: Triton's own switch; its kernels run in Python, on CPU tensors |
 | PTXAS_OPTIONS | Triton's own: additional options of ptxas |
 | XDG_CACHE_HOME | the user's cache folder; default: `~/.cache` |
@@ -38,6 +38,11 @@ def cuda_arch() -> int | None:
 def replaying() -> bool:
     """True if calls may be recorded and replayed (core/replay.py)."""
     return os.environ.get("FLASHKERNEL_REPLAY") != "0"
+
+
+def replaying_in_cpp() -> bool:
+    """True if calls are replayed by the C++ extension (core/native) where it is built."""
+    return os.environ.get("FLASHKERNEL_REPLAY") == "cpp"
 
 
 def interpreting() -> bool:

@@ -9,6 +9,7 @@ An operator's functions take named groups of arguments; the registered operator 
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from flashkernel.core.tracing import assume_constant_result, compiled_graph
 NAMESPACE = "flashkernel"
 _PLAIN = (Tensor, torch.nn.Parameter)
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+_in_dispatch_key = torch._C._dispatch_tls_is_dispatch_key_included
+# torch.autograd.grad(is_grads_batched=True), whose vmap is not that of functorch
+_VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
 _in_functorch = torch._C._are_functorch_transforms_active
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
@@ -37,6 +41,7 @@ def traced(tensor: Tensor) -> bool:
         or (modes == 1 and not is_observed())  # core/recording.py has a mode of its own
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or _in_dispatch_key(_VMAP_MODE)
     )
 
 
@@ -121,7 +126,7 @@ class KernelOp:
     """
 
     def __init__(self, name, forward, fake, gradient: Gradient | None = None, *, mutates=(), torch_alone=False):
-        self.name = name
+        self.name, self.mutates, self.torch_alone = name, bool(mutates), torch_alone
         self.arguments = ArgumentGroups(forward)
         self.flatten = self.arguments.flatten if self.arguments.grouped else None
         flat = self.arguments.flat(forward)
@@ -140,8 +145,10 @@ class KernelOp:
         if gradient is not None:
             setup, pull_back = _flat_autograd(self.arguments, gradient)
             self.registered.register_autograd(pull_back, setup_context=setup)
-            self.function = _autograd_function(name, self.forward, setup, pull_back)
-            self.functional = _functional(name, self.registered, setup, pull_back)
+            self.differentiable = [self.arguments.names.index(one) for one in gradient.differentiable]
+            self.setup, self.pull_back = setup, differentiable_once(name)(_without_lists(pull_back))
+            self.function = _autograd_function(name, self.forward, setup, self.pull_back)
+            self.functional = _functional(name, self.registered, setup, self.pull_back)
             # Function.apply without its check for functorch, which costs as much as the call: `traced` checks for it.
             self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
@@ -166,6 +173,8 @@ class KernelOp:
             return self.registered(*args)
         if forward_ad._current_level >= 0:
             _refuse_tangents(self.name, args)
+        if _in_dispatch_key(_VMAP_MODE):
+            return _batched_gradients(self.registered, args)
         if self.function is not None and _in_functorch():
             return self.functional.apply(*args)
         return self.registered(*args)
@@ -192,6 +201,34 @@ def _one_by_one(operator: Callable[..., Any]):
         return tuple([torch.stack(one) for one in zip(*found)]), (0,) * len(found[0])
 
     return rule
+
+
+def _batched_gradients(operator: Callable[..., Any], args: Sequence[Any]):
+    """A call inside torch.autograd.grad(is_grads_batched=True), once for each entry of the batch."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    sizes: set[int] = set()
+
+    def whole(value):
+        if isinstance(value, (list, tuple)):
+            return [whole(one) for one in value]
+        if not isinstance(value, Tensor) or not torch._C._functorch.is_legacy_batchedtensor(value):
+            return value, None
+        found = torch._remove_batch_dim(value, level, 1, 0)
+        sizes.add(found.shape[0])
+        return found, 0
+
+    def part(pairs, number):
+        return [one[number] if isinstance(one, tuple) else part(one, number) for one in pairs]
+
+    pairs = [whole(value) for value in args]
+    if not sizes:
+        return operator(*args)
+    rule = _one_by_one(operator)
+    found, dims = rule(SimpleNamespace(batch_size=sizes.pop()), part(pairs, 1), *part(pairs, 0))
+    if isinstance(found, Tensor):
+        return torch._add_batch_dim(found, dims, level)
+    return tuple([torch._add_batch_dim(one, dim, level) for one, dim in zip(found, dims)])
 
 
 class _Once(torch.autograd.Function):
@@ -253,15 +290,21 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-def _functional(name, operator, setup_context, backward):
-    """An operator as an autograd.Function that torch.func.grad and vmap can transform."""
+def _without_lists(backward):
+    """The backward function as autograd.Function takes it. For a list of tensors, torch.library takes a list of
+    gradients and autograd.Function one None."""
 
     def run_backward(ctx, *gradients):
         return tuple([None if isinstance(value, list) else value for value in backward(ctx, *gradients)])
 
+    return run_backward
+
+
+def _functional(name, operator, setup_context, backward):
+    """An operator as an autograd.Function that torch.func.grad and vmap can transform."""
     body = {
         "forward": staticmethod(lambda *args: operator(*args)), "setup_context": staticmethod(setup_context),
-        "backward": staticmethod(differentiable_once(name)(run_backward)), "generate_vmap_rule": True,
+        "backward": staticmethod(backward), "generate_vmap_rule": True,
         "jvp": staticmethod(lambda ctx, *tangents: _refuse_forward_mode(name)),
     }  # fmt: skip
     return type(f"{name}_functional", (torch.autograd.Function,), body)
@@ -332,12 +375,7 @@ def _autograd_function(name, forward, setup_context, backward):
             for index, gradient in zip(returned, gradients):
                 padded[index] = gradient
             gradients = tuple(padded)
-        # For a list of tensors, torch.library takes a list of gradients and autograd.Function one None.
-        results = backward(ctx, *gradients)
-        return *[None if isinstance(value, list) else value for value in results], None
+        return *backward(ctx, *gradients), None
 
-    body = {
-        "forward": staticmethod(run_forward),
-        "backward": staticmethod(differentiable_once(name)(run_backward)),
-    }
+    body = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
     return type(name, (torch.autograd.Function,), body)

@@ -76,20 +76,24 @@ class Recording:
         steps = _without_unused_allocations(steps, result)
         self.steps = list(zip(steps, _last_used(steps, num_inputs, result)))
         out = SourceWriter(inputs[0].get_device())
-        persistent = [tensor for step in steps if isinstance(step, LaunchStep) for tensor in step.persistent]
-        if persistent and out.device_index >= 0:
-            out.line(f"if capturing(): keep_alive({out.name(persistent, 'persistent')})")
-        for slot in sorted({slot for step in steps for slot in step.slots()} | {view.slot for view in _views(result)}):
+        self.device, self.num_inputs, self.result = inputs[0].device, num_inputs, result
+        self.program: Any = None  # that of core/native; a str: the reason why there is none
+        self.persistent = [tensor for step in steps if isinstance(step, LaunchStep) for tensor in step.persistent]
+        if self.persistent and out.device_index >= 0:
+            out.line(f"if capturing(): keep_alive({out.name(self.persistent, 'persistent')})")
+        for slot in sorted(
+            {slot for step in steps for slot in step.slots()} | {view.slot for view in views_of(result)}
+        ):
             if slot < num_inputs:
                 out.line(f"v{slot} = tensors[{slot}]")
         _allocate_in_result_shape(steps, result)
-        out.null_slots = _null_slots(steps, result) if out.device_index >= 0 else set()
+        self.null_slots = out.null_slots = _null_slots(steps, result) if out.device_index >= 0 else set()
         for step, last_used in self.steps:
             step.emit(out)
             freed = [f"v{slot}" for slot in last_used if slot not in out.null_slots]
             if freed:
                 out.line(f"del {', '.join(freed)}")
-        parts = [view.expression(num_inputs) for view in _views(result)]
+        parts = [view.expression(num_inputs) for view in views_of(result)]
         if result is not None:
             out.line(f"return ({', '.join(parts)},)" if isinstance(result, tuple) else f"return {parts[0]}")
         self.source = out.source()
@@ -104,13 +108,13 @@ class Recording:
             return knobs.launch_enter_hook is not None or knobs.launch_exit_hook is not None
 
 
-def _views(result: View | tuple[View, ...] | None) -> tuple[View, ...]:
+def views_of(result: View | tuple[View, ...] | None) -> tuple[View, ...]:
     return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
 def _without_unused_allocations(steps: list[Step], result: Any) -> list[Step]:
     """The steps but for allocations that no other step and no result uses."""
-    used = {view.slot for view in _views(result)}
+    used = {view.slot for view in views_of(result)}
     used |= {slot for step in steps if not isinstance(step, AllocationStep) for slot in step.slots()}
     return [step for step in steps if not isinstance(step, AllocationStep) or step.slot in used]
 
@@ -118,9 +122,9 @@ def _without_unused_allocations(steps: list[Step], result: Any) -> list[Step]:
 def _allocate_in_result_shape(steps: list[Step], result: Any) -> None:
     """Allocate an output in the shape in which it is returned, where that is a contiguous view of all of it."""
     allocations = {step.slot: step for step in steps if isinstance(step, AllocationStep)}
-    for view in _views(result):
+    for view in views_of(result):
         step = allocations.get(view.slot)
-        returned_once = sum(other.slot == view.slot for other in _views(result)) == 1
+        returned_once = sum(other.slot == view.slot for other in views_of(result)) == 1
         used = any(isinstance(step, OperationStep) and view.slot in step.slots() for step in steps)
         if step is None or view.whole or not returned_once or used or view.offset or step.dtype != view.dtype:
             continue
@@ -131,7 +135,7 @@ def _allocate_in_result_shape(steps: list[Step], result: Any) -> None:
 
 def _null_slots(steps: list[Step], result: Any) -> set[int]:
     """Slots of allocations without elements that only launches use: they become null pointers."""
-    needed = {view.slot for view in _views(result)}
+    needed = {view.slot for view in views_of(result)}
     needed |= {slot for step in steps if not isinstance(step, (AllocationStep, LaunchStep)) for slot in step.slots()}
     return {step.slot for step in steps if isinstance(step, AllocationStep) and 0 in step.size} - needed
 
@@ -297,7 +301,7 @@ def _holds(x: Tensor, address: int) -> bool:
 
 def _last_used(steps: list[Step], num_inputs: int, result: Any) -> list[tuple[int, ...]]:
     """For each step, the allocated slots that no later step uses: their memory can be allocated again."""
-    returned = {view.slot for view in _views(result)}
+    returned = {view.slot for view in views_of(result)}
     last = {slot: number for number, step in enumerate(steps) for slot in step.slots()}
     return [
         tuple(slot for slot, at in last.items() if at == number and slot >= num_inputs and slot not in returned)

@@ -55,6 +55,8 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _PARAMETER = torch.nn.Parameter
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _caches: list[LaunchCache] = []
+_extension: Any = None  # of core/native
+_MISSING = object()  # what a LaunchCache of the extension returns for a call that it has no entry for
 
 
 class Uncacheable:
@@ -71,12 +73,22 @@ class LaunchCache:
         self, function: Callable[..., Any], name: str, public: bool = False, torch_alone: bool = False
     ) -> None:
         self.function, self.name, self.public, self.torch_alone = function, name, public, torch_alone
-        # By key: how often it was seen (int), a Recording, an _OperatorCall, a _TorchCall, or Uncacheable.
+        # By key: how often it was seen (int), a Recording, an OperatorCall, a _TorchCall, or Uncacheable.
         self.entries: dict[tuple[Any, ...], Any] = {}
+        self.native: Any = None  # a LaunchCache of core/native: what it finds is not looked up here
         _caches.append(self)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if replay_switch.suspensions or _dispatch_modes() or _functorch() is not None or forward_ad._current_level >= 0:
+        if self.native is not None:
+            result = self.native(args, kwargs)
+            if result is not _MISSING:
+                return result
+        if (
+            replay_switch.suspensions[0]
+            or _dispatch_modes()
+            or _functorch() is not None
+            or forward_ad._current_level >= 0
+        ):
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
         try:
@@ -87,14 +99,16 @@ class LaunchCache:
         if key is None:
             return self.function(*args, **kwargs)
         kind = type(found)
+        if _extension is not None and kind in _CONVERTED and found.program is None:
+            return self._convert(args, kwargs, tensors, found)
         if kind is rec.Recording:
             return self.function(*args, **kwargs) if found.hooked() else found.run(tensors)
-        if kind is _OperatorCall or kind is _TorchCall:
+        if kind is OperatorCall or kind is _TorchCall:
             return found(tensors)
         if kind is int:
             if found < RECORD_AFTER:
                 self._count(key, found)
-            elif _may_record():
+            elif may_record():
                 return self._record(key, tensors, args, kwargs)
         return self.function(*args, **kwargs)
 
@@ -113,7 +127,7 @@ class LaunchCache:
             return None
         else:  # a recording launches on one stream, and some kernels have counters for each stream
             parts.append(_current_stream(index))
-        parts += (index, tune.generation, _allow_tf32())
+        parts += (index, tune.generation[0], _allow_tf32())
         device = "cuda" if index >= 0 else "cpu"
         if _autocast(device):
             parts.append(torch.get_autocast_dtype(device))
@@ -136,7 +150,9 @@ class LaunchCache:
         self, key: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call and record it; returns its result."""
-        entry: rec.Recording | _OperatorCall | _TorchCall | Uncacheable
+        if env.replaying_in_cpp():
+            _request_extension()
+        entry: rec.Recording | OperatorCall | _TorchCall | Uncacheable
         trace = _CallTrace()
         if self.public and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             with assigned(_trace, trace):
@@ -152,6 +168,48 @@ class LaunchCache:
         retry = isinstance(entry, Uncacheable) and entry.reason in rec.TRANSIENT_REASONS
         self.entries[key] = -RETRY_AFTER if retry else entry
         return result
+
+    def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], found: Any) -> Any:
+        """Run a call and give the extension its entry; returns the call's result."""
+        from flashkernel.core.native.describe import program
+        from flashkernel.core.native.operator_call import CannotConvert, first_call
+
+        if self.native is None:
+            self.native = _extension.LaunchCache(self.public, WRITTEN, _MISSING)
+        elif len(self.native) >= MAX_KEYS:
+            self.forget_programs()
+        if type(found) is rec.Recording:
+            if found.hooked():
+                return self.function(*args, **kwargs)
+            found.program = program(_extension, found)
+            shape = isinstance(found.result, tuple), found.result is None
+            self.native.insert_program(args, kwargs, found.program, *shape)
+            return found.run(tensors)
+        if type(found) is OperatorCall and found.find_recording(tensors) is not None:
+            try:
+                found.program, result = first_call(_extension, found, tensors)
+            except CannotConvert as error:
+                found.program = str(error)
+            else:
+                self.native.insert_operator(args, kwargs, found.program)
+                return result
+        elif type(found) is _TorchCall:
+            found.program = found
+            self.native.insert_function(args, kwargs, found)
+        return found(tensors)
+
+    def forget_programs(self) -> None:
+        """Forget what the extension has of this function."""
+        if self.native is not None:
+            self.native.clear()
+        for entry in self.entries.values():
+            if type(entry) in _CONVERTED:
+                entry.program = None
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.forget_programs()
+        self.entries.clear()
 
     def find(self, args: tuple[Any, ...]) -> rec.Recording | None:
         """The recording of a call, if there is one."""
@@ -188,7 +246,17 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
-def _may_record() -> bool:
+def _request_extension() -> None:
+    """Use the extension if it was built."""
+    global _extension
+    from flashkernel.core.native import build
+
+    build.request()
+    _extension = build.extension()
+
+
+def may_record() -> bool:
+    """Whether calls may be recorded now."""
     if not env.replaying() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return False
     if env.interpreting():
@@ -262,7 +330,7 @@ def notify_derived(function: Callable[..., Any], tensors: Sequence[Tensor], resu
 _DerivedArgument = tuple[int, Callable[..., Any], list[int], int]
 
 
-class _OperatorCall:
+class OperatorCall:
     """A call with gradients that applies one operator.
 
     `template` has an entry for each argument of the operator: (True, index of one of the call's tensors), or (False,
@@ -279,13 +347,25 @@ class _OperatorCall:
         looked_up = [argument for argument, *_ in derived]
         self.tensors = [index for index, (from_call, value) in enumerate(template)
                         if from_call or isinstance(value, Tensor) or index in looked_up]  # fmt: skip
-        self.lists = any(function is _as_list for _, function, _, _ in derived)
+        self.lists = any(function is as_list for _, function, _, _ in derived)
         self.recording: rec.Recording | None = None
+        self.program: Any = None  # an OperatorCall of core/native; a str: the reason why there is none
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def arguments(self, tensors: list[Tensor]) -> list[Any]:
+        """The operator's arguments in a call."""
         args = [tensors[value] if from_call else value for from_call, value in self.template]
         for argument, function, given, result in self.derived:
             args[argument] = function(*[tensors[index] for index in given])[result]
+        return args
+
+    def find_recording(self, tensors: list[Tensor]) -> rec.Recording | None:
+        """The recording of the operator's forward pass, if there is one that may be replayed."""
+        if self.recording is None:
+            self.recording = self.op.forward.find(tuple(self.arguments(tensors)))
+        return None if self.recording is None or self.recording.hooked() else self.recording
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        args = self.arguments(tensors)
         recording = self.recording
         if recording is None:
             recording = self.recording = self.op.forward.find(tuple(args))
@@ -302,7 +382,7 @@ class _OperatorCall:
         return outputs[returned[0]] if len(returned) == 1 else tuple([outputs[index] for index in returned])
 
 
-def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _OperatorCall | Uncacheable:
+def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> OperatorCall | Uncacheable:
     """The entry of a call with gradients on `tensors` that did this and returned `result`."""
     if len(trace.applied) != 1:
         return Uncacheable(f"with gradients it applies {len(trace.applied)} operators, not one")
@@ -320,7 +400,7 @@ def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Op
         elif isinstance(value, list) and any(isinstance(element, Tensor) for element in value):
             if not all(id(element) in indices for element in value):
                 return Uncacheable("with gradients, it gives its operator a list of tensors that are not its arguments")
-            derived.append((len(template), _as_list, [indices[id(element)] for element in value], 0))
+            derived.append((len(template), as_list, [indices[id(element)] for element in value], 0))
             template.append((False, None))
         elif not isinstance(value, Tensor):
             template.append((False, value))
@@ -334,14 +414,14 @@ def _operator_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Op
     if len(used) < len(tensors):
         return Uncacheable(UNUSED_TENSOR)
     if result is outputs:
-        return _OperatorCall(op, template, derived, None)
+        return OperatorCall(op, template, derived, None)
     output_indices = {id(output): index for index, output in enumerate(outputs)} if isinstance(outputs, tuple) else {}
     results = result if isinstance(result, tuple) else (result,)
     if any(id(one) not in output_indices for one in results):
         return Uncacheable("with gradients, its result is computed from the operator's outputs")
     if isinstance(result, tuple) and len(result) == 1:
         return Uncacheable("with gradients, its result is a tuple of one")
-    return _OperatorCall(op, template, derived, tuple([output_indices[id(one)] for one in results]))
+    return OperatorCall(op, template, derived, tuple([output_indices[id(one)] for one in results]))
 
 
 class _TorchCall:
@@ -353,9 +433,13 @@ class _TorchCall:
 
     def __init__(self, function: Callable[..., Tensor], template: list[tuple[bool, Any]]) -> None:
         self.function, self.template = function, template
+        self.program: Any = None
 
     def __call__(self, tensors: list[Tensor]) -> Tensor:
         return self.function(*[tensors[value] if from_call else value for from_call, value in self.template])
+
+
+_CONVERTED = frozenset((rec.Recording, OperatorCall, _TorchCall))  # entries that the extension may have
 
 
 def _torch_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _TorchCall | None:
@@ -373,7 +457,7 @@ def _torch_call(trace: _CallTrace, tensors: list[Tensor], result: Any) -> _Torch
     )
 
 
-def _as_list(*tensors: Tensor) -> tuple[list[Tensor]]:
+def as_list(*tensors: Tensor) -> tuple[list[Tensor]]:
     """An argument that is a list of the call's tensors, such as the tables of a mask."""
     return (list(tensors),)
 

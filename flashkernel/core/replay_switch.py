@@ -7,6 +7,7 @@ config, an observer of launches) holds `suspended()` or `scoped()`. The check on
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,20 +15,20 @@ from contextvars import ContextVar
 from flashkernel.core.context import Value, assigned
 
 _lock = threading.Lock()
-suspensions = 0  # of all threads: calls of other threads get slower, never wrong
+# One number, which core/native reads from memory. Of all threads: calls of other threads get slower, never wrong.
+suspensions = array("q", [0])
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, no call is replayed, recorded or counted."""
-    global suspensions
     with _lock:
-        suspensions += 1
+        suspensions[0] += 1
     try:
         yield
     finally:
         with _lock:
-            suspensions -= 1
+            suspensions[0] -= 1
 
 
 @contextmanager

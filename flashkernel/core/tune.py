@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -82,7 +83,8 @@ _collectors: list[dict[tuple[Tunable, tuple[Any, ...]], Shape]] = []
 _recent: dict[tuple[Any, ...], Any] = {}  # by exact shape: faster than computing the bucket
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[Path] = set()
-generation = 0  # incremented whenever `pick` may return another config
+# One number, which core/native reads from memory: incremented whenever `pick` may return another config.
+generation = array("q", [0])
 
 
 def pick(tunable: Tunable, device: Device, shape: Shape) -> Any:
@@ -206,9 +208,8 @@ def clear_cache() -> None:
 
 
 def _changed() -> None:
-    global generation
     _recent.clear()
-    generation += 1
+    generation[0] += 1
 
 
 def cache_path(tunable: Tunable, device: Device) -> Path:

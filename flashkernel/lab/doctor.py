@@ -117,6 +117,10 @@ def _set_up() -> Iterator[Finding]:
     reason = replay.disabled_reason()
     detail = f"off: {reason}" if reason else f"on: launches are recorded after {replay.RECORD_AFTER} equal calls"
     yield Finding("environment", "replay", "missing" if reason else "ok", detail)
+    if not reason:
+        from flashkernel.core.native import build
+
+        yield Finding("environment", "replay in C++", "ok", build.status())
     reason = cuda.can_compile()
     advice = "" if reason is None else "pip install 'flashkernel[cuda]'"
     yield Finding("environment", "NVRTC", "ok" if reason is None else "missing", reason or "compiles CUDA C++", advice)

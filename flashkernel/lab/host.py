@@ -21,6 +21,7 @@ from torch import Tensor
 from flashkernel.core import replay
 from flashkernel.core.check import compare
 from flashkernel.core.device import half_dtype, properties
+from flashkernel.core.native.operator_call import RECORD_BACKWARD_AFTER
 from flashkernel.core.op import Op
 from flashkernel.lab import host_cases
 from flashkernel.lab.host_cases import Call, Case
@@ -33,7 +34,7 @@ OURS, THEIRS = "flashkernel", "torch"
 SHARE, ALONE_US = 1.3, 25.0
 ATTENTION_US = {"fwd": 60.0, "bwd": 100.0}
 ROUNDS, CALLS = 15, 60  # the calls of a round fit the launch queue
-WARMUP = replay.RECORD_AFTER + 6
+WARMUP = replay.RECORD_AFTER + 2 * RECORD_BACKWARD_AFTER
 
 
 def dtype_of(device: torch.device) -> torch.dtype:

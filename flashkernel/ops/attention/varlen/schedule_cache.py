@@ -21,7 +21,7 @@ def shared_schedule(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *settings: Any) 
     if traced(cu_seqlens_q) or traced(cu_seqlens_k):
         return library.schedule(cu_seqlens_q, cu_seqlens_k, *settings)
     pretended = devices.properties(cu_seqlens_q.device) if devices.pretending() else None
-    key = ("attention_varlen_schedule", tune.generation, tune.overridden(), pretended, settings)
+    key = ("attention_varlen_schedule", tune.generation[0], tune.overridden(), pretended, settings)
 
     def make(of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor]:
         return (library.schedule(of_queries, of_keys, *settings),)
