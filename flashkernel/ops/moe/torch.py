@@ -27,9 +27,9 @@ def moe_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     bounds = routing.offsets.tolist()  # a host sync
     wide = torch.promote_types(x.dtype, torch.float32)
     chain = Epilogue((experts.piece,))
-    parts = [x.new_zeros((0, experts.down.shape[1]))]
+    parts = []
     for index, (begin, end) in enumerate(pairwise(bounds)):
-        if begin < end:
+        if begin < end or (index == 0 and bounds[-1] == 0):  # without rows too, every argument has a gradient
             rows = x[routing.tokens[begin:end].long()]
             z = _product(rows, experts.gate_up, experts.gate_up_bias, index).to(wide)
             pair = split_gate_up(z, experts.packed) if experts.gate else (z,)
@@ -45,7 +45,7 @@ def combined(y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     tokens = routing.positions.shape[0]
     total = y.new_zeros((tokens, y.shape[1]), dtype=wide)
     if y.shape[0] == 0:
-        return total.to(dtype)
+        y = F.pad(y, (0, 0, 0, 1))  # what slots without a row read
     for positions, weights in zip(routing.positions.unbind(1), routing.weights.unbind(1)):
         # Both factors are 0 where there is no row: the derivative of a product has the other one, which may be NaN.
         used = positions >= 0
