@@ -103,12 +103,12 @@ def _fake_linear_backward(dloss, inputs, lse, params, wanted, kernels):
     return _empty_gradients(inputs, wanted)
 
 
-def _scaled(values: Tensor, factor: Tensor, count: Tensor | None, kernels: str) -> Tensor:
+def _scaled(values: Tensor, factor: Tensor, count: Tensor | None, summed: bool, kernels: str) -> Tensor:
     """The gradient for a loss gradient `factor` from the stored one, out of place."""
-    return resolve(kernels).scaled(values, factor, count, False)
+    return resolve(kernels).scaled(values, factor, count, summed, False)
 
 
-def _fake_scaled(values, factor, count, kernels):
+def _fake_scaled(values, factor, count, summed, kernels):
     return torch.empty_like(values)
 
 
@@ -127,12 +127,17 @@ def _pull_back_linear(ctx, wanted, dloss, *_):
     count, *gradients = saved
     # In place where it is allowed: the buffer is ours, and it may be a gigabyte.
     in_place = linear_cross_entropy.may_overwrite(ctx, dloss)
-    function = resolve(ctx.kernels).scaled
+    function, summed = resolve(ctx.kernels).scaled, ctx.params.reduction == "sum"
     by = count if ctx.params.stored_scale(gradients[0].dtype) > 1.0 else None
-    return [
-        None if not want else function(value, dloss, by, True) if in_place else scaled(value, dloss, by, ctx.kernels)
-        for value, want in zip(gradients, wanted)
-    ]
+    results: list[Tensor | None] = []
+    for value, want in zip(gradients, wanted):
+        if not want:
+            results.append(None)
+        elif in_place:
+            results.append(function(value, dloss, by, summed, True))
+        else:
+            results.append(scaled(value, dloss, by, summed, ctx.kernels))
+    return results
 
 
 linear_cross_entropy_backward = KernelOp("linear_cross_entropy_backward", _linear_backward, _fake_linear_backward)

@@ -71,7 +71,8 @@ def forward(
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     lse = torch.empty_like(loss)
     gradients = _Gradients(x, weight, bias, wanted)
-    divisor = kernels.counted(target, params) if any(wanted) and params.reduction == "mean" else None
+    divided = params.reduction == "mean" or params.stored_scale(x.dtype) > 1.0
+    divisor = kernels.counted(target, params) if any(wanted) and divided else None
     for part, logits in _chunks(x, weight, bias):
         kernels.launch_forward(logits, target[part], loss[part], lse[part], divisor, params, any(wanted))
         if any(wanted):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HALF_SCALE = 256.0  # that float16 gradients of a mean are stored with, at most
+HALF_SCALE = 256.0  # what stored float16 gradients are of a mean, times at most this
 
 
 class LossParams(NamedTuple):
@@ -20,12 +20,13 @@ class LossParams(NamedTuple):
     reduction: str = "mean"
 
     def stored_scale(self, dtype: torch.dtype) -> float:
-        """What gradients in `dtype`, stored for a loss gradient of one, are multiplied by at most.
+        """What a mean's gradients are multiplied by at most where they are stored in `dtype`, in the forward pass.
 
-        A mean divides the gradient of each logit by the number of targets, which leaves little of it in float16, whose
-        least number is 6e-8: a loss scaler multiplies only afterwards. They are stored times min(number, HALF_SCALE).
+        float16 has numbers from 6e-8 to 65504, and a loss scaler multiplies only afterwards. A mean divides the
+        gradient of each logit by the number of targets, which leaves little of it; a sum over many targets may
+        overflow. Both are stored as those of the mean times min(number, HALF_SCALE).
         """
-        return HALF_SCALE if dtype == torch.float16 and self.reduction == "mean" else 1.0
+        return HALF_SCALE if dtype == torch.float16 and self.reduction != "none" else 1.0
 
 
 class LinearLossInputs(NamedTuple):

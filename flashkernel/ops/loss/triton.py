@@ -157,12 +157,17 @@ def count_targets(target, count, rows, ignore_index, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scale(values, result, factor, count, size, stored_scale, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """result = values * factor / min(count, stored_scale), or without a count values * factor; in place that costs
-    nothing where the factor is one, as it is after loss.backward()."""
+def scale(
+    values, result, factor, count, size, stored_scale, SUMMED: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """result = values * factor; with a count divided by min(count, stored_scale) and, if SUMMED, times the count. In
+    place it costs nothing where that is one, as it is without a count after loss.backward()."""
     by = tl.load(factor).to(tl.float32)
     if count is not None:
-        by /= tl.minimum(tl.maximum(tl.load(count), 1).to(tl.float32), stored_scale)
+        number = tl.maximum(tl.load(count), 1).to(tl.float32)
+        by /= tl.minimum(number, stored_scale)
+        if SUMMED:
+            by *= number
     if (by != 1.0) or (not IN_PLACE):
         offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         scaled = tl.load(values + offset, mask=offset < size).to(tl.float32) * by
@@ -183,8 +188,8 @@ def launch_forward(
     params: LossParams,
     in_place_gradient: bool,
 ) -> None:
-    """Fill loss and lse of each row; with `in_place_gradient`, turn the logits into their gradient. A mean's is divided
-    by the count, and multiplied by min(count, params.stored_scale(logits.dtype))."""
+    """Fill loss and lse of each row; with `in_place_gradient`, turn the logits into their gradient. With a count it is
+    divided by that, and multiplied by min(count, params.stored_scale(logits.dtype))."""
     config = _scan(IN_PLACE if in_place_gradient else FORWARD, logits)
     launch(
         cross_entropy_forward, (logits.shape[0],),
@@ -266,12 +271,14 @@ def backward(
     return dlogits
 
 
-def scaled(values: torch.Tensor, factor: torch.Tensor, count: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-    """values * factor for a contiguous tensor and a factor that lives on the device; with a count, as
-    `launch_forward` stores gradients in float16, divided by min(count, HALF_SCALE)."""
+def scaled(
+    values: torch.Tensor, factor: torch.Tensor, count: torch.Tensor | None, summed: bool, in_place: bool
+) -> torch.Tensor:
+    """values * factor for a contiguous tensor and a factor that lives on the device. A count is given for gradients in
+    float16: those of a mean times min(count, HALF_SCALE), or of a sum divided by the count (`summed`)."""
     result = values if in_place else torch.empty_like(values)
     launch(
         scale, (tune.ceil_div(values.numel(), 4096),), values, result, factor, count, values.numel(), HALF_SCALE,
-        IN_PLACE=in_place, BLOCK=4096, num_warps=8,
+        SUMMED=summed, IN_PLACE=in_place, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return result
