@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands
 from flashkernel.blocks.gate_up import split_gate_up
+from flashkernel.blocks.values import has_values
 from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.moe import reference
@@ -22,7 +23,7 @@ _linear: Any = linear  # returns one tensor or several, depending on its argumen
 
 def moe_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """The host reads the offsets. A quantized weight is read by `linear`, one expert at a time."""
-    if torch.compiler.is_compiling():  # offsets on the host would break the graph
+    if not has_values(routing.offsets):
         return reference.moe_experts(x, routing, experts)
     bounds = routing.offsets.tolist()  # a host sync
     wide = torch.promote_types(x.dtype, torch.float32)
