@@ -15,6 +15,8 @@ import pytest
 import torch
 from cuda_emulator import emulated
 from cuda_graphs import capture
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import flashkernel
 from flashkernel.core import cpp, tune
@@ -28,6 +30,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 OPS = list(registry().values())
 CPP = {"append_kv", "decode_attention", "quantized_linear"}  # whose first case C++ kernels serve on a CPU
+CACHED = {"append_kv", "decode_attention", "paged_attention"}  # on a CPU they read page tables
 by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
@@ -80,6 +83,24 @@ def test_opcheck(op: Op, case: Case, device: str, monkeypatch: pytest.MonkeyPatc
         for kernel, args in seen:
             fresh = tuple(_fresh(value, kernel.function is not None) for value in args)
             torch.library.opcheck(kernel.registered, fresh, test_utils=_checks(op, case))
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+@pytest.mark.parametrize("op", [op for op in OPS if op.name not in CACHED], ids=lambda op: op.name)
+def test_shapes_follow_without_values(op: Op, kind: str) -> None:
+    """Under FakeTensorMode and on the meta device, where tools estimate memory or count operations."""
+    case = _some_cases(op)[0]
+    inputs, options = op.make_inputs(case, torch.float32, "cpu"), dict(case.options)
+    if op.backend("torch").composite:
+        options["backend"] = "torch"
+    expected = op.call(**inputs, **options)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if kind == "fake" else nullcontext()
+    with mode:
+        convert = mode.from_tensor if isinstance(mode, FakeTensorMode) else lambda x: x.to("meta")
+        found = op.call(**tree_map_only(torch.Tensor, convert, inputs), **options)
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert one.is_meta or isinstance(one, FakeTensor)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _checks(op: Op, case: Case) -> tuple[str, ...]:

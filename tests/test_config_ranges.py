@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -17,6 +18,7 @@ from flashkernel.ops.attention import configs as attention_configs
 from flashkernel.ops.attention import support as attention_support
 from flashkernel.ops.decode import configs as decode_configs
 from flashkernel.ops.decode import spec as decode_spec
+from flashkernel.ops.reduce.triton.argmax import argmax
 
 GPUS = [device for device in devices.KNOWN.values() if device.arch >= 80]
 DIMS = (1, 8, 16, 40, 64, 72, 128, 192, 256, 300, 512)
@@ -98,5 +100,19 @@ def test_attention_of_many_sequences_fits_a_grid(backend: str) -> None:
         out = fk.attention(q, k, v, backend=backend)
         out.backward(torch.empty_like(out))
     assert len(launches) >= 3
+    for launch in launches:
+        assert max(launch.grid[1:], default=1) <= MAX_ON_OTHER_AXES, f"{launch.name} has a grid of {launch.grid}"
+
+
+def _sample(rows: int) -> torch.Tensor:
+    seeds = torch.empty(rows, dtype=torch.int64, device="meta")
+    return fk.sample(torch.empty((rows, 64), device="meta"), seeds, seeds, backend="triton")
+
+
+@pytest.mark.parametrize("function", [_sample, lambda rows: argmax(torch.empty((rows, 64), device="meta"))])
+def test_many_rows_fit_a_grid(function: Callable[[int], torch.Tensor]) -> None:
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
+        function(70000)
+    assert len(launches) == 2
     for launch in launches:
         assert max(launch.grid[1:], default=1) <= MAX_ON_OTHER_AXES, f"{launch.name} has a grid of {launch.grid}"

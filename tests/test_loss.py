@@ -90,6 +90,40 @@ def test_chunks_add_up(backend: str, reduction: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(chunked, one)
 
 
+@pytest.mark.parametrize("rows", [3, 600])
+@pytest.mark.parametrize("kept_graph", [False, True])
+def test_a_mean_leaves_float16_its_small_gradients(rows: int, kept_graph: bool) -> None:
+    """Class 0 has 99% of the probability. That of each other one, divided by 600 targets, is below what float16 has."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 8).half().requires_grad_(), (torch.randn(1000, 8) / 8).half().requires_grad_()
+    bias = torch.zeros(1000).half().requires_grad_()
+    bias.data[0] = 12
+    target = torch.zeros(rows, dtype=torch.int64)
+    target[1] = -100
+
+    def gradients(backend: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        x, weight, bias = inputs
+        loss = fk.linear_cross_entropy(x, weight, target, bias, backend=backend) * 4096  # as a loss scaler multiplies
+        return [one.double() for one in torch.autograd.grad(loss, inputs, retain_graph=kept_graph)]
+
+    inputs = (x, weight, bias)
+    exact = gradients("reference", *[one.detach().double().requires_grad_() for one in inputs])
+    for found, wanted in zip(gradients("triton", *inputs), exact):
+        assert (found - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_a_sum_of_many_targets_fits_float16() -> None:
+    """Its gradient, before the caller divides the loss by the number of targets, is beyond 65504."""
+    x = torch.full((1000, 8), 100.0).half()
+    weight = torch.zeros(4, 8).half().requires_grad_()
+    target = torch.zeros(1000, dtype=torch.int64)
+    loss = fk.linear_cross_entropy(x, weight, target, reduction="sum", backend="triton") / 1000
+    (found,) = torch.autograd.grad(loss, weight)
+    expected = torch.full((4, 8), 25.0)
+    expected[0] = -75.0
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=0.0)
+
+
 def test_kept_graph_gives_the_same_gradient_twice() -> None:
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     loss = fk.linear_cross_entropy(x, weight, torch.randint(0, 7, (5,)), backend="triton") * 3

@@ -274,6 +274,20 @@ def test_balance_of_another_routing_is_refused() -> None:
 
 
 @by_backend
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_batch_without_rows_has_gradients_of_zero(backend: str, tokens: int) -> None:
+    """A process of a parallel training whose experts got nothing still takes part in the backward pass."""
+    x, gate_up, down, *biases = (one.requires_grad_() for one in (torch.randn(tokens, 16), *_layer(4, bias=True)))
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    unused = torch.full((tokens, 2), -1, dtype=torch.int32)
+    routing = fk.moe_sort(unused, weights, num_experts=4, backend=backend)
+    y = fk.moe_experts(x, routing, gate_up, down, *biases, backend=backend)
+    assert y.shape == (tokens, 16)
+    for gradient in torch.autograd.grad(y.sum(), (x, weights, gate_up, down, *biases)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@by_backend
 def test_no_tokens_and_one_expert_for_all(backend: str) -> None:
     gate_up, down = _layer(4)
     empty = fk.moe_route(torch.empty(0, 4), backend=backend)

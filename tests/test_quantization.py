@@ -280,6 +280,11 @@ def test_states_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (lambda: quantize_model(_model(), _tokens(1, 200), "rtn", Scheme("int4", 32)), "the model's context"),
     (lambda: Method("gptq", damping=0.0), "damping is 0.0"),
     (lambda: Scheme("int4", 1), "group_size is 1"),
+    (lambda: Scheme("int3"), "there is no format 'int3'"),
+    (lambda: Scheme("fp8", symmetric=False), "fp8 has no zero points"),
+    (lambda: Scheme("mxfp4").check("down_proj", 48), "down_proj: .* do not divide 48"),
+    (lambda: Scheme("int4", -1).check("down_proj", 47), "down_proj: .* has 47"),
+    (lambda: Scheme("fp8", activation_dtype=torch.int8).check("down_proj", 64), "down_proj: .*int8"),
     (lambda: windows([1, 2, 3], 8), "fewer than one window of 8"),
 ])  # fmt: skip
 def test_wrong_arguments(call: Any, message: str) -> None:

@@ -25,9 +25,7 @@ from flashkernel.ops.attention import library as attention
 from flashkernel.ops.norm import library as norm
 from flashkernel.ops.norm.configs import FORWARD
 
-# Uncacheable: linear_cross_entropy multiplies in torch into views; paged_attention on a CPU reads a workspace in
-# another width.
-NEVER = {"linear_cross_entropy", "paged_attention"}
+NEVER = {"paged_attention"}  # on a CPU it reads a workspace in another width
 pytestmark = pytest.mark.usefixtures("recorded_soon")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -51,6 +49,35 @@ def test_every_operator_is_right_when_repeated(op: Op, case: Case, device: str, 
         failures = [report.message for report in reports if not report.ok]
         assert not failures, f"call {seed + 1}: " + "\n".join(failures)
     assert repeated or op.name in NEVER
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses_with_leading_dims_are_repeated(
+    reduction: str, chunk: int | None, repeated: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward of both losses, and the public functions go straight to their operators."""
+    if chunk is not None:
+        monkeypatch.setattr("flashkernel.ops.loss.linear.chunk_rows", lambda rows, classes, size: chunk)
+
+    def step(backend: str, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        x, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+        target = torch.randint(0, 16, (2, 5))
+        target[0, seed] = -100
+        loss = fk.linear_cross_entropy(x, weight, target, reduction=reduction, backend=backend)
+        loss = loss + fk.cross_entropy(x @ weight.T, target, reduction=reduction, backend=backend)
+        return [loss, *torch.autograd.grad(loss.square().sum(), (x, weight))]
+
+    for seed in range(4):
+        del repeated[:]
+        for found, wanted in zip(step("triton", seed), step("torch", seed)):
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for function in (fk.linear_cross_entropy, fk.cross_entropy):
+        entries = function.launch_cache.entries  # type: ignore[attr-defined]
+        assert isinstance(entries[next(key for key in reversed(entries) if "triton" in key)], replay._OperatorCall)
+    # linear_cross_entropy has its gradients in the forward pass, unless the reduction is "none".
+    assert len(set(repeated)) == (3 if reduction == "mean" else 4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

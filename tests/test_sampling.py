@@ -169,6 +169,8 @@ def test_penalties_biases_and_masks_change_the_greedy_token(backend: str) -> Non
     assert token(allowed=allowed, restricted=torch.zeros(1, dtype=torch.int32)) == 0
     ban = torch.tensor([[-float("inf"), 0.0]])
     assert token(bias_ids=torch.tensor([[0, -1]], dtype=torch.int32), bias_values=ban) == 1
+    ended = torch.tensor([[3, -1, 2]], dtype=torch.int32)
+    assert token(bias_ids=ended, bias_values=torch.tensor([[9.0, 0.0, 99.0]])) == 3  # entries end at the first -1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from flashkernel.blocks.fp8 import FP8, SCALE_BLOCK, expand_scales, quantize_fp8_groups
 from flashkernel.blocks.integers import quantize_int8_groups
+from flashkernel.blocks.values import has_values
 from flashkernel.core.arguments import check_written
 
 # (rows, columns) of the matrix that share a scale; -1: all of them.
@@ -104,8 +105,7 @@ class Weight:
                 f"Weight.quantize: the tensor is {tensor.dtype} {tuple(tensor.shape)}; it must be a float matrix "
                 "(out, in) or a stack of them"
             )
-        traced = tensor.is_meta or torch.compiler.is_compiling()  # without values to look at
-        if not traced and not bool(torch.isfinite(tensor).all()):
+        if has_values(tensor) and not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise ValueError(
                 f"Weight.quantize: {count} of {tensor.numel()} elements are infinite or NaN; the matrix is damaged"

@@ -10,6 +10,7 @@ from torch import Tensor
 from flashkernel import Weight
 from flashkernel.blocks.fp8 import expand_scales, in_groups
 from flashkernel.blocks.integers import INT4, INT8, IntegerRange, integer_scales, pack_nibbles, round_to_integers
+from flashkernel.blocks.weight import format_named
 
 CLIPS = tuple(1.0 - 0.04 * step for step in range(13))  # of the largest magnitude, tried as the end of the range
 _INTEGERS = {"int4": INT4, "int8": INT8}
@@ -40,6 +41,9 @@ class Scheme:
     activation_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        format_named(self.format)
+        if not self.symmetric and self.format not in _INTEGERS:
+            raise ValueError(f"Scheme: {self.format} has no zero points; leave symmetric=False away")
         if self.group_size != -1 and self.group_size < 2:
             raise ValueError(f"Scheme: group_size is {self.group_size}; it must be at least 2, or -1 for whole rows")
 
@@ -63,7 +67,7 @@ class Scheme:
         return _INTEGERS[self.format]
 
     def check(self, name: str, columns: int) -> None:
-        """ValueError if the groups do not divide the columns of a matrix `name`.
+        """ValueError if a matrix `name` of so many columns has no place in the format, or groups do not divide it.
 
         Args:
             name: Of the matrix, for the message.
@@ -75,6 +79,11 @@ class Scheme:
                 f"{name}: groups of {self.group_size} do not divide its {columns} columns; choose a group size of "
                 f"{', '.join(fitting) or 'whole rows (-1)'}"
             )
+        try:
+            matrix = torch.empty((64, columns), device="meta")
+            Weight.quantize(matrix, self.format, self.granularity, self.activation_dtype, self.symmetric)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def round_to_nearest(matrix: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Weight:

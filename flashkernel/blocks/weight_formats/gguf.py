@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.integers import pack_nibbles, unpack_nibbles
+from flashkernel.blocks.values import has_values
 from flashkernel.blocks.weight import Layout, Weight, register_format
 from flashkernel.blocks.weight_formats.grouped import FixedGroupsFormat, scales_of
 
@@ -39,7 +40,7 @@ class _GGUFFormat(FixedGroupsFormat):
         """Scales or minima in float16; those between 0 and its least number become that. ValueError if one is larger
         than float16 has."""
         half = values.half()
-        if not (half.is_meta or torch.compiler.is_compiling()) and bool(half.isinf().any()):
+        if has_values(half) and bool(half.isinf().any()):
             raise ValueError(
                 f"Weight.quantize: {self.name} stores scales and minima in float16, and this matrix needs "
                 f"{values.abs().amax().item():.3g}; divide it by a power of two, or choose int4 or int8"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.integers import pack_nibbles, unpack_nibbles
+from flashkernel.blocks.values import has_values
 from flashkernel.blocks.weight import Layout, Weight, register_format
 from flashkernel.blocks.weight_formats.grouped import GroupedFormat, scales_of
 from flashkernel.blocks.weight_formats.int4 import Int4
@@ -125,7 +126,7 @@ class TiledFormat(GroupedFormat):
 
     def _narrow(self, scales: Tensor) -> Tensor:
         narrow = scales.to(self.scale_dtype)
-        if self.scale_dtype == torch.uint8 or scales.is_meta or torch.compiler.is_compiling():
+        if self.scale_dtype == torch.uint8 or not has_values(scales):
             return narrow
         size = scales.abs()
         if bool(((size > 65504) | ((size < 2.0**-14) & (size > 0))).any()):

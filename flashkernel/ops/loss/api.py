@@ -69,8 +69,8 @@ def cross_entropy(
                 softcap=softcap, reduction=reduction,
             )  # fmt: skip
     params = LossParams(ignore_index, float(label_smoothing), float(z_loss), float(softcap), reduction)
-    loss, _, _ = library.cross_entropy(_flat(logits), _row(target), params, chosen.target)
-    return loss.view(target.shape) if reduction == "none" else loss
+    loss, _, _ = library.cross_entropy(logits, target, params, chosen.target)
+    return loss
 
 
 @replayed
@@ -135,9 +135,9 @@ def linear_cross_entropy(
             )  # fmt: skip
     wanted = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in (x, weight, bias)]
     params = LossParams(ignore_index, float(label_smoothing), float(z_loss), float(softcap), reduction)
-    inputs = LinearLossInputs(_flat(x), weight, bias, _row(target))
+    inputs = LinearLossInputs(x, weight, bias, target)
     loss, *_ = library.linear_cross_entropy(inputs, params, wanted, chosen.target)
-    return loss.view(target.shape) if reduction == "none" else loss
+    return loss
 
 
 def _check(
@@ -182,15 +182,3 @@ def _check_linear(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
         raise ValueError(f"linear_cross_entropy: bias is {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         raise ValueError(f"linear_cross_entropy: weight is on {weight.device} but x is on {x.device}; move one of them")
-
-
-def _row(target: Tensor) -> Tensor:
-    """Targets one after the other, as the kernels read them."""
-    flat = target if target.ndim == 1 else target.reshape(-1)
-    return flat.contiguous()
-
-
-def _flat(values: Tensor) -> Tensor:
-    """[rows, last] with unit stride along the row; a view where the layout allows one."""
-    flat = values if values.ndim == 2 else values.reshape(values.shape[:-1].numel(), values.shape[-1])
-    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

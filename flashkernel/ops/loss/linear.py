@@ -21,8 +21,8 @@ class _Gradients:
         self.x, self.weight = x, weight
         self.dx = torch.empty(x.shape if wanted[0] else 0, dtype=x.dtype, device=x.device)
         self.dweight = torch.empty(weight.shape if wanted[1] else 0, dtype=weight.dtype, device=x.device)
-        self.dbias = torch.zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float32, device=x.device)
-        self.bias_dtype = x.dtype if bias is None else bias.dtype
+        self.dbias = torch.empty(0, dtype=x.dtype if bias is None else bias.dtype, device=x.device)
+        self.bias_sum: Tensor | None = None  # float32
         self.wanted = wanted
 
     def add(self, dlogits: Tensor, rows: slice) -> None:
@@ -34,12 +34,18 @@ class _Gradients:
             else:
                 self.dweight.addmm_(dlogits.t(), self.x[rows])
         if self.wanted[2]:
-            self.dbias += dlogits.sum(0, dtype=torch.float32)
+            total = dlogits.sum(0, dtype=torch.float32)
+            self.bias_sum = total if self.bias_sum is None else self.bias_sum.add_(total)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self.wanted[1] and self.x.shape[0] == 0:
-            self.dweight.zero_()
-        return self.dx, self.dweight, self.dbias.to(self.bias_dtype)
+        if self.x.shape[0] == 0:
+            if self.wanted[1]:
+                self.dweight.zero_()
+            if self.wanted[2]:
+                self.dbias = self.dbias.new_zeros(self.weight.shape[0])
+        elif self.bias_sum is not None:
+            self.dbias = self.bias_sum.to(self.dbias.dtype)
+        return self.dx, self.dweight, self.dbias
 
 
 def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
@@ -59,20 +65,22 @@ def _chunks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[sl
 
 def forward(
     inputs: LinearLossInputs, params: LossParams, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, lse, dx, dweight, dbias), the gradients for a loss gradient of one; `wanted` says which."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, lse, count, dx, dweight, dbias), the gradients as the protocol says; `wanted` says which."""
     x, weight, bias, target = inputs
     loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     lse = torch.empty_like(loss)
     gradients = _Gradients(x, weight, bias, wanted)
-    count = (target != params.ignore_index).sum() if params.reduction == "mean" else None
+    divided = params.reduction == "mean" or params.stored_scale(x.dtype) > 1.0
+    divisor = kernels.counted(target, params) if any(wanted) and divided else None
     for part, logits in _chunks(x, weight, bias):
-        kernels.launch_forward(logits, target[part], loss[part], lse[part], count, params, any(wanted))
+        kernels.launch_forward(logits, target[part], loss[part], lse[part], divisor, params, any(wanted))
         if any(wanted):
             gradients.add(logits, part)
-    if params.reduction != "none":
-        loss, _ = kernels.reduced(loss, target, params)
-    return loss, lse, *gradients.result()
+    if params.reduction == "none":
+        return loss, lse, torch.empty(0, dtype=torch.int32, device=x.device), *gradients.result()
+    mean, count = kernels.reduced(loss, target, params)
+    return mean, lse, count, *gradients.result()
 
 
 def backward(

@@ -28,17 +28,21 @@ class LinearCrossEntropyKernels(Protocol):
 
     def forward(
         self, inputs: LinearLossInputs, params: LossParams, wanted: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns (loss, lse, dx, dweight, dbias), the gradients for a loss gradient of one; those that are not
-        wanted are empty."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns (loss, lse, count, dx, dweight, dbias) of x (rows, hidden). count are the targets that are not
+        ignored. The gradients are for a loss gradient of one; in float16, those of the mean times min(count,
+        HALF_SCALE). Those that are not wanted are empty."""
 
     def backward(
         self, dloss: Tensor, inputs: LinearLossInputs, lse: Tensor, params: LossParams, wanted: tuple[bool, bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (dx, dweight, dbias) for a loss per row."""
 
-    def scaled(self, values: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-        """Returns values * factor, where factor has one element."""
+    def scaled(
+        self, values: Tensor, factor: Tensor, count: Tensor | None, summed: bool, in_place: bool
+    ) -> Tensor:  # fmt: skip
+        """Returns values * factor, where factor has one element; if there is a count, divided by min(count,
+        HALF_SCALE), and if `summed` multiplied by the count."""
 
 
 PROTOCOLS = {"cross_entropy": CrossEntropyKernels, "linear_cross_entropy": LinearCrossEntropyKernels}

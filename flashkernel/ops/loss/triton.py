@@ -13,7 +13,7 @@ from flashkernel.blocks.softmax_triton import LOG2E
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.loss.configs import BACKWARD, FORWARD, IN_PLACE, ScanConfig
-from flashkernel.ops.loss.params import LossParams
+from flashkernel.ops.loss.params import HALF_SCALE, LossParams
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _write_gradient(
 @triton.jit
 def cross_entropy_forward(
     logits, target, loss, lse, count,
-    stride, classes, ignore_index, label_smoothing, z_loss, softcap,
+    stride, classes, ignore_index, label_smoothing, z_loss, softcap, stored_scale,
     IN_PLACE_GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,8 @@ def cross_entropy_forward(
     if IN_PLACE_GRADIENT:
         weight = 1.0
         if count is not None:
-            weight = 1.0 / tl.maximum(tl.load(count), 1).to(tl.float32)
+            number = tl.maximum(tl.load(count), 1).to(tl.float32)
+            weight = tl.minimum(number, stored_scale) / number
         if scan_width > 0:
             weight = tl.where(known, weight, float("nan"))
             _write_gradient(row, row, classes, label, row_lse, weight, label_smoothing, z_loss, softcap, SOFTCAP, BLOCK)
@@ -146,9 +147,27 @@ def reduce_losses(loss, target, result, count, rows, ignore_index, MEAN: tl.cons
 
 
 @triton.jit
-def scale(values, result, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """result = values * factor; in place it costs nothing where the factor is one, as it is after loss.backward()."""
+def count_targets(target, count, rows, ignore_index, BLOCK: tl.constexpr):
+    """count = rows not ignored; one program."""
+    kept = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        kept += (tl.load(target + row, mask=row < rows, other=ignore_index) != ignore_index).to(tl.int32)
+    tl.store(count, tl.sum(kept, 0))
+
+
+@triton.jit
+def scale(
+    values, result, factor, count, size, stored_scale, SUMMED: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """result = values * factor; with a count divided by min(count, stored_scale) and, if SUMMED, times the count. In
+    place it costs nothing where that is one, as it is without a count after loss.backward()."""
     by = tl.load(factor).to(tl.float32)
+    if count is not None:
+        number = tl.maximum(tl.load(count), 1).to(tl.float32)
+        by /= tl.minimum(number, stored_scale)
+        if SUMMED:
+            by *= number
     if (by != 1.0) or (not IN_PLACE):
         offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         scaled = tl.load(values + offset, mask=offset < size).to(tl.float32) * by
@@ -169,12 +188,14 @@ def launch_forward(
     params: LossParams,
     in_place_gradient: bool,
 ) -> None:
-    """Fill loss and lse of each row; with `in_place_gradient`, turn the logits into their gradient."""
+    """Fill loss and lse of each row; with `in_place_gradient`, turn the logits into their gradient. With a count it is
+    divided by that, and multiplied by min(count, params.stored_scale(logits.dtype))."""
     config = _scan(IN_PLACE if in_place_gradient else FORWARD, logits)
     launch(
         cross_entropy_forward, (logits.shape[0],),
         logits, target, loss, lse, count,
         logits.stride(0), logits.shape[1], params.ignore_index, params.label_smoothing, params.z_loss, params.softcap,
+        params.stored_scale(logits.dtype),
         IN_PLACE_GRADIENT=in_place_gradient, SMOOTH=params.label_smoothing > 0, SOFTCAP=params.softcap > 0,
         BLOCK=config.block, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
@@ -200,13 +221,24 @@ def launch_backward(
     )  # fmt: skip
 
 
+def counted(target: torch.Tensor, params: LossParams) -> torch.Tensor:
+    """Number of rows that are not ignored, int32."""
+    count = torch.empty((), dtype=torch.int32, device=target.device)
+    launch(count_targets, (1,), target, count, target.shape[0], params.ignore_index, BLOCK=_block(target), num_warps=8)
+    return count
+
+
+def _block(target: torch.Tensor) -> int:
+    return min(4096, tune.power_of_2(max(1, target.shape[0])))
+
+
 def reduced(loss: torch.Tensor, target: torch.Tensor, params: LossParams) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum or mean of the rows' losses, number of rows not ignored)."""
     result = torch.empty((), dtype=torch.float32, device=loss.device)
     count = torch.empty((), dtype=torch.int32, device=loss.device)
     launch(
         reduce_losses, (1,), loss, target, result, count, loss.shape[0], params.ignore_index,
-        MEAN=params.reduction == "mean", BLOCK=min(4096, tune.power_of_2(max(1, loss.shape[0]))), num_warps=8,
+        MEAN=params.reduction == "mean", BLOCK=_block(target), num_warps=8,
     )  # fmt: skip
     return result, count
 
@@ -239,9 +271,14 @@ def backward(
     return dlogits
 
 
-def scaled(values: torch.Tensor, factor: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """values * factor for a contiguous tensor and a factor that lives on the device."""
+def scaled(
+    values: torch.Tensor, factor: torch.Tensor, count: torch.Tensor | None, summed: bool, in_place: bool
+) -> torch.Tensor:
+    """values * factor for a contiguous tensor and a factor that lives on the device. A count is given for gradients in
+    float16: those of a mean times min(count, HALF_SCALE), or of a sum divided by the count (`summed`)."""
     result = values if in_place else torch.empty_like(values)
-    grid = (tune.ceil_div(values.numel(), 4096),)
-    launch(scale, grid, values, result, factor, values.numel(), IN_PLACE=in_place, BLOCK=4096, num_warps=8)
+    launch(
+        scale, (tune.ceil_div(values.numel(), 4096),), values, result, factor, count, values.numel(), HALF_SCALE,
+        SUMMED=summed, IN_PLACE=in_place, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
     return result

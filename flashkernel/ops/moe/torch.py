@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands
 from flashkernel.blocks.gate_up import split_gate_up
+from flashkernel.blocks.values import has_values
 from flashkernel.blocks.weight import Weight
 from flashkernel.ops.gemm import linear
 from flashkernel.ops.moe import reference
@@ -22,14 +23,14 @@ _linear: Any = linear  # returns one tensor or several, depending on its argumen
 
 def moe_experts(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """The host reads the offsets. A quantized weight is read by `linear`, one expert at a time."""
-    if torch.compiler.is_compiling():  # offsets on the host would break the graph
+    if not has_values(routing.offsets):
         return reference.moe_experts(x, routing, experts)
     bounds = routing.offsets.tolist()  # a host sync
     wide = torch.promote_types(x.dtype, torch.float32)
     chain = Epilogue((experts.piece,))
-    parts = [x.new_zeros((0, experts.down.shape[1]))]
+    parts = []
     for index, (begin, end) in enumerate(pairwise(bounds)):
-        if begin < end:
+        if begin < end or (index == 0 and bounds[-1] == 0):  # without rows too, every argument has a gradient
             rows = x[routing.tokens[begin:end].long()]
             z = _product(rows, experts.gate_up, experts.gate_up_bias, index).to(wide)
             pair = split_gate_up(z, experts.packed) if experts.gate else (z,)
@@ -45,7 +46,7 @@ def combined(y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     tokens = routing.positions.shape[0]
     total = y.new_zeros((tokens, y.shape[1]), dtype=wide)
     if y.shape[0] == 0:
-        return total.to(dtype)
+        y = F.pad(y, (0, 0, 0, 1))  # what slots without a row read
     for positions, weights in zip(routing.positions.unbind(1), routing.weights.unbind(1)):
         # Both factors are 0 where there is no row: the derivative of a product has the other one, which may be NaN.
         used = positions >= 0

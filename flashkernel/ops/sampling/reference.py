@@ -49,7 +49,7 @@ def adjusted(logits: Tensor, params: SampleParams, states: States) -> Tensor:
     if states.bias_ids is not None:
         assert states.bias_values is not None
         ids, values = states.bias_ids[rows].long(), states.bias_values[rows].to(logits.dtype)
-        applies = (ids >= 0) & (ids < logits.shape[1])
+        applies = ((ids < 0).cumsum(1) == 0) & (ids < logits.shape[1])  # entries end at the first -1
         if states.bias_until is not None:
             applies &= params.positions[:, None] < states.bias_until[rows]
         slots = torch.where(applies, ids, logits.shape[1])

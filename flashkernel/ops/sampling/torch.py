@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.values import has_values
 from flashkernel.ops.sampling.params import INVALID, LOWEST, SampleParams, from_keywords
 from flashkernel.ops.sampling.reference import adjusted, kept, uniform
 
@@ -35,7 +36,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, **given: Any) -> Te
 
 def _none(wanted: Tensor) -> bool:
     """Whether no row wants it. Only a CPU looks: elsewhere the host would wait for the answer."""
-    return wanted.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(wanted.any())
+    return wanted.device.type == "cpu" and has_values(wanted) and not bool(wanted.any())
 
 
 def _truncates(params: SampleParams) -> bool:

@@ -130,7 +130,7 @@ def chunk_stats(
     """KEEP stores the changed logits: of rows that change ("changed"), of all ("all"), or of none ("none")."""
     if PDL:
         pdl_enter()
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a grid's second axis ends at 65535
     state = tl.load(states.rows + row) if states.rows is not None else row
     column = chunk * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
     inside = column < vocab
@@ -284,7 +284,7 @@ def forward(logits: torch.Tensor, params: SampleParams, states: States) -> torch
     sizes = (logits.stride(0), vocab, chunks, entries, 0 if states.allowed is None else states.allowed.shape[1])
     early = pdl_options(props)
     launch(
-        chunk_stats, (chunks, rows), logits, changed, given, changes, stats, *sizes,
+        chunk_stats, (rows, chunks), logits, changed, given, changes, stats, *sizes,
         KEEP=keep, CHUNK=config.chunk, num_warps=config.chunk_warps, **early,
     )  # fmt: skip
     searches = any(x is not None for x in (params.top_k, params.top_p, params.min_p))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashkernel.blocks.epilogue import Epilogue, Operands, standard
 from flashkernel.blocks.gate_up import split_gate_up
+from flashkernel.blocks.values import has_values
 from flashkernel.ops.matmul.grouped import reference
 from flashkernel.ops.matmul.grouped.params import GroupedOptions
 from flashkernel.ops.matmul.grouped.reference import as_offsets, as_row_and_column_scales, scattered
@@ -17,7 +18,7 @@ from flashkernel.ops.matmul.reference import default_dtype
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, group_offsets: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling():  # offsets on the host would break the graph
+    if not has_values(group_offsets):
         return reference.grouped_matmul(x, weights, group_offsets, **options)
     params = GroupedOptions(**options)
     dtype, groups, gather = params.out_dtype or default_dtype(x.dtype), weights.shape[0], params.gather
@@ -50,7 +51,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, group_offsets: Tensor, **options:
 
 def grouped_weight_gradient(x: Tensor, dz: Tensor, group_offsets: Tensor, *, gather: Tensor | None = None) -> Tensor:
     """One product for each group."""
-    if torch.compiler.is_compiling():
+    if not has_values(group_offsets):
         return reference.grouped_weight_gradient(x, dz, group_offsets, gather=gather)
     given = x if gather is None else x[gather]
     bounds = _bounds("grouped_weight_gradient", group_offsets, given.shape[0])

@@ -25,7 +25,7 @@ def _larger(value, index, other, other_index):
 def best_of_parts(x, values, indices, row_stride, width, parts, PART: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         pdl_enter()
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a grid's second axis ends at 65535
     column = part * PART + tl.arange(0, PART)
     given = tl.load(x + row * row_stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
     value, best = tl.reduce((given, column), 0, _larger)
@@ -56,7 +56,7 @@ def argmax(x: torch.Tensor, invalid: int | None = None) -> torch.Tensor:
     indices = torch.empty((rows, parts), dtype=torch.int32, device=x.device)
     result = torch.empty(rows, dtype=torch.int64, device=x.device)
     early = pdl_options(device.properties(x.device))
-    launch(best_of_parts, (parts, rows), x, values, indices, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
+    launch(best_of_parts, (rows, parts), x, values, indices, x.stride(0), width, parts, PART=PART, num_warps=4, **early)
     launch(
         best_of_rows, (rows,), values, indices, result, parts, -1 if invalid is None else invalid,
         PARTS=tune.power_of_2(parts), CHECKED=invalid is not None, num_warps=1, **early,
