@@ -63,11 +63,12 @@ def test_losses_with_leading_dims_are_repeated(
     def step(backend: str, seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         x, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+        bias = torch.randn(16, requires_grad=True)
         target = torch.randint(0, 16, (2, 5))
         target[0, seed] = -100
-        loss = fk.linear_cross_entropy(x, weight, target, reduction=reduction, backend=backend)
+        loss = fk.linear_cross_entropy(x, weight, target, bias, reduction=reduction, backend=backend)
         loss = loss + fk.cross_entropy(x @ weight.T, target, reduction=reduction, backend=backend)
-        return [loss, *torch.autograd.grad(loss.square().sum(), (x, weight))]
+        return [loss, *torch.autograd.grad(loss.square().sum(), (x, weight, bias))]
 
     for seed in range(4):
         del repeated[:]
@@ -75,7 +76,7 @@ def test_losses_with_leading_dims_are_repeated(
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     for function in (fk.linear_cross_entropy, fk.cross_entropy):
         entries = function.launch_cache.entries  # type: ignore[attr-defined]
-        assert isinstance(entries[next(key for key in reversed(entries) if "triton" in key)], replay._OperatorCall)
+        assert isinstance(entries[next(key for key in reversed(entries) if "triton" in key)], replay.OperatorCall)
     # linear_cross_entropy has its gradients in the forward pass, unless the reduction is "none".
     assert len(set(repeated)) == (3 if reduction == "mean" else 4)
 

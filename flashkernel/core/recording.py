@@ -39,7 +39,8 @@ _ALLOCATIONS = {
 _OPERATIONS = {
     _aten.zero_.default, _aten.fill_.Scalar, _aten.copy_.default, _aten.clone.default, _aten._to_copy.default,
     _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default, _aten.full.default, _aten.new_full.default,
-    _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default, _aten.ne.Scalar,
+    _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default, _aten.add_.Tensor,
+    _aten.ne.Scalar,
 }  # fmt: skip
 _SUMS = {_aten.sum.dim_IntList, _aten.sum.default}
 SHARED_MEMORY = "two of its arguments share memory"
@@ -260,7 +261,8 @@ class CallRecorder(TorchDispatchMode):
         storages = set(map(_storage, tensors))
         if not func._schema.is_mutable and all(_storage(one) in storages for one in results):
             return  # a view: the steps that use it trace it to its slot
-        exact = func in _SUMS and args[0].dtype in (torch.float32, torch.bool)  # others: autocast may change the dtype
+        # Autocast may change the dtype of other sums.
+        exact = func in _SUMS and (kwargs.get("dtype") is not None or args[0].dtype in (torch.float32, torch.bool))
         if func not in _OPERATIONS and not exact:
             raise CannotRecord(f"it asks torch for {func}")
         traced = [self._argument(value) for value in args]
