@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flashkernel.core.argument_types import plain_number
-
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300  # tokens, as OpenAI's API
@@ -156,10 +154,10 @@ class SamplingParams:
     def _take_numpy(self) -> None:
         """Numbers of NumPy's become Python's."""
         for one in fields(self):
-            object.__setattr__(self, one.name, plain_number(getattr(self, one.name)))
+            object.__setattr__(self, one.name, _plain(getattr(self, one.name)))
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
-        object.__setattr__(self, "stop_token_ids", tuple([plain_number(one) for one in ids]))
-        pairs = [tuple([plain_number(one) for one in pair]) for pair in self.logit_bias]
+        object.__setattr__(self, "stop_token_ids", tuple([_plain(one) for one in ids]))
+        pairs = [tuple([_plain(one) for one in pair]) for pair in self.logit_bias]
         object.__setattr__(self, "logit_bias", tuple(pairs))
 
     def _check_bias(self) -> None:
@@ -184,6 +182,15 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any penalty changes logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's. What a JSON request has is as it should be, without torch."""
+    if type(value) in (type(None), bool, int, float, str, tuple, StructuredOutputs):  # not NumPy's subclasses
+        return value
+    from flashkernel.core.argument_types import plain_number
+
+    return plain_number(value)
 
 
 def _whole(name: str, value: object, least: int, most: int | None) -> None:

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from flashkernel.engine.llm import Prompt
 from flashkernel.engine.outputs import StepOutput
 from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.server import errors
+
+if TYPE_CHECKING:
+    from flashkernel.engine.llm import Prompt
 
 
 @dataclass(frozen=True)
