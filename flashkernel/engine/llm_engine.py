@@ -224,9 +224,8 @@ class LLMEngine:
                 grammar = self._grammars.compile(params.structured_outputs)
             except GrammarError as error:
                 raise RequestError(str(error)) from error
+        name = self.new_request_id() if request_id is None else request_id
         with self._changed:
-            self._num_requests += 1
-            name = f"request-{self._num_requests}" if request_id is None else request_id
             if name in self._unfinished:
                 raise RequestError(f"request {name!r} is being served already; ids must differ")
             sequence = Sequence(
@@ -239,6 +238,12 @@ class LLMEngine:
             self._added.append(sequence)
             self._changed.notify_all()
         return name
+
+    def new_request_id(self) -> str:
+        """An id that no other request is given, for who must know it before the request's first output."""
+        with self._changed:
+            self._num_requests += 1
+            return f"request-{self._num_requests}"
 
     def abort_request(self, request_id: str) -> None:
         """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored.
@@ -319,10 +324,16 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the model came without a tokenizer; give prompts as lists of token ids")
-            prompt = self.tokenizer.encode(prompt)  # it may know tokens that the model does not have
+            try:
+                prompt = self.tokenizer.encode(prompt)  # it may know tokens that the model does not have
+            except ValueError as error:
+                raise RequestError(str(error)) from error
         if isinstance(prompt, (bytes, bytearray, memoryview)):
             raise TypeError(f"a prompt is text (str) or a list of token ids, not {type(prompt).__name__}")
-        token_ids = np.asarray(prompt)
+        try:
+            token_ids = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            raise RequestError("a prompt is text (str) or a list of token ids, not a list with lists in it") from None
         if token_ids.size == 0:
             return []
         if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":

@@ -364,10 +364,7 @@ class ChatRequest(GenerationRequest):
         if tokenizer is None:
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
         self._check_tools(tokenizer)
-        try:
-            return [tokenizer.apply_chat_template(self._conversation(tokenizer.chat_template), **self._variables())]
-        except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
-            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+        return [tokenizer.apply_chat_template(self._conversation(tokenizer.chat_template), **self._variables())]
 
     def _conversation(self, template: str | None) -> list[dict[str, Any]]:
         """The messages for a template. OpenAI's later name of the system's role is unknown to most, and they would drop
