@@ -101,7 +101,11 @@ class Tokenizer:
             token_ids: What is decoded.
             skip_special_tokens: Whether special tokens give no text.
         """
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError:  # of the library's unsigned integers
+            wrong = next(token for token in token_ids if not 0 <= token < 2**32)
+            raise ValueError(f"token {wrong} is not in the vocabulary") from None
 
     @property
     def template_variables(self) -> frozenset[str]:
