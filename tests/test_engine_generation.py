@@ -104,6 +104,20 @@ def test_another_thread_may_step_at_any_moment(base: LLM, monkeypatch: pytest.Mo
     assert _drained(llm)
 
 
+def test_a_step_costs_the_same_however_many_prompts_wait(base: LLM) -> None:
+    class Counted(dict[str, Any]):
+        looked_up = 0
+
+        def __getitem__(self, key: str) -> Any:
+            self.looked_up += 1
+            return super().__getitem__(key)
+
+    llm = _other(base, kv_cache_tokens=256, max_num_seqs=2)
+    llm._queues = queues = Counted()
+    llm.generate([[1, 2]] * 60, _greedy(3))
+    assert queues.looked_up <= 60
+
+
 def test_several_streams(base: LLM) -> None:
     llm = _other(base, kv_cache_tokens=2048)
     params = [_greedy(6), _greedy(4)]

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class LLM:
             self.tokenizer = found if tokenizer is None else tokenizer
         self.engine = build_engine(self.model, self.tokenizer, self.engine_args, start_progress)
         self._step_lock = threading.Lock()
-        self._queues: dict[str, deque[StepOutput]] = {}  # outputs of each request that nobody has read yet
+        self._queues: dict[str, deque[StepOutput]] = {}  # by request: outputs of its call that nobody has read
 
     @property
     def config(self) -> ModelConfig:
@@ -245,10 +245,11 @@ lists of token ids
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], streaming: bool) -> list[str]:
         """Queues all requests, or none if one is refused."""
         request_ids: list[str] = []
+        queue: deque[StepOutput] = deque()
         try:
             for prompt, one in zip(prompts, params):
                 request_ids.append(self.engine.new_request_id())
-                self._queues[request_ids[-1]] = deque()  # first: another thread may step as soon as it is added
+                self._queues[request_ids[-1]] = queue  # first: another thread may step as soon as it is added
                 self.engine.add_request(prompt, one, request_id=request_ids[-1], streaming=streaming)
         except BaseException:
             self._abort_all(request_ids)
@@ -265,32 +266,28 @@ lists of token ids
         weakref.finalize(steps, self._abort_all, request_ids).atexit = False  # if nobody ever iterates
         return steps
 
-    def _abort_all(self, request_ids: Sequence[str]) -> None:
+    def _abort_all(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._abort(request_id)
 
     def _taken(self, request_ids: Sequence[str]) -> Iterator[StepOutput]:
         left, before = dict.fromkeys(request_ids), self.engine.failure
+        queue = self._queues[request_ids[0]] if request_ids else deque()
         try:
             while left:
                 with self._step_lock:
-                    ready = [request_id for request_id in left if self._queues[request_id]]
-                    if not ready:
+                    if not queue:
                         self._step()
-                for request_id in ready:
-                    while self._queues[request_id]:
-                        step = self._queues[request_id].popleft()
-                        if step.request_output is not None:
-                            del left[request_id]
-                            failed = step.request_output.error is not None
-                            if failed and self.engine.failure is not before:
-                                raise RuntimeError(step.request_output.error) from self.engine.failure
-                        yield step
+                while queue:
+                    step = queue.popleft()
+                    if step.request_output is not None:
+                        del left[step.request_id], self._queues[step.request_id]
+                        failed = step.request_output.error is not None
+                        if failed and self.engine.failure is not before:
+                            raise RuntimeError(step.request_output.error) from self.engine.failure
+                    yield step
         finally:
-            for request_id in left:
-                self._abort(request_id)
-            for request_id in request_ids:
-                self._queues.pop(request_id, None)
+            self._abort_all(left)
 
     @staticmethod
     def _raising(steps: Iterator[StepOutput]) -> Iterator[StepOutput]:
