@@ -86,17 +86,16 @@ def test_a_stream_that_nobody_reads_is_aborted(base: LLM) -> None:
 
 
 def test_another_thread_may_step_at_any_moment(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may be finished before `add_request` has returned to the thread that waits for it."""
+    """A request may be finished before `add_requests` has returned to the thread that waits for it."""
     llm = _other(base, kv_cache_tokens=2048)
-    add = llm.engine.add_request
+    add = llm.engine.add_requests
 
-    def add_and_step(*given: Any, **named: Any) -> str:
-        request_id = add(*given, **named)
+    def add_and_step(requests: Any) -> None:
+        add(requests)
         while llm.engine.has_unfinished_requests():
             llm._step()
-        return request_id
 
-    monkeypatch.setattr(llm.engine, "add_request", add_and_step)
+    monkeypatch.setattr(llm.engine, "add_requests", add_and_step)
     expected = base.generate("the sea", _greedy(4))[0].outputs[0]
     steps = llm.stream("the sea", _greedy(4))
     assert llm._queues, "its outputs are kept"
@@ -515,6 +514,8 @@ def test_other_refusals(base: LLM) -> None:
     engine.add_request([1], _greedy(1), request_id="twice")
     with pytest.raises(RequestError, match="'twice' is being served already"):
         engine.add_request([1], _greedy(1), request_id="twice")
+    with pytest.raises(RequestError, match="'same' is being served already"):
+        engine.add_requests([("same", [1], _greedy(1), False)] * 2)
     engine.abort_request("twice")
     engine.step()
     assert not engine.has_unfinished_requests()

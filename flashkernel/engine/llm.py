@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +245,11 @@ lists of token ids
 
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], streaming: bool) -> list[str]:
         """Queues all requests, or none if one is refused."""
-        request_ids: list[str] = []
+        request_ids = [self.engine.new_request_id() for _ in prompts]
         queue: deque[StepOutput] = deque()
+        self._queues.update(dict.fromkeys(request_ids, queue))  # first: another thread may step at once
         try:
-            for prompt, one in zip(prompts, params):
-                request_ids.append(self.engine.new_request_id())
-                self._queues[request_ids[-1]] = queue  # first: another thread may step as soon as it is added
-                self.engine.add_request(prompt, one, request_id=request_ids[-1], streaming=streaming)
+            self.engine.add_requests(zip(request_ids, prompts, params, repeat(streaming)))
         except BaseException:
             self._abort_all(request_ids)
             raise

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What `LLMEngine.add_request` is given. The prompt is text only where there is no tokenizer."""
+    """What `LLMEngine.add_requests` is given. The prompt is text only where there is no tokenizer."""
 
     request_id: str
     prompt: Prompt
