@@ -121,4 +121,5 @@ def test_a_grammar_that_fails_ends_its_request_alone(base: LLM, monkeypatch: pyt
     )
     assert done[0].outputs == base.generate("the sea", free)[0].outputs
     assert "failed in the middle of the text" in str(done[1].error)
+    assert "\n" not in str(done[1].error), "one line, without the library's state"
     assert _drained(llm)
