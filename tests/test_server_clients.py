@@ -314,6 +314,8 @@ def test_responses_of_all_clients(running: Running, calling: Running) -> None:
     assert found.output[0].content[0].text == client.responses.create(**asked).output_text
     with pytest.raises(openai.BadRequestError, match="gives one answer"):
         client.responses.create(**asked, extra_body={"n": 2})
+    with pytest.raises(openai.BadRequestError, match=r"text\.format has the type json_schema and no schema"):
+        client.responses.create(**asked, text={"format": {"type": "json_schema", "name": "wind"}})
     with calling.client().responses.stream(model=NAME, input="the sea", tools=FUNCTIONS) as stream:
         events = list(stream)
     ended = [event.item for event in events if event.type == "response.output_item.done"]

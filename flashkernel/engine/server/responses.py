@@ -145,6 +145,8 @@ class ResponsesRequest(ChatRequest):
             self.reasoning_effort = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
             wanted = self.text.format
+            if wanted.type == "json_schema" and wanted.json_schema is None:
+                raise bad_request("text.format has the type json_schema and no schema", "text")
             schema = None if wanted.json_schema is None else JsonSchema(schema=wanted.json_schema)
             self.response_format = ResponseFormat(type=wanted.type, json_schema=schema)
         chat: Any = self
