@@ -31,45 +31,96 @@ Example:
     torch.Size([1, 16, 4, 32])
 """
 
-from flashkernel.blocks.expression import Table, score_function, where
-from flashkernel.blocks.mask import (
-    Mask,
-    block_sparse,
-    causal,
-    column_intervals,
-    custom,
-    documents,
-    prefix,
-    sink_tokens,
-    tensor_mask,
-    window,
-)
-from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
-from flashkernel.moe import MoE
-from flashkernel.nn import FusedLinear, FusedMLP
-from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
-from flashkernel.ops.append_kv import append_kv
-from flashkernel.ops.attention import attention, attention_fp8, attention_varlen, quantize_fp8, rotary_attention
-from flashkernel.ops.decode import decode_attention, paged_attention
-from flashkernel.ops.gemm import Weight, linear, quantized_linear
-from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
-from flashkernel.ops.matmul import grouped_matmul, grouped_weight_gradient, matmul, matmul_dact
-from flashkernel.ops.mlp import mlp
-from flashkernel.ops.moe import (
-    ExpertUsage,
-    Router,
-    Routing,
-    moe_balance_bias,
-    moe_balance_loss,
-    moe_experts,
-    moe_route,
-    moe_sort,
-)
-from flashkernel.ops.norm import layer_norm, rms_norm
-from flashkernel.ops.quant import dequantize, glu_quantize, quantize, rms_norm_quantize
-from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
-from flashkernel.ops.rope import Frequencies, rope
-from flashkernel.ops.sampling import sample
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashkernel.blocks.expression import Table, score_function, where
+    from flashkernel.blocks.mask import (
+        Mask,
+        block_sparse,
+        causal,
+        column_intervals,
+        custom,
+        documents,
+        prefix,
+        sink_tokens,
+        tensor_mask,
+        window,
+    )
+    from flashkernel.core.dispatch import BackendError, Explanation, explain, use_backend
+    from flashkernel.moe import MoE
+    from flashkernel.nn import FusedLinear, FusedMLP
+    from flashkernel.ops.activation import geglu, gelu, gpt_oss_glu, reglu, relu, silu, squared_relu, swiglu
+    from flashkernel.ops.append_kv import append_kv
+    from flashkernel.ops.attention import attention, attention_fp8, attention_varlen, quantize_fp8, rotary_attention
+    from flashkernel.ops.decode import decode_attention, paged_attention
+    from flashkernel.ops.gemm import Weight, linear, quantized_linear
+    from flashkernel.ops.loss import cross_entropy, linear_cross_entropy
+    from flashkernel.ops.matmul import grouped_matmul, grouped_weight_gradient, matmul, matmul_dact
+    from flashkernel.ops.mlp import mlp
+    from flashkernel.ops.moe import (
+        ExpertUsage,
+        Router,
+        Routing,
+        moe_balance_bias,
+        moe_balance_loss,
+        moe_experts,
+        moe_route,
+        moe_sort,
+    )
+    from flashkernel.ops.norm import layer_norm, rms_norm
+    from flashkernel.ops.quant import dequantize, glu_quantize, quantize, rms_norm_quantize
+    from flashkernel.ops.reduce import argmax, logsumexp, max, mean, softmax, sum, weighted_sum
+    from flashkernel.ops.rope import Frequencies, rope
+    from flashkernel.ops.sampling import sample
+else:
+    from flashkernel.lazy_loading import attach
+
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "blocks.expression": ["Table", "score_function", "where"],
+            "blocks.mask": [
+                "Mask",
+                "block_sparse",
+                "causal",
+                "column_intervals",
+                "custom",
+                "documents",
+                "prefix",
+                "sink_tokens",
+                "tensor_mask",
+                "window",
+            ],
+            "core.dispatch": ["BackendError", "Explanation", "explain", "use_backend"],
+            "moe": ["MoE"],
+            "nn": ["FusedLinear", "FusedMLP"],
+            "ops.activation": ["geglu", "gelu", "gpt_oss_glu", "reglu", "relu", "silu", "squared_relu", "swiglu"],
+            "ops.append_kv": ["append_kv"],
+            "ops.attention": ["attention", "attention_fp8", "attention_varlen", "quantize_fp8", "rotary_attention"],
+            "ops.decode": ["decode_attention", "paged_attention"],
+            "ops.gemm": ["Weight", "linear", "quantized_linear"],
+            "ops.loss": ["cross_entropy", "linear_cross_entropy"],
+            "ops.matmul": ["grouped_matmul", "grouped_weight_gradient", "matmul", "matmul_dact"],
+            "ops.mlp": ["mlp"],
+            "ops.moe": [
+                "ExpertUsage",
+                "Router",
+                "Routing",
+                "moe_balance_bias",
+                "moe_balance_loss",
+                "moe_experts",
+                "moe_route",
+                "moe_sort",
+            ],
+            "ops.norm": ["layer_norm", "rms_norm"],
+            "ops.quant": ["dequantize", "glu_quantize", "quantize", "rms_norm_quantize"],
+            "ops.reduce": ["argmax", "logsumexp", "max", "mean", "softmax", "sum", "weighted_sum"],
+            "ops.rope": ["Frequencies", "rope"],
+            "ops.sampling": ["sample"],
+        },
+        submodules=("blocks", "core", "moe", "nn", "ops"),
+    )
 
 __version__ = "0.1.0"
 

@@ -75,6 +75,48 @@ def test_streams_interleave_and_may_be_left(base: LLM, ahead: bool) -> None:
     assert _drained(llm)
 
 
+def test_a_stream_that_nobody_reads_is_aborted(base: LLM) -> None:
+    llm = _other(base, kv_cache_tokens=2048)
+    for unread in (llm.stream("the sea", _greedy(100)), llm.stream_batch(["a", "b"], _greedy(100))):
+        assert llm.engine.has_unfinished_requests()
+        del unread
+    list(llm.stream("x", _greedy(1)))
+    assert llm.engine.stats().generation_tokens == 1
+    assert _drained(llm)
+
+
+def test_another_thread_may_step_at_any_moment(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may be finished before `add_requests` has returned to the thread that waits for it."""
+    llm = _other(base, kv_cache_tokens=2048)
+    add = llm.engine.add_requests
+
+    def add_and_step(requests: Any) -> None:
+        add(requests)
+        while llm.engine.has_unfinished_requests():
+            llm._step()
+
+    monkeypatch.setattr(llm.engine, "add_requests", add_and_step)
+    expected = base.generate("the sea", _greedy(4))[0].outputs[0]
+    steps = llm.stream("the sea", _greedy(4))
+    assert llm._queues, "its outputs are kept"
+    assert [step.token_id for step in steps] == list(expected.token_ids)
+    assert _drained(llm)
+
+
+def test_a_step_costs_the_same_however_many_prompts_wait(base: LLM) -> None:
+    class Counted(dict[str, Any]):
+        looked_up = 0
+
+        def __getitem__(self, key: str) -> Any:
+            self.looked_up += 1
+            return super().__getitem__(key)
+
+    llm = _other(base, kv_cache_tokens=256, max_num_seqs=2)
+    llm._queues = queues = Counted()
+    llm.generate([[1, 2]] * 60, _greedy(3))
+    assert queues.looked_up <= 60
+
+
 def test_several_streams(base: LLM) -> None:
     llm = _other(base, kv_cache_tokens=2048)
     params = [_greedy(6), _greedy(4)]
@@ -329,6 +371,33 @@ def test_chat_uses_the_models_template(base: LLM) -> None:
         Tokenizer(base.tokenizer.backend).render_chat(messages)
 
 
+def test_content_in_parts_is_one_text(base: LLM) -> None:
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "sea"}]
+    whole = base.chat([{"role": "user", "content": "the sea"}], _greedy(2)).prompt_token_ids
+    assert base.chat([{"role": "user", "content": parts}], _greedy(2)).prompt_token_ids == whole
+    with pytest.raises(ValueError, match=r"a message has the part {'type': 'image_url'}; text is known"):
+        base.chat([{"role": "user", "content": [*parts, {"type": "image_url"}]}])
+    assert base.tokenizer is not None
+    adding = Tokenizer(base.tokenizer.backend, chat_template="{{ 'user: ' + messages[0].content }}")
+    with pytest.raises(ValueError, match="template does not take this conversation: can only concatenate str"):
+        adding.render_chat([{"role": "user", "content": None}])
+
+
+def test_what_a_chat_template_is_given(base: LLM) -> None:
+    assert base.tokenizer is not None
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools[0].function.name }} {{ enable_thinking }}"
+    tokenizer = Tokenizer(base.tokenizer.backend, chat_template=template)
+    llm = LLM(base.model, tokenizer, kv_cache_tokens=512, block_size=16)
+    tools = [{"type": "function", "function": {"name": "wind"}}]
+    given: dict[str, Any] = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    messages = [{"role": "user", "content": "sea "}]
+    done = llm.chat(messages, _greedy(2), **given)
+    assert tokenizer.decode(done.prompt_token_ids) == "sea wind False"
+    assert [one.token_id for one in llm.stream_chat(messages, _greedy(2), **given)] == list(done.outputs[0].token_ids)
+    with pytest.raises(ValueError, match="the model's chat template has no tools"):
+        base.chat(messages, tools=given["tools"])
+
+
 def test_a_chat_template_is_compiled_once(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is said, and again for another template of the same tokenizer."""
     assert base.tokenizer is not None
@@ -363,6 +432,9 @@ def test_templates_may_use_what_transformers_offers(base: LLM) -> None:
         ([1] * 256, "the prompt has 256 tokens; max_model_len is 256"),
         ([1, 999], "token 999 is not in the vocabulary, which has 0 to 319"),
         ([-1], "token -1 is not in the vocabulary"),
+        ([1, [2, 3]], "not a list with lists in it"),
+        ([[1, 2]], "not 2-dim int64"),
+        ("the \udc80 sea", "the text has a lone surrogate, which UTF-8 cannot encode"),
     ],
 )
 def test_prompts_that_cannot_be_served(prompt: Any, message: str, base: LLM) -> None:
@@ -427,6 +499,11 @@ def test_every_way_to_give_prompts(base: LLM) -> None:
 def test_other_refusals(base: LLM) -> None:
     with pytest.raises(ValueError, match="2 sampling_params were given for 1 prompts"):
         base.generate([[1]], [_greedy(1)] * 2)
+    for wrong, kind in (({"max_tokens": 1}, "dict"), ([{"max_tokens": 1}], "dict"), ("greedy", "str")):
+        with pytest.raises(TypeError, match=f"sampling_params has a {kind} in it; it must be SamplingParams"):
+            base.generate([[1]], wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenizer is str; it must be a Tokenizer"):
+        LLM(base.model, "gpt2")  # type: ignore[arg-type]
     silent = LLM(base.model, None, kv_cache_tokens=256)
     with pytest.raises(RequestError, match="without a tokenizer; give prompts as lists of token ids"):
         silent.generate("the sea")
@@ -437,6 +514,8 @@ def test_other_refusals(base: LLM) -> None:
     engine.add_request([1], _greedy(1), request_id="twice")
     with pytest.raises(RequestError, match="'twice' is being served already"):
         engine.add_request([1], _greedy(1), request_id="twice")
+    with pytest.raises(RequestError, match="'same' is being served already"):
+        engine.add_requests([("same", [1], _greedy(1), False)] * 2)
     engine.abort_request("twice")
     engine.step()
     assert not engine.has_unfinished_requests()
@@ -452,11 +531,30 @@ def test_other_refusals(base: LLM) -> None:
         ({"block_size": 24}, "block_size is 24"),
         ({"device": "tpu"}, "is no device"),
         ({"device": "meta"}, "not on 'meta'"),
+        ({"max_model_len": 257}, "max_model_len is 257; this model takes up to 256 tokens"),
+        ({"max_model_len": 100, "kv_cache_tokens": 64}, "max_model_len is 100, and the KV cache holds 64 tokens"),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "a model in torch.float32 stores keys and values in that dtype, or in 'float8",
+        ),
     ],
 )
 def test_wrong_options_are_refused(wrong: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(folder, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', and the Transformer is in torch.float32; leave it out"),
+        ({"device": "tpu"}, "is no device"),
+    ],
+)
+def test_a_loaded_model_stays_as_it_is(wrong: dict[str, Any], message: str, base: LLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        _other(base, kv_cache_tokens=512, **wrong)
+    assert _other(base, kv_cache_tokens=512, device="cpu", dtype="float32").engine.max_model_len == 256
 
 
 @pytest.fixture

@@ -110,15 +110,16 @@ def test_a_grammar_that_fails_ends_its_request_alone(base: LLM, monkeypatch: pyt
     pytest.importorskip("llguidance")
     assert base.tokenizer is not None
     llm = _other(base, kv_cache_tokens=512)
-    assert llm.engine._grammars is not None
-    wrong = llm.engine._grammars.compile(StructuredOutputs(regex="ab"))
+    assert llm.engine.input_processor.grammars is not None
+    wrong = llm.engine.input_processor.grammars.compile(StructuredOutputs(regex="ab"))
     with pytest.raises(GrammarError, match="failed in the middle of the text"):
         wrong.advance(base.tokenizer.encode("z")[0])
-    monkeypatch.setattr(llm.engine._grammars, "compile", lambda wanted: wrong)
+    monkeypatch.setattr(llm.engine.input_processor.grammars, "compile", lambda wanted: wrong)
     free = SamplingParams(max_tokens=5)
     done = llm.generate(
         ["the sea", "the sea"], [free, SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))]
     )
     assert done[0].outputs == base.generate("the sea", free)[0].outputs
     assert "failed in the middle of the text" in str(done[1].error)
+    assert "\n" not in str(done[1].error), "one line, without the library's state"
     assert _drained(llm)

@@ -234,6 +234,9 @@ def test_logits_without_meaning_give_no_token(wrong: float, device: str) -> None
         ({"stop": ("",)}, "none empty"),
         ({"stop": ["x"] * 17}, "up to 16 strings"),
         ({"stop_token_ids": (-1,)}, "an entry of stop_token_ids is -1"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a list of token ids"),
+        ({"stop": 5}, "stop is 5; it must be a string, or several"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs is a dict; it must be StructuredOutputs"),
     ],
     ids=str,
 )

@@ -139,6 +139,27 @@ def test_events_with_text_alone_are_as_the_others(base: LLM, path: str, usage: b
     assert "".join(pieces) == (whole["message"]["content"] if said.get("messages") else whole["text"]) == text
 
 
+def test_events_of_a_response_are_numbered_and_alike(base: LLM) -> None:
+    """Most of them are written from a template, the first of an item is not."""
+    text = 'sea "sequence_number":3 \\ \u2028 \N{WATER WAVE}\n\x00'
+    with serve(scripted(base, text)) as running:
+        body = {"model": NAME, "input": "the sea", "max_output_tokens": 60, "stream": True}
+        status, wire, _ = running.call("POST", "/v1/responses", body)
+    assert (status, wire.isascii()) == (200, True)
+    named = [event.partition("\ndata: ") for event in wire.split("\n\n")[:-1]]
+    events = [json.loads(data) for _, _, data in named]
+    assert [f"event: {event['type']}" for event in events] == [name for name, _, _ in named]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    item = events[-1]["response"]["output"][0]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert len(deltas) > 1  # a busy machine sends several tokens in one event
+    fixed = {"output_index": 0, "content_index": 0, "item_id": item["id"], "logprobs": []}
+    for event in deltas:
+        assert event == {**event, **fixed, "type": "response.output_text.delta"}
+        assert list(event) == list(deltas[0])
+    assert "".join(event["delta"] for event in deltas) == item["content"][0]["text"] == text
+
+
 def test_texts_end_at_stop_strings(client: Any, base: LLM) -> None:
     whole = _expected(base, "the sea", 60).outputs[0].text
     stop = whole[12:16]

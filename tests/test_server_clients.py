@@ -127,14 +127,15 @@ def test_results_of_tools_go_back(base: LLM, calling: Running) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     prompts: list[Any] = []
-    add = calling.llm.engine.add_request
+    add = calling.llm.engine.add_requests
 
-    def noting(prompt: Any, *values: Any, **settings: Any) -> str:
+    def noting(requests: Any) -> None:
         assert calling.llm.tokenizer is not None
-        prompts.append(calling.llm.tokenizer.decode(prompt))
-        return add(prompt, *values, **settings)
+        given = list(requests)
+        prompts.extend(calling.llm.tokenizer.decode(prompt) for _, prompt, *_ in given)
+        add(given)
 
-    calling.llm.engine.add_request = noting  # type: ignore[method-assign]
+    calling.llm.engine.add_requests = noting  # type: ignore[method-assign]
     try:
         client = calling.client()
         said = client.chat.completions.create(model=NAME, messages=USER, tools=TOOLS).choices[0].message
@@ -153,7 +154,7 @@ def test_results_of_tools_go_back(base: LLM, calling: Running) -> None:
         ]
         client.responses.create(model=NAME, input=[*USER, *response.output, *outputs], tools=FUNCTIONS)
     finally:
-        del calling.llm.engine.add_request
+        del calling.llm.engine.add_requests
     seconds = [prompt for prompt in prompts if "storm" in prompt]
     assert len(seconds) == 4
     assert all(prompt.count("storm") == 2 and "assistant: I look." in prompt for prompt in seconds)
@@ -313,6 +314,8 @@ def test_responses_of_all_clients(running: Running, calling: Running) -> None:
     assert found.output[0].content[0].text == client.responses.create(**asked).output_text
     with pytest.raises(openai.BadRequestError, match="gives one answer"):
         client.responses.create(**asked, extra_body={"n": 2})
+    with pytest.raises(openai.BadRequestError, match=r"text\.format has the type json_schema and no schema"):
+        client.responses.create(**asked, text={"format": {"type": "json_schema", "name": "wind"}})
     with calling.client().responses.stream(model=NAME, input="the sea", tools=FUNCTIONS) as stream:
         events = list(stream)
     ended = [event.item for event in events if event.type == "response.output_item.done"]

@@ -198,6 +198,11 @@ def test_unknown_fields_are_ignored_with_a_warning(client: Any, caplog: pytest.L
     assert "'temprature' is no field of this request; it is ignored" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "flashkernel.server"):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        list(client.completions.create(model=NAME, prompt="sea", max_tokens=2, stream=True, stream_options=options))
+    assert "'stream_options.continuous_usage_stats' is no field of this request; it is ignored" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "flashkernel.server"):
         many = {f"field_{number}": 1 for number in range(1000)}
         client.completions.create(model=NAME, prompt="the sea", max_tokens=2, extra_body=many)
     assert len(caplog.records) == 10, "one request does not flood the log"
@@ -224,6 +229,48 @@ def test_version_and_cors(base: LLM, running: Running) -> None:
         status, _, headers = open_.call("OPTIONS", "/v1/completions", None, **page)
         assert status == 200
         assert headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_tokens_of_a_text_and_back(running: Running, base: LLM) -> None:
+    assert base.tokenizer is not None
+    expected = base.tokenizer.encode("the sea")
+    for named in ({"model": NAME}, {}):
+        status, found, _ = running.call("POST", "/tokenize", {**named, "prompt": "the sea"})
+        assert status == 200
+        assert found == {"count": len(expected), "max_model_len": 256, "tokens": expected, "token_strs": None}
+        assert running.call("POST", "/detokenize", {**named, "tokens": expected})[1] == {"prompt": "the sea"}
+    texts = running.call("POST", "/tokenize", {"prompt": "the sea", "return_token_strs": True})[1]["token_strs"]
+    assert texts == [base.tokenizer.backend.id_to_token(token) for token in expected]
+    assert running.call("POST", "/detokenize", {"tokens": [0]})[1] == {"prompt": "<|end|>"}
+
+
+def test_tokens_of_a_conversation(running: Running, base: LLM) -> None:
+    assert base.tokenizer is not None
+    for head in (True, False):
+        said = {"messages": USER, "add_generation_prompt": head}
+        found = running.call("POST", "/tokenize", said)[1]["tokens"]
+        assert found == base.tokenizer.apply_chat_template(USER, add_generation_prompt=head)
+    usage = running.client().chat.completions.create(model=NAME, messages=USER, max_tokens=1).usage
+    assert usage.prompt_tokens == running.call("POST", "/tokenize", {"messages": USER})[1]["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "give either a prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "give either a prompt or messages"),
+        ("/tokenize", {"messages": []}, "chat: a conversation is a list of messages, at least one"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "there is no model 'other' here"),
+        ("/detokenize", {"tokens": [1, 320]}, "token 320 is not in the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "token -1 is not in the vocabulary"),
+        ("/detokenize", {"tokens": [2**40]}, f"token {2**40} is not in the vocabulary"),
+        ("/detokenize", {"tokens": "a"}, "tokens is 'a'"),
+    ],
+)
+def test_what_cannot_be_tokenized(running: Running, path: str, body: dict[str, Any], message: str) -> None:
+    status, found, _ = running.call("POST", path, body)
+    assert status == (404 if "model" in body else 400)
+    assert found["error"]["message"].startswith(message)
 
 
 def test_a_stateless_response(client: Any, base: LLM) -> None:

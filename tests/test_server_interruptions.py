@@ -99,7 +99,7 @@ def test_a_client_that_does_not_read(base: LLM, stream: bool) -> None:
 def test_a_streamed_token_costs_little(
     base: LLM, monkeypatch: pytest.MonkeyPatch, path: str, limit: str, said: dict[str, Any]
 ) -> None:
-    """Timers, parsers and templates are made once for a stream, whatever its length."""
+    """Timers, parsers and events with their fields are made once for a stream, whatever its length."""
     counts: dict[str, int] = {}
 
     def count(owner: Any, name: str) -> None:
@@ -114,6 +114,7 @@ def test_a_streamed_token_costs_little(
     count(asyncio.BaseEventLoop, "call_at")
     count(protocol.ChatRequest, "parser")
     count(formatters.ResponseFormatter, "_object")
+    count(formatters, "server_sent_event")
     llm = other(base)
     api, engine = api_of(llm, ServerArgs(served_model_name=NAME))
     step, deliver, under_way = llm.engine.step, engine._deliver, threading.Semaphore(0)

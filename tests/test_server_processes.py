@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +38,7 @@ from served_model import (  # noqa: E402, F401
 from flashkernel.engine import LLM, SamplingParams  # noqa: E402
 from flashkernel.engine import server as serving  # noqa: E402
 from flashkernel.engine.server import ServeError, ServerArgs, errors, multi_process  # noqa: E402
+from flashkernel.engine.server.async_engine import AsyncEngine  # noqa: E402
 from flashkernel.engine.server.connection import Connection  # noqa: E402
 from flashkernel.engine.server.engine_client import EngineRequest  # noqa: E402
 
@@ -177,6 +179,30 @@ def test_a_client_that_leaves_frees_its_pages(slow_running: Running) -> None:
     assert comes(running.idle)
     assert engine.stats().generation_tokens < 2 * COUNT * 200
     assert comes(lambda: not running.engine._sinks)
+
+
+@pytest.mark.parametrize("how", ["leave", "lost"])
+def test_a_client_that_leaves_before_its_request_is_begun(base: LLM, how: str) -> None:
+    """A busy engine's process reads both messages in one piece."""
+    llm = slow(base, 0.02)
+
+    async def call() -> None:
+        engine = AsyncEngine(llm.engine, 8)
+        await engine.start()
+        client = multi_process.ApiClient(engine, SimpleNamespace())  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        client._on_add([EngineRequest("cmpl-1-0", [1, 2], params, True)], 60.0)
+        if how == "leave":
+            client._on_leave("cmpl-1-0")
+        else:
+            client._on_lost()
+        await asyncio.wait_for(asyncio.gather(*client._calls), 30)
+        assert not client._sinks
+        await engine.stop()
+
+    asyncio.run(call())
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.stats().generation_tokens < 100
 
 
 def test_a_process_that_ends_takes_its_own_requests_alone(

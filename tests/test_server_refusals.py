@@ -51,6 +51,8 @@ from flashkernel.engine.server.responses import ResponsesRequest  # noqa: E402
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [1, 999]}, "token 999 is not in the vocabulary"),
+        ({"prompt": [1, 2**40], "echo": True}, "token 1099511627776 is not in the vocabulary"),
+        ({"prompt": [-1], "echo": True}, "token -1 is not in the vocabulary"),
         ({"prompt": ["the sea", ""]}, "the prompt is empty"),
         ({"prompt": [1] * 256}, "it has 256 tokens. This model's maximum context length is 256 tokens"),
         ({"prompt": None}, "prompt is None"),

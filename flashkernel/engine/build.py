@@ -127,10 +127,17 @@ def build_engine(
     config, device = model.config, model.device
     max_num_seqs = engine_args.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type]
     longest = config.max_position_embeddings
-    wanted = min(engine_args.max_model_len or longest, longest)
+    wanted = engine_args.max_model_len or longest
+    if wanted > longest:
+        raise ValueError(f"engine: max_model_len is {wanted}; this model takes up to {longest} tokens")
     tokens = engine_args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
     tokens = max(tokens, max_num_seqs)  # every running sequence gets its token
     dtype = model.dtype if engine_args.kv_cache_dtype is None else KV_CACHE_DTYPES[engine_args.kv_cache_dtype]
+    if dtype in DTYPES.values() and dtype != model.dtype:
+        raise ValueError(
+            f"engine: kv_cache_dtype is {engine_args.kv_cache_dtype!r}; a model in {model.dtype} stores keys and "
+            "values in that dtype, or in 'float8_e4m3fn' or 'int8'"
+        )
     block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
     on_progress = progress or (lambda what, done, total: None)
     compiled = 0
@@ -140,6 +147,11 @@ def build_engine(
     blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
     blocks += 1  # block 0 stays empty
     max_model_len = min(wanted, (blocks - 1) * block_size)
+    if engine_args.max_model_len is not None and max_model_len < wanted:
+        raise ValueError(
+            f"engine: max_model_len is {wanted}, and the KV cache holds {max_model_len} tokens; choose a smaller "
+            "max_model_len, or a larger cache (kv_cache_tokens, gpu_memory_utilization)"
+        )
     storage = PageStorage(
         config.num_layers, blocks, block_size, config.kv_heads, config.head_dim, dtype=dtype, device=device
     )
@@ -187,7 +199,7 @@ def _main_memory() -> int:
 
 def device_and_dtype(checkpoint: Checkpoint, device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Where a checkpoint is loaded, and in which dtype: what is asked for, else what suits the machine."""
-    target = _device(device)
+    target = parse_device(device)
     stored = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype", "float32"))
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"engine: dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -209,7 +221,7 @@ def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.
     return half if wanted == torch.bfloat16 else wanted
 
 
-def _device(name: str | None) -> torch.device:
+def parse_device(name: str | None) -> torch.device:
     """The device that was asked for; by default the GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

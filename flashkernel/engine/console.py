@@ -6,8 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from flashkernel.engine.input_processor import RequestError
 from flashkernel.engine.llm import LLM
-from flashkernel.engine.llm_engine import RequestError
 from flashkernel.engine.outputs import RequestOutput, StepOutput
 from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.tokenizer import Message

@@ -57,7 +57,8 @@ class Grammar:
         if not self.finished:
             self._matcher.consume_token(token_id)
             if self._matcher.is_error():
-                raise GrammarError(f"the grammar failed in the middle of the text: {self._matcher.get_error()}")
+                reason = self._matcher.get_error().strip().splitlines()[0]  # the library's whole state follows
+                raise GrammarError(f"the grammar failed in the middle of the text: {reason}")
             self.finished = bool(self._matcher.is_stopped())
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 
 from flashkernel.engine import hub
-from flashkernel.engine.build import EngineArgs, build_engine, device_and_dtype
+from flashkernel.engine.build import DTYPES, EngineArgs, build_engine, device_and_dtype, parse_device
 from flashkernel.engine.checkpoint import open_checkpoint
 from flashkernel.engine.config import ModelConfig
 from flashkernel.engine.model_loader import load_model
@@ -63,7 +65,13 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         self.engine_args = EngineArgs(**engine_args)
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise TypeError(
+                f"LLM: tokenizer is {type(tokenizer).__name__}; it must be a Tokenizer, such as "
+                "Tokenizer.from_folder(path)"
+            )
         if isinstance(model, Transformer):
+            _check_placed(model, self.engine_args)
             quantization = self.engine_args.quantization
             self.model = model if quantization is None else model.quantized(quantization)
             self.tokenizer, self.name = tokenizer, model.config.architecture
@@ -73,7 +81,7 @@ class LLM:
             self.tokenizer = found if tokenizer is None else tokenizer
         self.engine = build_engine(self.model, self.tokenizer, self.engine_args, start_progress)
         self._step_lock = threading.Lock()
-        self._queues: dict[str, deque[StepOutput]] = {}  # outputs of each request that nobody has read yet
+        self._queues: dict[str, deque[StepOutput]] = {}  # by request: outputs of its call that nobody has read
 
     @property
     def config(self) -> ModelConfig:
@@ -170,12 +178,21 @@ lists of token ids
         indices = {request_id: index for index, request_id in enumerate(request_ids)}
         return ((indices[step.request_id], step) for step in self._steps(request_ids))
 
-    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
         """Generates the next message of a conversation.
 
         Args:
             messages: Such as `[{"role": "user", "content": "Hello"}]`; the model's chat template renders them.
             sampling_params: None takes the defaults.
+            tools: Functions that the model may call, as OpenAI's API has them; for templates that know tools.
+            chat_template_kwargs: Further variables of the template, such as `{"enable_thinking": False}`.
 
         Returns:
             The output; `outputs[0].text` is the message.
@@ -193,34 +210,48 @@ lists of token ids
             >>> llm.chat([{"role": "user", "content": "sea"}], SamplingParams(max_tokens=2)).prompt_token_ids
             (1,)
         """
-        return self.generate([self._conversation(messages)], sampling_params)[0]
+        return self.generate([self._conversation(messages, tools, chat_template_kwargs)], sampling_params)[0]
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[StepOutput]:
-        """Generates the next message, token by token; `messages` and `sampling_params` as for `chat`.
+        """Generates the next message, token by token; the arguments are those of `chat`.
 
         Args:
             messages: As for `chat`.
             sampling_params: As for `chat`; None: the defaults.
+            tools: As for `chat`.
+            chat_template_kwargs: As for `chat`.
         """
-        return self.stream(self._conversation(messages), sampling_params)
+        return self.stream(self._conversation(messages, tools, chat_template_kwargs), sampling_params)
 
-    def _conversation(self, messages: Sequence[Message]) -> list[int]:
+    def _conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("chat: the model came without a tokenizer")
-        return self.tokenizer.apply_chat_template(messages)
+        if tools and "tools" not in self.tokenizer.template_variables:
+            raise ValueError("chat: the model's chat template has no tools, so it would not know of them")
+        given: dict[str, Any] = {**({"tools": list(tools)} if tools else {}), **(variables or {})}
+        return self.tokenizer.apply_chat_template(messages, **given)
 
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], streaming: bool) -> list[str]:
         """Queues all requests, or none if one is refused."""
-        request_ids: list[str] = []
+        request_ids = [self.engine.new_request_id() for _ in prompts]
+        queue: deque[StepOutput] = deque()
+        self._queues.update(dict.fromkeys(request_ids, queue))  # first: another thread may step at once
         try:
-            for prompt, one in zip(prompts, params):
-                request_ids.append(self.engine.add_request(prompt, one, streaming=streaming))
-                self._queues[request_ids[-1]] = deque()
+            self.engine.add_requests(zip(request_ids, prompts, params, repeat(streaming)))
         except BaseException:
-            for request_id in request_ids:
-                self._abort(request_id)
+            self._abort_all(request_ids)
             raise
         return request_ids
 
@@ -230,27 +261,32 @@ lists of token ids
 
     def _steps(self, request_ids: Sequence[str]) -> Iterator[StepOutput]:
         """Outputs of these requests. Whoever iterates steps the engine, also for other threads that wait."""
+        steps = self._taken(request_ids)
+        weakref.finalize(steps, self._abort_all, request_ids).atexit = False  # if nobody ever iterates
+        return steps
+
+    def _abort_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._abort(request_id)
+
+    def _taken(self, request_ids: Sequence[str]) -> Iterator[StepOutput]:
         left, before = dict.fromkeys(request_ids), self.engine.failure
+        queue = self._queues[request_ids[0]] if request_ids else deque()
         try:
             while left:
                 with self._step_lock:
-                    ready = [request_id for request_id in left if self._queues[request_id]]
-                    if not ready:
+                    if not queue:
                         self._step()
-                for request_id in ready:
-                    while self._queues[request_id]:
-                        step = self._queues[request_id].popleft()
-                        if step.request_output is not None:
-                            del left[request_id]
-                            failed = step.request_output.error is not None
-                            if failed and self.engine.failure is not before:
-                                raise RuntimeError(step.request_output.error) from self.engine.failure
-                        yield step
+                while queue:
+                    step = queue.popleft()
+                    if step.request_output is not None:
+                        del left[step.request_id], self._queues[step.request_id]
+                        failed = step.request_output.error is not None
+                        if failed and self.engine.failure is not before:
+                            raise RuntimeError(step.request_output.error) from self.engine.failure
+                    yield step
         finally:
-            for request_id in left:
-                self._abort(request_id)
-            for request_id in request_ids:
-                self._queues.pop(request_id, None)
+            self._abort_all(left)
 
     @staticmethod
     def _raising(steps: Iterator[StepOutput]) -> Iterator[StepOutput]:
@@ -266,6 +302,16 @@ lists of token ids
             queue = self._queues.get(step.request_id)
             if queue is not None:
                 queue.append(step)
+
+
+def _check_placed(model: Transformer, args: EngineArgs) -> None:
+    """Raises ValueError for a device or dtype that a loaded model does not have."""
+    if args.device is not None:
+        wanted = parse_device(args.device)
+        if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
+            raise ValueError(f"LLM: device is {args.device!r}, and the Transformer is on {model.device}; leave it out")
+    if args.dtype is not None and DTYPES[args.dtype] != model.dtype:
+        raise ValueError(f"LLM: dtype is {args.dtype!r}, and the Transformer is in {model.dtype}; leave it out")
 
 
 def _load(
@@ -322,6 +368,12 @@ def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    wrong = [one for one in params if not isinstance(one, SamplingParams)] if _is_sequence(params) else [params]
+    if wrong:
+        raise TypeError(
+            f"generate: sampling_params has a {type(wrong[0]).__name__} in it; it must be SamplingParams(...), or a "
+            "list of them"
+        )
     if len(params) != count:
         raise ValueError(
             f"generate: {len(params)} sampling_params were given for {count} prompts; give one, or one for each"

@@ -11,16 +11,13 @@ import collections.abc
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from flashkernel.core import build_counter
-from flashkernel.engine.detokenizer import IncrementalDetokenizer
-from flashkernel.engine.grammar import GrammarCompiler, GrammarError
+from flashkernel.engine.input_processor import InputProcessor, RequestError
 from flashkernel.engine.model_runner import LaunchedStep, ModelRunner, Progress
 from flashkernel.engine.outputs import StepOutput, TokenLogprob
-from flashkernel.engine.prompt_lookup import PromptLookup
 from flashkernel.engine.sampler import INVALID_TOKEN
 from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.scheduler import Scheduler
@@ -31,31 +28,6 @@ NOT_FINITE = (
     "the model's logits are NaN or infinite after these tokens, so no token can be chosen; check its weights for NaN, "
     "and run it in bfloat16 or float32 if it overflows in float16"
 )
-
-
-class RequestError(ValueError):
-    """A request that cannot be served; the message says why. Other requests are not affected.
-
-    Example:
-        >>> from flashkernel.engine import LLM, RequestError
-        >>> from flashkernel.engine.dummy_weights import tiny_transformer
-        >>> try:
-        ...     LLM(tiny_transformer(), kv_cache_tokens=64).generate([[999]])
-        ... except RequestError as error:
-        ...     print(error)
-        token 999 is not in the vocabulary, which has 0 to 99
-    """
-
-
-class PromptTooLong(RequestError):
-    """A prompt of `count` tokens that leaves none of `max_model_len` to generate."""
-
-    def __init__(self, count: int, max_model_len: int) -> None:
-        super().__init__(
-            f"the prompt has {count} tokens; max_model_len is {max_model_len}, and one must be left "
-            "to generate. Shorten the prompt, or give the engine a larger max_model_len"
-        )
-        self.count, self.max_model_len = count, max_model_len
 
 
 @dataclass(frozen=True)
@@ -145,20 +117,17 @@ class LLMEngine:
         self.runner, self.scheduler, self.tokenizer, self.max_model_len = runner, scheduler, tokenizer, max_model_len
         self._async_scheduling = async_scheduling
         self._launched: deque[LaunchedStep] = deque()
-        self._eos_token_ids = frozenset(runner.model.config.eos_token_ids)
         self._unfinished: dict[str, Sequence] = {}
         self._added: deque[Sequence] = deque()
         self._aborted: deque[str] = deque()
         self._changed = threading.Condition()
         self._num_requests = 0
         self.failure: BaseException | None = None  # the error of the last step that failed
-        self._grammars: GrammarCompiler | None = None
         self._warm_up_s, self._builds = 0.0, build_counter.counts()
         self._compiled_at_start = 0
         self._step_s = self._wait_s = 0.0
-        if tokenizer is not None:
-            config = runner.model.config
-            self._grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_ids)
+        drafts = scheduler.num_speculative_tokens > 0
+        self.input_processor = InputProcessor(tokenizer, runner.model.config, max_model_len, drafts)
         self._counts = dict.fromkeys(("finished", "prompt", "cached", "generated", "steps", "drafted", "accepted"), 0)
 
     def warm_up(self, progress: Progress = lambda what, done, total: None, compiled_before: int = 0) -> None:
@@ -179,11 +148,7 @@ class LLMEngine:
         Raises:
             RequestError: The library does not take the model's tokenizer.
         """
-        if self._grammars is not None:
-            try:
-                self._grammars.prepare()
-            except GrammarError as error:
-                raise RequestError(str(error)) from error
+        self.input_processor.prepare_grammars()
 
     def add_request(
         self,
@@ -208,37 +173,39 @@ class LLMEngine:
             RequestError: It can never be served.
             TypeError: The prompt is neither text nor token ids.
         """
-        params = SamplingParams() if params is None else params
-        token_ids = self._encode(prompt)
-        self._check(token_ids, params)
-        most = self.max_model_len
-        max_tokens = most if params.max_tokens is None else min(most, len(token_ids) + params.max_tokens)
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, params.stop, params.skip_special_tokens)
-        text = prompt if isinstance(prompt, str) else None
-        grammar = None
-        if params.structured_outputs is not None:
-            assert self._grammars is not None
-            try:
-                grammar = self._grammars.compile(params.structured_outputs)
-            except GrammarError as error:
-                raise RequestError(str(error)) from error
+        name = self.new_request_id() if request_id is None else request_id
+        self.add_requests([(name, prompt, params or SamplingParams(), streaming)])
+        return name
+
+    def add_requests(
+        self, requests: Iterable[tuple[str, str | collections.abc.Sequence[int], SamplingParams, bool]]
+    ) -> None:
+        """Queues requests together: one step sees all of them, or none if one is refused.
+
+        Args:
+            requests: Of each its id, prompt, sampling parameters, and whether it is streamed, as for `add_request`.
+
+        Raises:
+            RequestError: One can never be served.
+            TypeError: A prompt is neither text nor token ids.
+        """
+        sequences = [self.input_processor.process(*request) for request in requests]
+        with self._changed:
+            added: dict[str, Sequence] = {}
+            for sequence in sequences:
+                name = sequence.request_id
+                if name in self._unfinished or name in added:
+                    raise RequestError(f"request {name!r} is being served already; ids must differ")
+                added[name] = sequence
+            self._unfinished.update(added)
+            self._added.extend(sequences)
+            self._changed.notify_all()
+
+    def new_request_id(self) -> str:
+        """An id that no other request is given, for who must know it before the request's first output."""
         with self._changed:
             self._num_requests += 1
-            name = f"request-{self._num_requests}" if request_id is None else request_id
-            if name in self._unfinished:
-                raise RequestError(f"request {name!r} is being served already; ids must differ")
-            sequence = Sequence(
-                name, text, token_ids, params, max_tokens, streaming, detokenizer, grammar,
-                end_token_ids=self._ends(params),
-            )  # fmt: skip
-            if self.scheduler.num_speculative_tokens and params.is_plain_greedy:
-                sequence.lookup = PromptLookup()
-            self._unfinished[name] = sequence
-            self._added.append(sequence)
-            self._changed.notify_all()
-        return name
+            return f"request-{self._num_requests}"
 
     def abort_request(self, request_id: str) -> None:
         """Ends the request `request_id`; the next step returns its output so far. Unknown ids are ignored.
@@ -314,45 +281,6 @@ class LLMEngine:
             step_s=self._step_s,
             wait_s=self._wait_s,
         )
-
-    def _encode(self, prompt: str | collections.abc.Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the model came without a tokenizer; give prompts as lists of token ids")
-            prompt = self.tokenizer.encode(prompt)  # it may know tokens that the model does not have
-        if isinstance(prompt, (bytes, bytearray, memoryview)):
-            raise TypeError(f"a prompt is text (str) or a list of token ids, not {type(prompt).__name__}")
-        token_ids = np.asarray(prompt)
-        if token_ids.size == 0:
-            return []
-        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
-            raise RequestError(
-                f"a prompt is text (str) or a list of token ids, not {token_ids.ndim}-dim {token_ids.dtype}"
-            )
-        vocab_size = self.runner.model.config.vocab_size
-        if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
-            wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0]
-            raise RequestError(f"token {wrong} is not in the vocabulary, which has 0 to {vocab_size - 1}")
-        return token_ids.tolist()  # type: ignore[no-any-return]
-
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        if not token_ids:
-            raise RequestError("the prompt is empty; it takes at least one token to go on from")
-        if len(token_ids) >= self.max_model_len:
-            raise PromptTooLong(len(token_ids), self.max_model_len)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need text, and the model came without a tokenizer; use stop_token_ids")
-        if params.structured_outputs is not None and self.tokenizer is None:
-            raise RequestError("structured outputs need text, and the model came without a tokenizer")
-        if params.n != 1:
-            raise RequestError(f"a request of the engine has one completion, not {params.n}; add it {params.n} times")
-        vocab_size = self.runner.model.config.vocab_size
-        wrong = [token for token, _ in params.logit_bias if token >= vocab_size]
-        if wrong:
-            raise RequestError(f"logit_bias names token {wrong[0]}; the vocabulary has 0 to {vocab_size - 1}")
-        most = max(params.logprobs or 0, params.prompt_logprobs or 0)
-        if most > vocab_size:
-            raise RequestError(f"{most} logprobs are more than the vocabulary has")
 
     def _apply_changes(self, outputs: list[StepOutput]) -> None:
         """Queues added requests; ends aborted ones."""
@@ -448,11 +376,6 @@ class LLMEngine:
             is_first = len(sequence.token_ids) == sequence.num_prompt_tokens + 1
             scores = sequence.known_prompt_logprobs() if is_first else None
             outputs.append(StepOutput(sequence.request_id, token_id, text, logprob, prompt_logprobs=scores))
-
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a text."""
-        own = frozenset() if params.ignore_eos else self._eos_token_ids
-        return own.union(params.stop_token_ids) if params.stop_token_ids else own
 
     def _finish(
         self,

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flashkernel.core.argument_types import plain_number
-
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 300  # tokens, as OpenAI's API
@@ -118,7 +116,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop, "a string, or several")
         object.__setattr__(self, "stop", stop)
         bias: Any = self.logit_bias or ()
         object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
@@ -151,15 +149,18 @@ class SamplingParams:
             raise ValueError(f"sampling: stop is {list(stop)!r}; it takes strings, none empty")
         for token in self.stop_token_ids:
             _whole("an entry of stop_token_ids", token, 0, None)
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            kind = type(self.structured_outputs).__name__
+            raise ValueError(f"sampling: structured_outputs is a {kind}; it must be StructuredOutputs(...)")
         self._check_bias()
 
     def _take_numpy(self) -> None:
         """Numbers of NumPy's become Python's."""
         for one in fields(self):
-            object.__setattr__(self, one.name, plain_number(getattr(self, one.name)))
-        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
-        object.__setattr__(self, "stop_token_ids", tuple([plain_number(one) for one in ids]))
-        pairs = [tuple([plain_number(one) for one in pair]) for pair in self.logit_bias]
+            object.__setattr__(self, one.name, _plain(getattr(self, one.name)))
+        ids = _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(map(_plain, ids)))
+        pairs = [tuple([_plain(one) for one in pair]) for pair in self.logit_bias]
         object.__setattr__(self, "logit_bias", tuple(pairs))
 
     def _check_bias(self) -> None:
@@ -184,6 +185,22 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any penalty changes logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's. What a JSON request has is as it should be, without torch."""
+    if type(value) in (type(None), bool, int, float, str, tuple, StructuredOutputs):  # not NumPy's subclasses
+        return value
+    from flashkernel.core.argument_types import plain_number
+
+    return plain_number(value)
+
+
+def _tuple(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise ValueError(f"sampling: {name} is {value!r}; it must be {what}") from None
 
 
 def _whole(name: str, value: object, least: int, most: int | None) -> None:

@@ -82,7 +82,14 @@ class Tokenizer:
             text: What is encoded.
             add_special_tokens: Whether tokens such as <s> are added, which the model wants around every text.
         """
-        token_ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            token_ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            if isinstance(text, str):
+                raise ValueError(
+                    "the text has a lone surrogate, which UTF-8 cannot encode; read it without surrogateescape"
+                ) from None
+            raise
         if add_special_tokens and self.bos_token_id is not None and token_ids[:1] != [self.bos_token_id]:
             token_ids = [self.bos_token_id, *token_ids]
         return token_ids
@@ -94,7 +101,11 @@ class Tokenizer:
             token_ids: What is decoded.
             skip_special_tokens: Whether special tokens give no text.
         """
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError:  # of the library's unsigned integers
+            wrong = next(token for token in token_ids if not 0 <= token < 2**32)
+            raise ValueError(f"token {wrong} is not in the vocabulary") from None
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -155,10 +166,10 @@ class Tokenizer:
 
         try:
             return _compiled_template(self.chat_template).render(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt,
+                messages=list(map(_with_text, messages)), add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )  # fmt: skip
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # it expects other messages
             raise ValueError(f"chat: the model's template does not take this conversation: {error}") from error
 
 
@@ -169,6 +180,19 @@ def check_messages(messages: Sequence[Message]) -> None:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f'chat: {message!r} is no message; one looks like {{"role": "user", "content": "Hello"}}')
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """A message for a template: content that is given in parts of text becomes one text, as templates expect it."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f'chat: a message has the part {part!r}; text is known, as {{"type": "text", "text": "Hello"}}'
+            )
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _content(value: Any) -> Any:

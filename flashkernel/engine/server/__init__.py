@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from flashkernel.engine.llm import LLM
 from flashkernel.engine.server.server_args import ServeError, ServerArgs
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from flashkernel.engine.llm import LLM
     from flashkernel.engine.server.multi_process import ApiServerProcesses
 
 __all__ = ["ServeError", "ServerArgs", "bind", "create_app", "serve", "start_processes"]

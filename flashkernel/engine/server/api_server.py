@@ -30,6 +30,7 @@ from flashkernel.engine.server.protocol import ChatRequest, CompletionRequest
 from flashkernel.engine.server.responses import ResponsesFormatter, ResponsesRequest
 from flashkernel.engine.server.served_model import ServedModel
 from flashkernel.engine.server.server_args import ServerArgs
+from flashkernel.engine.server.tokenization import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("flashkernel.server")
 Formatter = TypeVar("Formatter", bound=ChatFormatter)
@@ -57,6 +58,8 @@ class ApiServer:
             Route("/version", self.version),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.show_model),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.respond, methods=["POST"]),
@@ -118,6 +121,14 @@ class ApiServer:
             raise errors.unknown_model(asked, self.model.name)
         return JSONResponse(self._card())
 
+    async def tokenize(self, request: Request) -> Response:
+        parsed = await self._parsed(request, TokenizeRequest)
+        return JSONResponse(await to_thread.run_sync(parsed.response, self.model))
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = await self._parsed(request, DetokenizeRequest)
+        return JSONResponse(await to_thread.run_sync(parsed.response, self.model))
+
     async def complete(self, request: Request) -> ASGIApp:
         parsed = await self._parsed(request, CompletionRequest)
         return self._response(parsed, CompletionFormatter(self.model.name, self.model.tokenizer, parsed))
@@ -142,7 +153,7 @@ class ApiServer:
 
     async def _parsed(self, request: Request, kind: type[protocol.Kind]) -> protocol.Kind:
         parsed = protocol.parse(kind, await _read(request, self.args))
-        if parsed.model != self.model.name:
+        if parsed.model is not None and parsed.model != self.model.name:
             raise errors.unknown_model(parsed.model, self.model.name)
         return parsed
 

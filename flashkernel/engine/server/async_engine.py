@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 
 from anyio import to_thread
 
-from flashkernel.engine.llm_engine import LLMEngine, PromptTooLong, RequestError
+from flashkernel.engine.input_processor import PromptTooLong, RequestError
+from flashkernel.engine.llm_engine import LLMEngine
 from flashkernel.engine.outputs import StepOutput
 from flashkernel.engine.server import errors
 from flashkernel.engine.server.engine_client import EngineRequest, OutputCollector, OutputSink, check_count
@@ -129,8 +130,7 @@ class AsyncEngine:
 
     def _add(self, requests: list[EngineRequest]) -> None:
         try:
-            for one in requests:
-                self._engine.add_request(one.prompt, one.params, request_id=one.request_id, streaming=one.streaming)
+            self._engine.add_requests((one.request_id, one.prompt, one.params, one.streaming) for one in requests)
         except PromptTooLong as error:
             raise errors.prompt_too_long(error.count, error.max_model_len) from error
         except ValueError as error:

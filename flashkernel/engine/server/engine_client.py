@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from flashkernel.engine.llm import Prompt
 from flashkernel.engine.outputs import StepOutput
 from flashkernel.engine.sampling_params import SamplingParams
 from flashkernel.engine.server import errors
 
+if TYPE_CHECKING:
+    from flashkernel.engine.llm import Prompt
+
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What `LLMEngine.add_request` is given. The prompt is text only where there is no tokenizer."""
+    """What `LLMEngine.add_requests` is given. The prompt is text only where there is no tokenizer."""
 
     request_id: str
     prompt: Prompt

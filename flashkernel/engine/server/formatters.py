@@ -16,14 +16,14 @@ from flashkernel.engine.tokenizer import Tokenizer
 MIN_LOGPROB = -9999.0  # for a probability of zero: JSON has no infinity
 PromptLogprobs = Sequence[TokenLogprob | None]  # None for a token that nothing stands before
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of a token that is no whole character
-_json = json.JSONEncoder(separators=(",", ":")).encode
+encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def server_sent_event(value: dict[str, Any]) -> str:
     """One server-sent event, named if it has a type. In plain ASCII, for readers that take other characters for ends of
     lines."""
     name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {_json(value)}\n\n"
+    return f"{name}data: {encode_json(value)}\n\n"
 
 
 class ResponseFormatter:
@@ -88,10 +88,10 @@ class ResponseFormatter:
         if index not in self._text_events:
             mark = f"text of {self.id}"  # which nothing else in the chunk is
             chunk = self._object(self.chunk_object, [self._text_choice(index, mark)])
-            before, _, after = self.event(chunk).partition(_json(mark))
+            before, _, after = self.event(chunk).partition(encode_json(mark))
             self._text_events[index] = before, after
         before, after = self._text_events[index]
-        return f"{before}{_json(text)}{after}"
+        return f"{before}{encode_json(text)}{after}"
 
     def _text_choice(self, index: int, text: str) -> dict[str, Any]:
         """A choice of a chunk that has text alone."""

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio import to_thread
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from flashkernel.engine.llm import Prompt
 from flashkernel.engine.outputs import RequestOutput, StepOutput
 from flashkernel.engine.server import errors
 from flashkernel.engine.server.engine_client import EngineClient, EngineRequest, OutputCollector, check_count
@@ -21,6 +21,9 @@ from flashkernel.engine.server.formatters import PromptLogprobs, ResponseFormatt
 from flashkernel.engine.server.protocol import GenerationRequest
 from flashkernel.engine.server.server_args import ServerArgs
 from flashkernel.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from flashkernel.engine.llm import Prompt
 
 DONE = "data: [DONE]\n\n"
 

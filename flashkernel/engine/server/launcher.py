@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
-from flashkernel.engine.llm import LLM
 from flashkernel.engine.server.api_server import ApiServer
-from flashkernel.engine.server.async_engine import AsyncEngine
 from flashkernel.engine.server.served_model import ServedModel
 from flashkernel.engine.server.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from flashkernel.engine.llm import LLM
     from flashkernel.engine.server.multi_process import ApiServerProcesses
 
 # The engine's thread and the event loop share Python's lock. A thread that waits for it asks after this long, which is
@@ -78,6 +77,8 @@ def run(
     try:
         with listener:
             if processes is None:
+                from flashkernel.engine.server.async_engine import AsyncEngine
+
                 api = ApiServer(AsyncEngine(llm.engine, args.max_queue), model, args)
                 Server(api, ready).run([listener])
             else:

@@ -189,14 +189,14 @@ class ApiClient:
         self.ready = True
 
     def _on_add(self, requests: list[EngineRequest], timeout: float) -> None:
-        call = asyncio.get_running_loop().create_task(self._serve(requests, timeout))
+        sink = self._sinks[requests[0].request_id] = _Sink(requests, self)  # "leave" may be the next message
+        call = asyncio.get_running_loop().create_task(self._serve(requests, sink, timeout))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _serve(self, requests: list[EngineRequest], timeout: float) -> None:
+    async def _serve(self, requests: list[EngineRequest], sink: _Sink, timeout: float) -> None:
         """Serves the requests of one HTTP call."""
         request_ids = [one.request_id for one in requests]
-        sink = self._sinks[request_ids[0]] = _Sink(requests, self)
         try:
             async with self._engine.serve(request_ids, sink, timeout):
                 await self._engine.add(requests)

@@ -81,8 +81,33 @@ class ResponseFormat(_Strict):
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class GenerationRequest(_Strict):
-    """Fields of all endpoints. Those from `top_k` on are vLLM's, not OpenAI's; clients send them as `extra_body`."""
+class ApiRequest(_Strict):
+    """A request to any endpoint."""
+
+    model: str | None = None  # None: the one that is served
+
+    def check(self) -> None:
+        """Raises ApiError for fields that are not supported; warns of those that are not known."""
+        unknown = self.unknown_options()
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in NO_EFFECT:
+                continue
+            if name not in REFUSED:
+                unknown.append(name)
+                continue
+            if not any(value == one and type(value) is type(one) for one in REFUSED[name]):
+                raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
+        for name in unknown[:MAX_WARNINGS]:
+            log.warning("%r is no field of this request; it is ignored", name[:SHOWN])
+
+    def unknown_options(self) -> list[str]:
+        """Names of unknown fields inside other fields."""
+        return []
+
+
+class GenerationRequest(ApiRequest):
+    """Fields of all endpoints that generate. Those from `top_k` on are vLLM's, not OpenAI's; clients send them as
+    `extra_body`."""
 
     model: str
     n: int | None = None
@@ -132,24 +157,17 @@ class GenerationRequest(_Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Raises ApiError for fields that are unknown or not supported."""
-        unknown = 0
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in NO_EFFECT:
-                continue
-            if name not in REFUSED:
-                unknown += 1
-                if unknown <= MAX_WARNINGS:
-                    log.warning("%r is no field of this request; it is ignored", name[:SHOWN])
-                continue
-            if not any(value == one and type(value) is type(one) for one in REFUSED[name]):
-                raise bad_request(f"{name} is {_shown(value)}; this server cannot do that. Leave it out", name)
+        super().check()
         if self.n is not None and not 1 <= self.n <= MAX_N:
             raise bad_request(f"n is {self.n}; it must be a whole number, from 1 to {MAX_N}", "n")
         if self.prompt_logprobs is not None and self.streaming:
             raise bad_request("prompt_logprobs come with whole responses; set stream to false", "prompt_logprobs")
         if self.stream_options is not None and not self.streaming:
             raise bad_request("stream_options are for streams; set stream to true, or leave them out", "stream_options")
+
+    def unknown_options(self) -> list[str]:
+        extra = {} if self.stream_options is None else self.stream_options.model_extra or {}
+        return [f"stream_options.{name}" for name, value in extra.items() if value]
 
     def sampling_params(self) -> SamplingParams:
         """The sampling parameters; ApiError if a value is out of its range."""
@@ -364,10 +382,12 @@ class ChatRequest(GenerationRequest):
         if tokenizer is None:
             raise ValueError("the model came without a tokenizer, so it cannot chat; complete lists of tokens instead")
         self._check_tools(tokenizer)
-        try:
-            return [tokenizer.apply_chat_template(self._conversation(tokenizer.chat_template), **self._variables())]
-        except (TypeError, AttributeError, LookupError) as error:  # of the template, which expects other messages
-            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+        return [tokenizer.encode(self.rendered(tokenizer), add_special_tokens=False)]
+
+    def rendered(self, tokenizer: Tokenizer, *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's template writes it; ValueError if it does not take it."""
+        variables = {"add_generation_prompt": add_generation_prompt, **self._variables()}
+        return tokenizer.render_chat(self._conversation(tokenizer.chat_template), **variables)
 
     def _conversation(self, template: str | None) -> list[dict[str, Any]]:
         """The messages for a template. OpenAI's later name of the system's role is unknown to most, and they would drop
@@ -398,7 +418,7 @@ class ChatRequest(GenerationRequest):
         return {**found, **(self.chat_template_kwargs or {})}
 
 
-Kind = TypeVar("Kind", bound=GenerationRequest)
+Kind = TypeVar("Kind", bound=ApiRequest)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 
 from flashkernel.engine.outputs import RequestOutput, TokenLogprob
 from flashkernel.engine.server.errors import bad_request
-from flashkernel.engine.server.formatters import ChatFormatter, PromptLogprobs
+from flashkernel.engine.server.formatters import ChatFormatter, PromptLogprobs, encode_json
 from flashkernel.engine.server.output_parsers import Parsed, ToolCall
 from flashkernel.engine.server.protocol import (
     ChatMessage,
@@ -28,6 +28,7 @@ from flashkernel.engine.server.protocol import (
 )
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -144,6 +145,8 @@ class ResponsesRequest(ChatRequest):
             self.reasoning_effort = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
             wanted = self.text.format
+            if wanted.type == "json_schema" and wanted.json_schema is None:
+                raise bad_request("text.format has the type json_schema and no schema", "text")
             schema = None if wanted.json_schema is None else JsonSchema(schema=wanted.json_schema)
             self.response_format = ResponseFormat(type=wanted.type, json_schema=schema)
         chat: Any = self
@@ -181,6 +184,8 @@ class ResponsesFormatter(ChatFormatter):
         self.echoed: dict[str, Any] = {}  # what the request said
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._is_open = False
+        self._pieces: list[str] = []  # text of the open item
+        self._delta_template: tuple[str, str, str] | None = None  # what stands around its number and its text
         self._sequence = 0
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -194,7 +199,26 @@ class ResponsesFormatter(ChatFormatter):
         return [self._event(kind, response=self._response(None, ())) for kind in kinds]
 
     def events(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None, reason: str | None) -> str:
-        return "".join(map(self.event, self._add(self._feed(index, text, reason))))
+        new = self._feed(index, text, reason)
+        kind, more = ("reasoning", new.reasoning) if new.reasoning else ("message", new.content)
+        goes_on = self._is_open and self._items[-1]["type"] == kind and not (new.reasoning and new.content)
+        if goes_on and not new.tool_calls:
+            return self._text_delta(more) if more else ""  # a parser may hold it back
+        return "".join(map(self.event, self._add(new)))
+
+    def _text_delta(self, text: str) -> str:
+        """The event of text that the open item goes on with. All but its number and the text is encoded once."""
+        if self._delta_template is None:
+            number, mark = self._sequence, f"text of {self.id}"  # which nothing else in the event is
+            wire = self.event(self._delta_event(mark))
+            self._sequence = number
+            before, _, rest = wire.partition(f'"sequence_number":{number}')
+            between, _, after = rest.partition(encode_json(mark))
+            self._delta_template = f'{before}"sequence_number":', between, after
+        before, between, after = self._delta_template
+        self._pieces.append(text)
+        self._sequence += 1
+        return f"{before}{self._sequence - 1}{between}{encode_json(text)}{after}"
 
     def last_chunks(self, outputs: Sequence[RequestOutput], include_usage: bool) -> list[dict[str, Any]]:
         events = self._end()
@@ -209,37 +233,42 @@ class ResponsesFormatter(ChatFormatter):
         """Adds new parts to the output items; returns the events of a stream."""
         events = []
         if new.reasoning:
-            events += self._write("reasoning", "reasoning_text", new.reasoning)
+            events += self._write("reasoning", new.reasoning)
         if new.content:
-            events += self._write("message", "output_text", new.content)
+            events += self._write("message", new.content)
         for call in new.tool_calls:
             events += [*self._close(), *self._call(call)]
         return events
 
     def _end(self) -> list[dict[str, Any]]:
         """Closes the last item; an output without any has an empty message."""
-        empty = [] if self._items else self._open("message", "output_text")
+        empty = [] if self._items else self._open("message")
         return [*empty, *self._close()]
 
-    def _write(self, kind: str, part: str, text: str) -> list[dict[str, Any]]:
+    def _write(self, kind: str, text: str) -> list[dict[str, Any]]:
         """Appends text to the open item, or to a new one if that has another kind."""
         events = []
         if not self._is_open or self._items[-1]["type"] != kind:
-            events += [*self._close(), *self._open(kind, part)]
-        self._items[-1]["content"][0]["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return [*events, self._event(f"response.{part}.delta", **self._place(), content_index=0, delta=text, **more)]
+            events += [*self._close(), *self._open(kind)]
+        self._pieces.append(text)
+        return [*events, self._delta_event(text)]
 
-    def _open(self, kind: str, part: str) -> list[dict[str, Any]]:
+    def _delta_event(self, text: str) -> dict[str, Any]:
+        """The event of new text of the open item."""
+        kind = self._items[-1]["type"]
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return self._event(f"response.{_PARTS[kind]}.delta", **self._place(), content_index=0, delta=text, **more)
+
+    def _open(self, kind: str) -> list[dict[str, Any]]:
         number = len(self._items)
         item: dict[str, Any] = {"id": f"{_ID_PREFIXES[kind]}_{number}_{self.id}", "type": kind, "status": "in_progress"}
-        content: dict[str, Any] = {"type": part, "text": ""}
+        content: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
         if kind == "message":
             item["role"], content["annotations"] = "assistant", []
         else:
             item["summary"] = []
         self._items.append({**item, "content": [content]})
-        self._is_open = True
+        self._is_open, self._pieces, self._delta_template = True, [], None
         return [
             self._event("response.output_item.added", output_index=number, item={**item, "content": []}),
             self._event("response.content_part.added", **self._place(), content_index=0, part=dict(content)),
@@ -251,7 +280,7 @@ class ResponsesFormatter(ChatFormatter):
         self._is_open = False
         item = self._items[-1]
         (content,) = item["content"]
-        item["status"] = "completed"
+        item["status"], content["text"] = "completed", "".join(self._pieces)
         more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
         return [
             self._event(

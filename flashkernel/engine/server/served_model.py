@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flashkernel.engine.llm import LLM
 from flashkernel.engine.server.server_args import ServerArgs
 from flashkernel.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from flashkernel.engine.llm import LLM
 
 
 @dataclass(frozen=True)
