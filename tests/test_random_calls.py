@@ -19,7 +19,7 @@ from flashkernel.core.check import verify
 from flashkernel.core.op import LAYOUTS, lay_out
 from flashkernel.core.random_case import GROUP, describe, draw
 from flashkernel.core.worker_pool import WorkerPool
-from flashkernel.lab.random_calls import run_one, schedule
+from flashkernel.lab.random_calls import Call, run_one, schedule
 from flashkernel.ops import registry
 
 OPS = list(registry().values())
@@ -44,6 +44,18 @@ def test_random_calls(part: int, pytestconfig: pytest.Config) -> None:
 @pytest.mark.parametrize("part", range(GPU_PARTS))
 def test_random_calls_on_a_gpu(part: int, pytestconfig: pytest.Config) -> None:
     _check(pytestconfig, "large", GPU_CALLS, part, GPU_PARTS, "cuda")
+
+
+def test_repeated_calls_are_replayed(repeated: list[Any]) -> None:
+    """And a replay that is wrong is a failure that says how to repeat it."""
+    call = Call("silu", 3, "small", repeats=4)
+    assert run_one(call, torch.device("cpu"), ["triton"]).status == "passed"
+    assert repeated
+    for recording in repeated:
+        recording.run = lambda tensors: torch.zeros_like(tensors[0])
+    outcome = run_one(call, torch.device("cpu"), ["triton"])
+    assert outcome.failures["triton"].startswith("call 1: ")
+    assert "--repeats 4 --backend triton silu" in outcome.command
 
 
 def test_more_draws_do_not_concern_outputs_that_are_right() -> None:

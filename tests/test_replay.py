@@ -259,6 +259,17 @@ def test_a_backward_pass_of_torch_products_is_repeated(repeated: list[Any]) -> N
     assert source.count("empty(") == 6  # for the gradients that are not wanted; those of wanted ones are the products
 
 
+def test_a_result_without_elements_is_repeated(repeated: list[Any]) -> None:
+    """It has no address that says where in the memory of the others it begins."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, weight = torch.randn(8, 80), torch.randn(16, 80)
+        first, none = fk.linear(x, weight, splits=(16, 0), backend="triton")
+        torch.testing.assert_close(first, x @ weight.t(), atol=1e-4, rtol=1e-4)
+        assert none.shape == (8, 0)
+    assert len(repeated) == 2
+
+
 def test_memory_is_given_back_when_it_is_not_needed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of kernels, each with an output of its own: two are alive at a time, as when not repeated."""
     inner = norm.norm.forward.function

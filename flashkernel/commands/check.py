@@ -13,6 +13,7 @@ from flashkernel.commands.options import Cases, Dtypes, Formatted, Names, OnDevi
 from flashkernel.commands.random_check import (
     Limits,
     RandomCalls,
+    RandomRepeats,
     RandomSeconds,
     RandomSeed,
     RandomSizes,
@@ -43,6 +44,7 @@ def check(
     seed: RandomSeed = None,
     sizes: RandomSizes = None,
     workers: RandomWorkers = None,
+    repeats: RandomRepeats = 1,
     timeout: RandomTimeout = 120.0,
     format: Formatted = Format.table,
 ) -> None:
@@ -50,15 +52,15 @@ def check(
 
     Random calls run in worker processes; each failure is printed with the command that repeats it.
     """
-    if random or any(value is not None for value in (seconds, calls, seed, sizes, workers)):
+    if random or repeats > 1 or any(value is not None for value in (seconds, calls, seed, sizes, workers)):
         if not random or case or dtype or expected_on:
             progress.log(
                 "--random draws cases and dtypes itself; leave --case, --dtype and --expected-on out"
                 if random
-                else "--seconds, --calls, --seed, --sizes and --workers belong to --random"
+                else "--seconds, --calls, --seed, --sizes, --workers and --repeats belong to --random"
             )
             raise typer.Exit(2)
-        limits = Limits(seconds, calls, seed, sizes.value if sizes else None, workers, timeout)
+        limits = Limits(seconds, calls, seed, sizes.value if sizes else None, workers, timeout, repeats)
         return check_random(names, backend, device, limits, format)
     from flashkernel.lab import checks
 

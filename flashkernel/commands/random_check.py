@@ -45,6 +45,14 @@ RandomSizes = Annotated[
 RandomWorkers = Annotated[
     int | None, typer.Option("--workers", min=1, help="With --random: processes; by default one a core, 8 at most.")
 ]
+RandomRepeats = Annotated[
+    int,
+    typer.Option(
+        "--repeats",
+        min=1,
+        help="With --random: make each call so often, with other values; from the third on it is replayed.",
+    ),
+]
 RandomTimeout = Annotated[
     float, typer.Option("--timeout", min=1, help="With --random: seconds after which a call counts as hung.")
 ]
@@ -60,6 +68,7 @@ class Limits:
     sizes: str | None
     workers: int | None
     timeout_s: float
+    repeats: int = 1
 
 
 def check_random(
@@ -85,11 +94,11 @@ def check_random(
         progress.log("on a CPU Triton kernels run under TRITON_INTERPRET=1 only; without it torch is the only backend")
     with progress.progress_bar(limits.calls, "starting") as bar, progress.keep_results() as stopped:
         if repeat:  # in this process, where a debugger sees it
-            calls = [random_calls.Call(op.name, seed, sizes) for op in chosen]
+            calls = [random_calls.Call(op.name, seed, sizes, limits.repeats) for op in chosen]
             found: Iterator[CallOutcome] = (random_calls.run_one(call, target, backends) for call in calls)
         else:
             seconds = DEFAULT_SECONDS if limits.seconds is None and limits.calls is None else limits.seconds
-            batches = _until(random_calls.schedule(chosen, seed, sizes, limits.calls), seconds)
+            batches = _until(random_calls.schedule(chosen, seed, sizes, limits.calls, limits.repeats), seconds)
             workers = limits.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
             found = random_calls.run(batches, target, backends, workers, limits.timeout_s)
         _collect(found, outcomes, bar)

@@ -229,7 +229,7 @@ class CallRecorder(TorchDispatchMode):
         storage = _storage(x)
         if storage in self._allocated:
             slot = self._allocated[storage]
-            return slot, x.data_ptr() - self.tensors[slot].data_ptr()
+            return slot, _offset(x, self.tensors[slot])
         slots = self._input_slots.get(storage)
         if slots is None:
             return None
@@ -238,7 +238,7 @@ class CallRecorder(TorchDispatchMode):
             slots = [slot for slot in holding if self.tensors[slot].data_ptr() == x.data_ptr()]
             if len(slots) != 1 or len(holding) != 1:
                 raise CannotRecord(SHARED_MEMORY)
-        return slots[0], x.data_ptr() - self.tensors[slots[0]].data_ptr()
+        return slots[0], _offset(x, self.tensors[slots[0]])
 
     def _try(self, note: Callable[[], None]) -> None:
         try:
@@ -288,6 +288,11 @@ class CallRecorder(TorchDispatchMode):
 def _storage(x: Tensor) -> int:
     """The identity of a tensor's storage, unique while it lives."""
     return x.untyped_storage()._cdata
+
+
+def _offset(x: Tensor, base: Tensor) -> int:
+    """Bytes from a tensor's first element to that of another in its memory. One without elements has no address."""
+    return x.data_ptr() - base.data_ptr() if x.numel() else 0
 
 
 def _holds(x: Tensor, address: int) -> bool:

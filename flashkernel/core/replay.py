@@ -22,7 +22,8 @@ FLASHKERNEL_REPLAY=0 switches recording off.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -244,6 +245,17 @@ def _collect(values: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
                 key = kind
             parts.append(key)
     return True
+
+
+@contextmanager
+def recorded_after(calls: int) -> Iterator[None]:
+    """Inside, a call is recorded when its key was seen so often, in all threads."""
+    global RECORD_AFTER
+    before, RECORD_AFTER = RECORD_AFTER, calls
+    try:
+        yield
+    finally:
+        RECORD_AFTER = before
 
 
 def _request_extension() -> None:

@@ -9,12 +9,13 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from flashkernel.core import check, env
+from flashkernel.core import check, env, replay
 from flashkernel.core.dispatch import explain
 from flashkernel.core.op import Case, Op
 from flashkernel.core.random_case import GROUP, describe, draw
@@ -26,17 +27,20 @@ DRAWS = 8  # input sets that torch's own error is measured on
 
 @dataclass(frozen=True)
 class Call:
-    """One random call."""
+    """One random call, made `repeats` times with other values: from the third time on it is replayed (core/replay.py),
+    by the C++ extension from the fifth."""
 
     op: str
     seed: int
     sizes: str
+    repeats: int = 1
 
     def command(self, backends: Sequence[str] = ()) -> str:
         """The command line that repeats it."""
         prefix = "TRITON_INTERPRET=1 " if env.interpreting() else ""
         chosen = "".join(f" --backend {name}" for name in backends)
-        return f"{prefix}flashkernel check --random --seed {self.seed} --sizes {self.sizes}{chosen} {self.op}"
+        repeats = f" --repeats {self.repeats}" if self.repeats > 1 else ""
+        return f"{prefix}flashkernel check --random --seed {self.seed} --sizes {self.sizes}{repeats}{chosen} {self.op}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class CallOutcome:
         return {name: value for name, value in found.items() if name not in ("call", "worker_is_broken")}
 
 
-def schedule(ops: Sequence[Op], seed: int, sizes: str, calls: int | None) -> Iterator[list[Call]]:
+def schedule(
+    ops: Sequence[Op], seed: int, sizes: str, calls: int | None, repeats: int = 1
+) -> Iterator[list[Call]]:  # fmt: skip
     """Yields batches of calls, endlessly or `calls` calls: operators alternate, each as often as its `random_share`.
 
     The calls of a batch share compiled kernels, so one process should run them.
@@ -73,7 +79,7 @@ def schedule(ops: Sequence[Op], seed: int, sizes: str, calls: int | None) -> Ite
         until = (next_seed[op] // batch + 1) * batch
         if calls is not None:
             until = min(until, next_seed[op] + calls)
-        found = [Call(op.name, number, sizes) for number in range(next_seed[op], until)]
+        found = [Call(op.name, number, sizes, repeats) for number in range(next_seed[op], until)]
         next_seed[op] = until
         if calls is not None:
             calls -= len(found)
@@ -115,9 +121,12 @@ def run_one(call: Call, device: torch.device, backends: Sequence[str] = ()) -> C
         if verdict.reason or interpreter_limit(verdict.backend, dtype, device):
             continue
         checked.append(verdict.backend)
-        wrong = _wrong(op, case, dtype, verdict.backend, device, call.seed)
-        if wrong:
-            failures[verdict.backend] = wrong
+        with replay.recorded_after(1) if call.repeats > 1 else nullcontext():
+            for number in range(call.repeats):
+                wrong = _wrong(op, case, dtype, verdict.backend, device, call.seed + number)
+                if wrong:
+                    failures[verdict.backend] = wrong if call.repeats == 1 else f"call {number + 1}: {wrong}"
+                    break
     status = "failed" if failures else "passed" if set(checked) - {"torch"} else "refused"
     seconds = time.perf_counter() - start
     return CallOutcome(call, text, status, tuple(checked), failures, seconds, command,
