@@ -178,6 +178,17 @@ def test_a_model_without_the_interface_keeps_its_attention() -> None:
     torch.testing.assert_close(one(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_model_that_extends_an_additive_mask_keeps_its_attention() -> None:
+    config = transformers.DeepseekV4Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8, n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=24, q_lora_rank=16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        one = transformers.DeepseekV4ForCausalLM._from_config(config, attn_implementation="eager")
+    assert "eager attention alone" in hf.patch(one).skipped[0].reason
+    assert one.config._attn_implementation == "eager"
+
+
 def test_what_cannot_be_replaced_says_why() -> None:
     one = model("llama", hidden_act="tanh", output_attentions=True)
     one.model.norm.forward = one.model.norm.forward

@@ -103,6 +103,9 @@ HEADS: dict[str, Head] = {
     "gpt2.GPT2LMHeadModel": Head("CausalLMOutputWithCrossAttentions"),
 }
 
+# Configurations (model_type) whose attention extends the tensor of an additive mask by keys of its own.
+ADDITIVE_MASKS = {"deepseek_v4"}
+
 # Modules that only contain modules of these tables.
 CONTAINERS = {
     "gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock", "qwen3_moe.Qwen3MoeSparseMoeBlock",

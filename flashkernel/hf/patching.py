@@ -161,7 +161,7 @@ def _patch_attention(model: PreTrainedModel) -> Entry:
     submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = list({id(module.config): module.config for module in submodels}.values())
     model.__dict__[_STATE] = [(config, config._attn_implementation) for config in configs]
-    reason = _attention_reason(model)
+    reason = _attention_reason(model, configs)
     if reason is None:
         register()
         try:
@@ -175,9 +175,11 @@ def _patch_attention(model: PreTrainedModel) -> Entry:
     return Entry("attention", name, 1, f'attention, by attn_implementation="{NAME}"', note)
 
 
-def _attention_reason(model: PreTrainedModel) -> str | None:
+def _attention_reason(model: PreTrainedModel, configs: list[Any]) -> str | None:
     if not model._can_set_attn_implementation():
         return "its attention does not go through AttentionInterface"
+    if any(getattr(one, "model_type", None) in families.ADDITIVE_MASKS for one in configs):
+        return "its attention extends the tensor of an additive mask, and works with eager attention alone"
     if getattr(model.config, "output_attentions", False):
         return "config.output_attentions asks for probabilities, which are never held"
     return None
