@@ -178,6 +178,27 @@ def test_a_model_without_the_interface_keeps_its_attention() -> None:
     torch.testing.assert_close(one(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_stacks_with_copies_of_the_config() -> None:
+    """T5's encoder and decoder, which have all of its attention."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    theirs, ours = (
+        transformers.T5ForConditionalGeneration._from_config(copy.deepcopy(config), attn_implementation="eager")
+        for _ in range(2)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    report = hf.patch(ours)
+    assert (report.replaced[0].part, report.replaced[0].reason) == ("attention", "")
+    configs = [ours.config, ours.encoder.config, ours.decoder.config]
+    assert all(one._attn_implementation == "fkernel" for one in configs)
+    inputs = {**test_hf.batch("right"), "labels": test_hf.batch("whole")["input_ids"][:, :7].contiguous()}
+    gradients_match(theirs, ours, inputs)
+    hf.unpatch(ours)
+    assert all(one._attn_implementation == "eager" for one in configs)
+
+
 def test_a_model_that_extends_an_additive_mask_keeps_its_attention() -> None:
     config = transformers.DeepseekV4Config(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8, n_routed_experts=4,

@@ -166,6 +166,10 @@ def _patch_attention(model: PreTrainedModel) -> Entry:
         register()
         try:
             model.set_attn_implementation(NAME)
+            for module in submodels:  # Transformers passes over copies of the model's own config, as T5's stacks have
+                copied = type(module.config) is type(model.config) and module.config._attn_implementation != NAME
+                if copied and module._can_set_attn_implementation():
+                    module.set_attn_implementation(NAME)
         except (ValueError, ImportError) as error:  # Transformers' own refusal
             reason = str(error).splitlines()[0]
     chosen = [config._attn_implementation == NAME for config in configs]
