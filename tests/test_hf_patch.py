@@ -306,6 +306,46 @@ def test_accelerates_hooks_stay_in_front(first: str) -> None:
     assert torch.equal(ours(**inputs).loss, theirs(**inputs).loss)
 
 
+@pytest.fixture
+def accelerator() -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def test_accelerates_mixed_precision_is_unwrapped(accelerator: Any) -> None:
+    theirs, ours = pair("llama")
+    inputs = test_hf.batch("left")
+    wrapped = accelerator.prepare(ours.train())
+    assert wrapped(**inputs).logits is None
+    names = list(inspect.signature(theirs.forward).parameters)
+    assert list(inspect.signature(wrapped.forward).parameters) == names
+    plain = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    gradients_match(theirs, plain, inputs)
+    assert plain(**inputs).logits is None
+
+
+def test_accelerates_mixed_precision_stays_behind_after_training(accelerator: Any) -> None:
+    """As Trainer(bf16=True) leaves a model: copies are of their own, and unpatch and patch reach what was wrapped."""
+    theirs, ours = pair("llama")
+    inputs = test_hf.batch("left")
+    wrapped = accelerator.prepare(ours.train())
+    zeros = copy.deepcopy(wrapped)
+    with torch.no_grad():
+        for parameter in zeros.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(zeros(**inputs).loss, torch.tensor(64.0).log(), atol=1e-3, rtol=0)
+    hf.unpatch(wrapped)
+    assert wrapped(**inputs).logits is not None
+    assert hf.patch(wrapped).entries[-1].kernel == "linear_cross_entropy in training"
+    assert wrapped(**inputs).logits is None
+    assert hf.patch(wrapped, loss="logits").entries[-1].kernel == "cross_entropy"
+    assert wrapped(**inputs).logits is not None
+    hf.unpatch(wrapped)
+    plain = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    assert torch.equal(plain(**inputs).loss, theirs.train()(**inputs).loss)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])
 def test_whole_mlps_where_their_layers_are_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision, an MLP of plain layers is one call of `mlp`, with its gradients; a wrapped layer is called."""
