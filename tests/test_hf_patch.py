@@ -306,6 +306,34 @@ def test_accelerates_hooks_stay_in_front(first: str) -> None:
     assert torch.equal(ours(**inputs).loss, theirs(**inputs).loss)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("first", ["patch", "shard"])
+def test_a_sharded_model(first: str, name: str) -> None:
+    """fully_shard (FSDP2) gives modules classes of their own; here over one process."""
+    fsdp, distributed = pytest.importorskip("torch.distributed.fsdp"), torch.distributed
+    theirs, ours = model(name).train(), model(name).train()
+    inputs = test_hf.batch("left")
+    expected, _ = test_hf.loss_and_gradients(theirs, inputs)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for step in ["patch", "shard"] if first == "patch" else ["shard", "patch"]:
+            if step == "patch":
+                report = hf.patch(ours)
+                continue
+            for each in [*(ours.transformer.h if name == "gpt2" else ours.model.layers), ours]:
+                fsdp.fully_shard(each, mesh=mesh)
+        assert not report.skipped
+        result = ours(**inputs)
+        result.loss.backward()
+        assert result.logits is None
+        torch.testing.assert_close(result.loss.detach(), expected, atol=1e-5, rtol=1e-5)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, atol=1e-4, rtol=1e-4)
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.fixture
 def accelerator() -> Any:
     accelerate = pytest.importorskip("accelerate")

@@ -116,6 +116,8 @@ CONTAINERS = {
 def key_of(module: nn.Module) -> str:
     """The module's key in these tables; its whole path if it is from neither Transformers nor torch."""
     kind = type(module)
+    if kind.__bases__[0].__name__ == "FSDPModule":  # fully_shard makes a subclass for each class
+        kind = kind.__bases__[1]
     path = kind.__module__.split(".")
     if path[:2] == ["transformers", "models"] and len(path) == 4 and path[3] == f"modeling_{path[2]}":
         return f"{path[2]}.{kind.__name__}"
