@@ -222,12 +222,15 @@ def causal_loss(
 def causal_model(model: Any, kind: Head, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """A language model's forward. In training with labels the loss is fused and `outputs.logits` is None.
 
+    A tuple has its logits: without them all that follows would stand one place ahead.
     `names` are those of the forward's positional arguments.
     """
     kwargs.update(zip(names, args))
     keep = kwargs.get("logits_to_keep")
     partly = isinstance(keep, Tensor) or bool(keep)
-    if kwargs.get("labels") is None or not model.training or partly or not _is_plain_linear(model.lm_head):
+    as_dict = kwargs.get("return_dict")
+    as_tuple = not (model.config.return_dict if as_dict is None else as_dict)
+    if partly or as_tuple or kwargs.get("labels") is None or not model.training or not _is_plain_linear(model.lm_head):
         return type(model).forward(model, **kwargs)
     return _fused_loss(model, kind, **kwargs)
 
