@@ -12,10 +12,9 @@ The two loss curves must lie on each other; time and memory must not.
 from __future__ import annotations
 
 import argparse
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import lora_gpt_oss
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -27,15 +26,6 @@ from flashkernel.engine import ModelError
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("eager", "fkernel")
-
-
-@dataclass
-class Run:
-    """What one training run left: a loss and a duration for each step, and the most memory it held."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
 
 
 def corpus() -> torch.Tensor:
@@ -61,40 +51,35 @@ def config(tiny: bool) -> GptOssConfig:
     )
 
 
-def train(implementation: str, tiny: bool, steps: int, length: int, device: torch.device) -> Run:
+def train(implementation: str, tiny: bool, steps: int, length: int, device: torch.device) -> lora_gpt_oss.Run:
     torch.manual_seed(0)
     model = GptOssForCausalLM._from_config(config(tiny), attn_implementation=implementation).to(device)
     if device.type == "cuda":
         model = model.bfloat16()
         torch.cuda.reset_peak_memory_stats(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if tiny else 3e-4)
-    text, result = corpus(), Run()
+    text, result = corpus(), lora_gpt_oss.Run(length, sum(one.numel() for one in model.parameters()))
     generator = torch.Generator().manual_seed(1)
     for _ in track(range(steps), description=f"{implementation:8}"):
         start = int(torch.randint(0, len(text) - length, (1,), generator=generator))
         tokens = text[start : start + length][None].to(device)
-        began = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        result.losses.append(float(loss.detach()))  # waits for the device, so the clock may be read
-        result.seconds.append(time.perf_counter() - began)
+        result.step(model, optimizer, {"input_ids": tokens, "labels": tokens})
     if device.type == "cuda":
         result.peak_bytes = torch.cuda.max_memory_allocated(device)
     return result
 
 
-def report(runs: dict[str, Run]) -> Table:
+def report(runs: dict[str, lora_gpt_oss.Run]) -> Table:
     table = Table("attention", "first loss", "last loss", "ms a step", "peak memory")
     for name, run in runs.items():
-        middle = sorted(run.seconds[1:] or run.seconds)[len(run.seconds[1:]) // 2]
         memory = f"{run.peak_bytes / 1e9:.2f} GB" if run.peak_bytes else "not measured on a CPU"
-        table.add_row(name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{middle * 1e3:.1f}", memory)
+        table.add_row(
+            name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{run.middle_seconds() * 1e3:.1f}", memory
+        )
     return table
 
 
-def plot(runs: dict[str, Run], path: Path) -> None:
+def plot(runs: dict[str, lora_gpt_oss.Run], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4))
@@ -113,7 +98,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Run]:
+def main(arguments: list[str] | None = None) -> dict[str, lora_gpt_oss.Run]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="gpt-oss as it was released: LoRA on packed sequences")
     parser.add_argument("--rank", type=positive, default=16, help="of the adapters")
@@ -124,8 +109,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if chosen.folder is not None:
-        import lora_gpt_oss
-
         try:
             run = lora_gpt_oss.train(chosen.folder, chosen.rank, chosen.steps or 50, chosen.length or 4096, device)
         except (FileNotFoundError, ModelError) as error:

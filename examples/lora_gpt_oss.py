@@ -25,7 +25,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass
 class Run:
-    """What a training run left."""
+    """What a training run left: a loss and a duration for each step, and the most memory it held."""
 
     tokens: int
     parameters: int
@@ -33,6 +33,21 @@ class Run:
     peak_bytes: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
+        """Trains one step."""
+        began = time.perf_counter()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))  # waits for the device, so the clock may be read
+        self.seconds.append(time.perf_counter() - began)
+
+    def middle_seconds(self) -> float:
+        """The median step, without the first."""
+        later = self.seconds[1:]
+        return sorted(later or self.seconds)[len(later) // 2]
 
 
 class LoraLinear(nn.Module):
@@ -124,14 +139,7 @@ def train(folder: str | Path, rank: int, steps: int, length: int, device: torch.
         torch.cuda.reset_peak_memory_stats(device)
     generator = torch.Generator().manual_seed(1)
     for _ in track(range(steps), description="LoRA"):
-        batch = packed(texts, length, generator, device)
-        began = time.perf_counter()
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.losses.append(float(loss.detach()))  # waits for the device, so the clock may be read
-        run.seconds.append(time.perf_counter() - began)
+        run.step(model, optimizer, packed(texts, length, generator, device))
     if device.type == "cuda":
         run.peak_bytes = torch.cuda.max_memory_allocated(device)
     return run
@@ -139,9 +147,8 @@ def train(folder: str | Path, rank: int, steps: int, length: int, device: torch.
 
 def report(run: Run) -> Table:
     """Loss, speed and memory."""
-    seconds = sorted(run.seconds[1:] or run.seconds)[len(run.seconds[1:]) // 2]
     table = Table("trained parameters", "first loss", "last loss", "tokens/s", "model", "peak memory")
     memory = [f"{one / 1e9:.2f} GB" if one else "not measured on a CPU" for one in (run.loaded_bytes, run.peak_bytes)]
-    rate = f"{run.tokens / seconds:,.0f}"
+    rate = f"{run.tokens / run.middle_seconds():,.0f}"
     table.add_row(f"{run.parameters:,}", f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", rate, *memory)
     return table

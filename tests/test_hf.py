@@ -223,6 +223,55 @@ def test_rows_of_a_batch_are_packed_each_in_its_way(name: str, cuts: list[list[i
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+LATENT = {
+    **{name: value for name, value in SIZES.items() if name != "head_dim"},
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 24, "index_topk": 5, "index_n_heads": 2, "index_head_dim": 16,
+}  # fmt: skip
+SELECTING = {
+    "DeepseekV32": LATENT,
+    "GlmMoeDsa": LATENT,
+    "Doge": {**SIZES, "keep_window_size": 5},
+}
+
+
+@pytest.mark.parametrize("inputs", ["whole", "left"])
+@pytest.mark.parametrize("family", SELECTING)
+def test_layers_that_read_the_mask_and_select_keys(family: str, inputs: str) -> None:
+    """By an indexer, whose keys attention is given, or by adding to the mask; more tokens than keys are selected."""
+    config = getattr(transformers, f"{family}Config")(**SELECTING[family])
+    build = getattr(transformers, f"{family}ForCausalLM")
+    models = [build._from_config(copy.deepcopy(config), attn_implementation=kind) for kind in ("eager", "fkernel")]
+    for one in models:
+        torch.manual_seed(0)
+        for parameter in one.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    given = batch(inputs)
+    expected, expected_gradients = loss_and_gradients(models[0], given)
+    loss, gradients = loss_and_gradients(models[1], given)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    gradients_agree(gradients, expected_gradients, 1e-5)
+    del given["labels"]
+    tokens = [one.eval().generate(**given, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in models]
+    assert torch.equal(*tokens)
+
+
+def test_a_mask_is_read_as_the_tensor_that_it_stands_for() -> None:
+    real = torch.arange(6) >= torch.tensor([[0], [2]])
+    mask = layer_mask(2, 6, 6, attention_mask=real, device=real.device)
+    expected = theirs.sdpa_mask(2, 6, 6, attention_mask=real, allow_is_causal_skip=False)
+    other = torch.rand(2, 1, 6, 6) < 0.5
+    assert (mask.dtype, mask.device, mask.is_floating_point()) == (torch.bool, torch.device("cpu"), False)
+    for read in (
+        lambda m: m[:, 0, :, :4], lambda m: ~m, lambda m: m & other, lambda m: other & m, lambda m: other | m,
+        lambda m: torch.where(m, 0.0, -1.0), lambda m: other.float().masked_fill(m, 2.0), lambda m: m.to(torch.float16),
+        lambda m: m.expand(2, 3, 6, 6), lambda m: torch.cat([m, other], -1),
+    ):  # fmt: skip
+        assert torch.equal(read(mask), read(expected))
+    assert copy.deepcopy(mask).shape == mask.shape
+
+
 def test_an_encoder_sees_both_ways_and_no_padding() -> None:
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,

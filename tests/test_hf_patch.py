@@ -178,6 +178,38 @@ def test_a_model_without_the_interface_keeps_its_attention() -> None:
     torch.testing.assert_close(one(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_stacks_with_copies_of_the_config() -> None:
+    """T5's encoder and decoder, which have all of its attention."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    theirs, ours = (
+        transformers.T5ForConditionalGeneration._from_config(copy.deepcopy(config), attn_implementation="eager")
+        for _ in range(2)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    report = hf.patch(ours)
+    assert (report.replaced[0].part, report.replaced[0].reason) == ("attention", "")
+    configs = [ours.config, ours.encoder.config, ours.decoder.config]
+    assert all(one._attn_implementation == "fkernel" for one in configs)
+    inputs = {**test_hf.batch("right"), "labels": test_hf.batch("whole")["input_ids"][:, :7].contiguous()}
+    gradients_match(theirs, ours, inputs)
+    hf.unpatch(ours)
+    assert all(one._attn_implementation == "eager" for one in configs)
+
+
+def test_a_model_that_extends_an_additive_mask_keeps_its_attention() -> None:
+    config = transformers.DeepseekV4Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8, n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=24, q_lora_rank=16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        one = transformers.DeepseekV4ForCausalLM._from_config(config, attn_implementation="eager")
+    assert "eager attention alone" in hf.patch(one).skipped[0].reason
+    assert one.config._attn_implementation == "eager"
+
+
 def test_what_cannot_be_replaced_says_why() -> None:
     one = model("llama", hidden_act="tanh", output_attentions=True)
     one.model.norm.forward = one.model.norm.forward
@@ -272,6 +304,74 @@ def test_accelerates_hooks_stay_in_front(first: str) -> None:
     assert not isinstance(ours.model.norm._old_forward, partial)
     hooks.remove_hook_from_module(ours.model.norm)
     assert torch.equal(ours(**inputs).loss, theirs(**inputs).loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("first", ["patch", "shard"])
+def test_a_sharded_model(first: str, name: str) -> None:
+    """fully_shard (FSDP2) gives modules classes of their own; here over one process."""
+    fsdp, distributed = pytest.importorskip("torch.distributed.fsdp"), torch.distributed
+    theirs, ours = model(name).train(), model(name).train()
+    inputs = test_hf.batch("left")
+    expected, _ = test_hf.loss_and_gradients(theirs, inputs)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for step in ["patch", "shard"] if first == "patch" else ["shard", "patch"]:
+            if step == "patch":
+                report = hf.patch(ours)
+                continue
+            for each in [*(ours.transformer.h if name == "gpt2" else ours.model.layers), ours]:
+                fsdp.fully_shard(each, mesh=mesh)
+        assert not report.skipped
+        result = ours(**inputs)
+        result.loss.backward()
+        assert result.logits is None
+        torch.testing.assert_close(result.loss.detach(), expected, atol=1e-5, rtol=1e-5)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, atol=1e-4, rtol=1e-4)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+def test_accelerates_mixed_precision_is_unwrapped(accelerator: Any) -> None:
+    theirs, ours = pair("llama")
+    inputs = test_hf.batch("left")
+    wrapped = accelerator.prepare(ours.train())
+    assert wrapped(**inputs).logits is None
+    names = list(inspect.signature(theirs.forward).parameters)
+    assert list(inspect.signature(wrapped.forward).parameters) == names
+    plain = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    gradients_match(theirs, plain, inputs)
+    assert plain(**inputs).logits is None
+
+
+def test_accelerates_mixed_precision_stays_behind_after_training(accelerator: Any) -> None:
+    """As Trainer(bf16=True) leaves a model: copies are of their own, and unpatch and patch reach what was wrapped."""
+    theirs, ours = pair("llama")
+    inputs = test_hf.batch("left")
+    wrapped = accelerator.prepare(ours.train())
+    zeros = copy.deepcopy(wrapped)
+    with torch.no_grad():
+        for parameter in zeros.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(zeros(**inputs).loss, torch.tensor(64.0).log(), atol=1e-3, rtol=0)
+    hf.unpatch(wrapped)
+    assert wrapped(**inputs).logits is not None
+    assert hf.patch(wrapped).entries[-1].kernel == "linear_cross_entropy in training"
+    assert wrapped(**inputs).logits is None
+    assert hf.patch(wrapped, loss="logits").entries[-1].kernel == "cross_entropy"
+    assert wrapped(**inputs).logits is not None
+    hf.unpatch(wrapped)
+    plain = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    assert torch.equal(plain(**inputs).loss, theirs.train()(**inputs).loss)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])

@@ -235,6 +235,20 @@ def test_damaged_gpt_oss_is_refused(tmp_path: Path) -> None:
         hf.load_gpt_oss(tmp_path, "cpu", torch.float32)
 
 
+def test_dtypes_by_name_and_lists_of_what_is_skipped(tmp_path: Path) -> None:
+    """As Transformers takes them."""
+    tiny_models.build("llama").save_pretrained(tmp_path)
+    assert hf.load_quantized(tmp_path, dtype="float16").dtype == torch.float16
+    assert hf.load_quantized(tmp_path, dtype="auto").dtype == torch.float32
+    with pytest.raises(ValueError, match="load_quantized: dtype is 'half16'; it must be a torch dtype or its name"):
+        hf.load_quantized(tmp_path, dtype="half16")
+    with pytest.raises(ValueError, match="load_gpt_oss: dtype is 16"):
+        hf.load_gpt_oss(tmp_path, "cpu", 16)  # type: ignore[arg-type]
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("one", "two", "three")})
+    hf.quantize(model, "int8", skip=["one", "two"])
+    assert [type(layer) is nn.Linear for layer in model.values()] == [True, True, False]
+
+
 def test_a_model_that_cannot_be_quantized_stays_as_it_was() -> None:
     def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))

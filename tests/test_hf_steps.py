@@ -158,6 +158,21 @@ def test_a_prompt_in_parts_and_padded_prompts_take_the_long_way(passes: list[tup
     assert not passes
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_packed_sequences_take_the_long_way(cached: bool, passes: list[tuple[int, int]]) -> None:
+    """With a cache the mask is plain causal, and the lengths alone separate the sequences."""
+    theirs, ours = (one.eval() for one in pair("llama"))
+    inputs = test_hf.batch("packed")
+    lengths = torch.tensor([0, *test_hf.DOCUMENTS]).cumsum(0).int()
+    with torch.no_grad():
+        found = ours(
+            inputs["input_ids"], position_ids=inputs["position_ids"], cu_seq_lens_q=lengths, cu_seq_lens_k=lengths,
+            max_length_q=7, max_length_k=7, use_cache=cached,
+        ).logits  # fmt: skip
+        torch.testing.assert_close(found, test_hf.one_by_one(theirs, inputs), atol=1e-4, rtol=1e-4)
+    assert not passes
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2},
                                      {"prompt_lookup_num_tokens": 3}])  # fmt: skip
 def test_caches_are_reordered_and_cropped(options: dict[str, Any], passes: list[tuple[int, int]]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.import_utils import is_tracing
@@ -48,36 +49,77 @@ def register() -> None:
 class LayerMask:
     """A Mask in the form that Transformers passes to the layers: an object with the shape of a mask tensor.
 
+    A layer may read it as the bool tensor that it stands for (True is visible), as layers that select keys by an
+    indexer do: indexing, operators, methods and torch's functions take `dense()`.
+
     Args:
         mask: The mask.
         shape: (batch, 1, seqlen_q, seqlen_k).
         shared: Values that the layers of one pass compute once, such as rotary tables.
+        device: Of the tensor that `dense` makes.
 
     Example:
         >>> from flashkernel.hf import layer_mask
         >>> mask = layer_mask(batch_size=1, q_length=4, kv_length=4)
         >>> mask.shape, mask.ndim
         ((1, 1, 4, 4), 4)
+        >>> mask[0, 0, 1]
+        tensor([ True,  True, False, False])
     """
 
     mask: Mask
     shape: tuple[int, int, int, int]
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
+    device: torch.device | str = "cpu"
     ndim = 4
+    dtype = torch.bool
 
     def dim(self) -> int:
         """Number of dims, as of a tensor."""
         return self.ndim
 
-    def to(self, device: Any, **_: Any) -> LayerMask:
+    def to(self, device: Any, **_: Any) -> Any:
         """The mask with its tables on another device, for models on several devices.
 
         Args:
-            device: Where the tables go.
+            device: Where the tables go; a dtype gives `dense()` in it.
         """
+        if isinstance(device, torch.dtype):
+            return self.dense().to(device)
         tables = ex.tables(self.mask.expression)
         moved = ex.bind(self.mask.expression, tables, [table.to(device) for table in tables])
-        return LayerMask(Mask(moved, self.mask.name, self.mask.requires), self.shape)
+        return LayerMask(Mask(moved, self.mask.name, self.mask.requires), self.shape, device=device)
+
+    def dense(self) -> Tensor:
+        """The bool tensor (batch, 1, seqlen_q, seqlen_k); the layers of one pass share it."""
+        if "dense" not in self.shared:
+            visible = self.mask.visible(self.shape[0], 1, *self.shape[2:], device=self.device)
+            self.shared["dense"] = visible.expand(self.shape)
+        return self.shared["dense"]  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, LayerMask) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _operator_of_the_tensor(name: str) -> Callable[..., Any]:
+    def call(self: LayerMask, *others: Any) -> Any:
+        return getattr(self.dense(), name)(*(x.dense() if isinstance(x, LayerMask) else x for x in others))
+
+    return call
+
+
+for _name in ("invert", "and", "rand", "or", "ror", "xor", "add", "radd", "mul", "rmul"):
+    setattr(LayerMask, f"__{_name}__", _operator_of_the_tensor(f"__{_name}__"))
 
 
 def attention_forward(
@@ -96,6 +138,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     deterministic: bool | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as Transformers' AttentionInterface calls it.
@@ -120,6 +163,8 @@ def attention_forward(
         cu_seq_lens_q: int32, where packed sequences begin, and the end of the last.
         cu_seq_lens_k: The same for keys; None: as for queries.
         deterministic: The backward pass is deterministic.
+        indices: (batch, seqlen_q, n) keys that an indexer selected for each query (DeepSeek-V3.2, GLM-5); a query sees
+            those of them that the mask lets it see.
         **kwargs: Others that Transformers passes; ignored.
 
     Returns:
@@ -142,7 +187,8 @@ def attention_forward(
     options: dict[str, Any] = {
         "scale": scaling, "softcap": softcap or 0.0, "dropout": dropout, "deterministic": bool(deterministic),
     }  # fmt: skip
-    if cu_seq_lens_q is not None and attention_mask is None and position_bias is None:  # as flash-attn aligns them
+    plain = attention_mask is None and position_bias is None and indices is None
+    if cu_seq_lens_q is not None and plain:  # as flash-attn aligns them
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         window = _implied_window(causal, sliding_window)
         return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), window, s_aux, options), None  # type: ignore
@@ -157,6 +203,9 @@ def attention_forward(
     else:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _implied_mask(bool(is_causal), sliding_window, sizes)
+    if indices is not None:
+        selected = _selected(indices, sizes)
+        mask = selected if mask is None else mask & selected
     if cu_seq_lens_q is not None:
         form = None if mask is None or bias is not None else mask.packed_form
         if form is not None and sizes[1] == sizes[2]:
@@ -227,6 +276,12 @@ def _given_mask(given: LayerMask | Tensor, sizes: tuple[int, int, int], device: 
             f"mask functions, or be bool (True is visible) or float (added to the scores) with 4 dims"
         )
     return masks.tensor_mask(_checked_pairs(given, sizes).to(device))
+
+
+def _selected(indices: Tensor, sizes: tuple[int, int, int]) -> Mask:
+    """The mask of the keys that an indexer selected, (batch, queries, n)."""
+    seen = indices.new_zeros((sizes[0], 1, *sizes[1:]), dtype=torch.bool)
+    return masks.tensor_mask(seen.scatter_(-1, indices.long().unsqueeze(1), True))
 
 
 def sees_all(mask: Any, keys: int) -> bool:
@@ -329,7 +384,7 @@ def layer_mask(
         return None
     shape = (batch_size, 1, q_length, kv_length)
     if _plainly_causal(mask_function, padding, (q_length, kv_length), (q_offset, kv_offset)):
-        return LayerMask(_CAUSAL, shape)
+        return LayerMask(_CAUSAL, shape, device=device)
     indices = traced_indices(batch_size, (q_length, kv_length), (q_offset, kv_offset), device)
     try:
         seen = trace(mask_function, indices)
@@ -347,7 +402,7 @@ def layer_mask(
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
         mask = masks.tensor_mask(visible)
-    return LayerMask(mask, shape)
+    return LayerMask(mask, shape, device=device)
 
 
 def _plainly_causal(

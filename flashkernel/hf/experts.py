@@ -27,7 +27,7 @@ def register_experts() -> None:
 def activation_name(module: Any) -> str | None:
     """The activation of a module of experts, by the name that operators know; None if there is no kernel for it."""
     kind = type(module)
-    if kind.__name__ == "GptOssExperts":
+    if any(one.__name__ == "GptOssExperts" for one in kind.__mro__):  # fully_shard makes a subclass
         return "gpt_oss_glu"
     if module.has_gate and getattr(kind, "_apply_gate", None) is not _default_apply_gate:
         return None  # a gate of its own

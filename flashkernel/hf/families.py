@@ -103,6 +103,9 @@ HEADS: dict[str, Head] = {
     "gpt2.GPT2LMHeadModel": Head("CausalLMOutputWithCrossAttentions"),
 }
 
+# Configurations (model_type) whose attention extends the tensor of an additive mask by keys of its own.
+ADDITIVE_MASKS = {"deepseek_v4"}
+
 # Modules that only contain modules of these tables.
 CONTAINERS = {
     "gpt_oss.GptOssMLP", "mixtral.MixtralSparseMoeBlock", "qwen3_moe.Qwen3MoeSparseMoeBlock",
@@ -113,6 +116,8 @@ CONTAINERS = {
 def key_of(module: nn.Module) -> str:
     """The module's key in these tables; its whole path if it is from neither Transformers nor torch."""
     kind = type(module)
+    if kind.__bases__[0].__name__ == "FSDPModule":  # fully_shard makes a subclass for each class
+        kind = kind.__bases__[1]
     path = kind.__module__.split(".")
     if path[:2] == ["transformers", "models"] and len(path) == 4 and path[3] == f"modeling_{path[2]}":
         return f"{path[2]}.{kind.__name__}"

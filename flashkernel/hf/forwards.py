@@ -33,6 +33,7 @@ from flashkernel.ops.mlp import mlp
 from flashkernel.ops.norm import layer_norm, rms_norm
 from flashkernel.ops.rope import rope
 
+FUSED_LOSS = "_fkernel_fused_loss"  # the attribute of a model whose forward `patch` replaced
 MAX_DECODE_TOKENS = 64  # largest batch of a decoding step
 MAX_HOST_BOUND_TOKENS = 1024  # up to so many tokens an eager pass is bound by the host, not by the GPU
 MIN_SPLIT_KEYS = 8192  # from so many keys on, the attention of one query is worth splitting over the GPU (split-K)
@@ -221,14 +222,27 @@ def causal_loss(
 def causal_model(model: Any, kind: Head, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
     """A language model's forward. In training with labels the loss is fused and `outputs.logits` is None.
 
+    A tuple has its logits: without them all that follows would stand one place ahead.
     `names` are those of the forward's positional arguments.
     """
     kwargs.update(zip(names, args))
     keep = kwargs.get("logits_to_keep")
     partly = isinstance(keep, Tensor) or bool(keep)
-    if kwargs.get("labels") is None or not model.training or partly or not _is_plain_linear(model.lm_head):
+    as_dict = kwargs.get("return_dict")
+    as_tuple = not (model.config.return_dict if as_dict is None else as_dict)
+    if partly or as_tuple or kwargs.get("labels") is None or not model.training or not _is_plain_linear(model.lm_head):
         return type(model).forward(model, **kwargs)
     return _fused_loss(model, kind, **kwargs)
+
+
+def bound_causal_model(kind: Head, names: tuple[str, ...], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`causal_model` for a wrapper that binds it to a model, as accelerate's mixed precision does and keeps.
+
+    In a model that was unpatched since, it is the model's own forward.
+    """
+    if not model.__dict__.get(FUSED_LOSS):
+        return type(model).forward(model, *args, **kwargs)
+    return causal_model(model, kind, names, *args, **kwargs)
 
 
 @can_return_tuple

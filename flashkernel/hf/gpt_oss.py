@@ -12,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRo
 
 from flashkernel.blocks.epilogue import Gate
 from flashkernel.blocks.weight import Weight
-from flashkernel.hf.quantized import OrderedBuffers, plain_tensor, set_parameter
+from flashkernel.hf.quantized import OrderedBuffers, dtype_of, plain_tensor, set_parameter
 from flashkernel.ops.moe import moe_experts, moe_sort
 
 
@@ -48,7 +48,7 @@ class FrozenExperts(nn.Module):
 
 
 def load_gpt_oss(
-    folder: str | Path, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
+    folder: str | Path, device: torch.device | str = "cuda", dtype: torch.dtype | str = torch.bfloat16
 ) -> GptOssForCausalLM:
     """Returns gpt-oss from a folder in its released layout. Its experts stay in MXFP4 and are frozen.
 
@@ -59,7 +59,7 @@ def load_gpt_oss(
         folder: config.json and *.safetensors with `*_blocks` and `*_scales` for the experts; or "owner/name", of a
             repository in the local Hugging Face cache.
         device: Where the model goes.
-        dtype: Of all other weights.
+        dtype: Of all other weights, or its name.
 
     Returns:
         A GptOssForCausalLM in training mode; no parameter requires a gradient.
@@ -77,6 +77,7 @@ def load_gpt_oss(
     """
     from flashkernel.engine import ModelError, hub
 
+    dtype = dtype_of(dtype, "load_gpt_oss")
     place = hub.resolve(folder) if hub.is_repository(folder) else Path(folder)
     if not (place / "config.json").is_file():
         raise FileNotFoundError(f"{place} has no config.json; give a folder with gpt-oss's files")

@@ -91,7 +91,7 @@ def _is_served(x: Tensor, mask: Any, cos: Tensor) -> bool:
 
 def _has_usual_arguments(given: dict[str, Any]) -> bool:
     """Whether the layer was given no arguments beside the usual ones."""
-    return given.keys() <= _KNOWN or all(given[name] in (None, False) for name in given.keys() - _KNOWN)
+    return given.keys() <= _KNOWN or all(given[name] is None or given[name] is False for name in given.keys() - _KNOWN)
 
 
 def _parts(layer: Any, dtype: torch.dtype) -> LayerParts | None:

@@ -106,6 +106,9 @@ def unpatch(model: nn.Module) -> None:
             del kept["forward"]
         if _is_ours(kept.get("_old_forward")):  # accelerate's hook calls this
             kept["_old_forward"] = type(module).forward.__get__(module)
+        if _is_ours(kept.get("_original_forward")):  # accelerate's mixed precision keeps it beside its wrapper
+            kept["_original_forward"] = type(module).forward.__get__(module)
+    target.__dict__.pop(forwards.FUSED_LOSS, None)
     if target.__dict__.get("_loss_function") is forwards.causal_loss:
         del target.__dict__["_loss_function"]
 
@@ -161,11 +164,15 @@ def _patch_attention(model: PreTrainedModel) -> Entry:
     submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = list({id(module.config): module.config for module in submodels}.values())
     model.__dict__[_STATE] = [(config, config._attn_implementation) for config in configs]
-    reason = _attention_reason(model)
+    reason = _attention_reason(model, configs)
     if reason is None:
         register()
         try:
             model.set_attn_implementation(NAME)
+            for module in submodels:  # Transformers passes over copies of the model's own config, as T5's stacks have
+                copied = type(module.config) is type(model.config) and module.config._attn_implementation != NAME
+                if copied and module._can_set_attn_implementation():
+                    module.set_attn_implementation(NAME)
         except (ValueError, ImportError) as error:  # Transformers' own refusal
             reason = str(error).splitlines()[0]
     chosen = [config._attn_implementation == NAME for config in configs]
@@ -175,9 +182,11 @@ def _patch_attention(model: PreTrainedModel) -> Entry:
     return Entry("attention", name, 1, f'attention, by attn_implementation="{NAME}"', note)
 
 
-def _attention_reason(model: PreTrainedModel) -> str | None:
+def _attention_reason(model: PreTrainedModel, configs: list[Any]) -> str | None:
     if not model._can_set_attn_implementation():
         return "its attention does not go through AttentionInterface"
+    if any(getattr(one, "model_type", None) in families.ADDITIVE_MASKS for one in configs):
+        return "its attention extends the tensor of an additive mask, and works with eager attention alone"
     if getattr(model.config, "output_attentions", False):
         return "config.output_attentions asks for probabilities, which are never held"
     return None
@@ -231,6 +240,22 @@ def _patch_experts(module: Any, glu: str | None) -> Entry:
     return _set_forward("mlp", module, f"moe_experts with {glu}", forwards.experts, glu)
 
 
+class ModelForward(partial):  # type: ignore[type-arg]
+    """The forward on a model, which may be taken apart like a bound method.
+
+    accelerate's mixed precision wraps the function of a model's forward, and binds the wrapper to the model.
+    """
+
+    @property
+    def __func__(self) -> partial[Any]:
+        settings = self.args[1:]
+        function = partial(forwards.bound_causal_model, *settings)
+        arguments = self.__signature__.parameters.values()  # type: ignore[attr-defined]
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        function.__signature__ = inspect.Signature([first, *arguments])  # type: ignore[attr-defined]
+        return function
+
+
 def _patch_loss(model: PreTrainedModel, loss: str | None) -> Entry:
     name = type(model).__name__
     if loss is None:
@@ -245,16 +270,21 @@ def _patch_loss(model: PreTrainedModel, loss: str | None) -> Entry:
         return Entry("loss", name, 1, "cross_entropy")
     parameters = inspect.signature(type(model).forward).parameters
     names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
-    entry = _set_forward("loss", model, "linear_cross_entropy in training", forwards.causal_model, kind, tuple(names))
-    if entry.kernel is None:
-        return entry
+    kernel = "linear_cross_entropy in training"
+    if not _wraps_ours(model.__dict__.get(_forward_attribute(model))):
+        entry = _set_forward("loss", model, kernel, forwards.causal_model, kind, tuple(names))
+        if entry.kernel is None:
+            return entry
+        # generate() and Trainer read the forward's arguments; annotations would have to be pickled with it.
+        kept = [one.replace(annotation=one.empty) for one in parameters.values()]
+        replaced = ModelForward(forwards.causal_model, model, kind, tuple(names))
+        replaced.__signature__ = inspect.Signature(kept[1:])  # type: ignore[attr-defined]
+        model.__dict__[_forward_attribute(model)] = replaced
+    model.__dict__[forwards.FUSED_LOSS] = True
     model.loss_function = forwards.causal_loss
-    # generate() and Trainer read the forward's arguments; annotations would have to be pickled with it.
-    kept = [one.replace(annotation=one.empty) for one in list(parameters.values())[1:]]
-    model.__dict__[_forward_attribute(model)].__signature__ = inspect.Signature(kept)
     plain = forwards._is_plain_linear(model.lm_head)
     return Entry(
-        "loss", name, 1, entry.kernel if plain else "cross_entropy",
+        "loss", name, 1, kernel if plain else "cross_entropy",
         "training with labels gives no logits" if plain else "lm_head is more than a linear layer: logits are made",
     )  # fmt: skip
 
@@ -274,6 +304,14 @@ def _forward_attribute(module: nn.Module) -> str:
 
 def _is_ours(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.func in _OURS
+
+
+def _wraps_ours(forward: Any) -> bool:
+    """Whether this is a wrapper of the forward that `patch` put on a model, such as accelerate's mixed precision."""
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    forward = getattr(forward, "__func__", forward)
+    return isinstance(forward, partial) and forward.func is forwards.bound_causal_model
 
 
 def _skipped(part: str, module: nn.Module, reason: str) -> Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,12 +99,15 @@ def row_layout(weight: Weight) -> str:
 
 
 def quantize(
-    model: _Model, format: str = "fp8", granularity: str | None = None, skip: tuple[str, ...] = ("lm_head",)
+    model: _Model, format: str = "fp8", granularity: str | None = None, skip: str | Sequence[str] = ("lm_head",)
 ) -> _Model:
     """Replaces the linear layers of a model by layers with quantized weights, in place.
 
     The weights are frozen; gradients go through them, so adapters can be trained. `patch` computes such layers as it
     does plain ones: q, k and v, and gate and up, in one launch for few tokens. Call it before or after `patch`.
+
+    A state dict fits a model that was quantized in the same way. `from_pretrained` cannot read such layers:
+    `flashkernel quantize` makes a checkpoint to keep, and `load_quantized` reads it.
 
     Args:
         model: A Transformers model, or any module with torch.nn.Linear layers inside.
@@ -135,7 +138,8 @@ def quantize(
         for child, layer in module.named_children()
         if type(layer) is nn.Linear
     }
-    places = {full: place for full, place in places.items() if not full.endswith(skip)}
+    endings = skip if isinstance(skip, str) else tuple(skip)
+    places = {full: place for full, place in places.items() if not full.endswith(endings)}
     if not places:
         done = sum(isinstance(module, QuantizedLinear) for module in model.modules())
         raise ValueError(
@@ -162,7 +166,7 @@ def _check_quantizes(name: str, weight: Tensor, format: str, granularity: str | 
 
 
 def load_quantized(
-    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", **options: Any
+    folder: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu", **options: Any
 ) -> Any:
     """Loads a quantized checkpoint into a Transformers model whose linear layers keep the weights as they are stored.
 
@@ -174,7 +178,7 @@ def load_quantized(
     Args:
         folder: A folder as Transformers saves it, with `quantization_config` in its config.json; or "owner/name", of a
             repository in the local Hugging Face cache.
-        dtype: Of everything that is not quantized; None: what the configuration says.
+        dtype: Of everything that is not quantized, or its name; None, or "auto": what the configuration says.
         device: Where the model is put.
         options: Passed to AutoModelForCausalLM.from_config, such as attn_implementation.
 
@@ -192,6 +196,7 @@ def load_quantized(
     from flashkernel.engine.checkpoint import open_checkpoint
     from flashkernel.engine.quantized_checkpoint import WeightReader
 
+    dtype = None if dtype is None or dtype == "auto" else dtype_of(dtype, "load_quantized")
     folder = hub.resolve(folder) if hub.is_repository(folder) else Path(folder)
     reader = WeightReader(open_checkpoint(folder))
     config = AutoConfig.from_pretrained(folder)
@@ -221,6 +226,14 @@ def load_quantized(
         if isinstance(module, QuantizedLinear):
             module.use_kernel_order(kind)
     return model.eval()
+
+
+def dtype_of(dtype: torch.dtype | str, function: str) -> torch.dtype:
+    """A dtype that was given as such or by its name, as Transformers takes both."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{function}: dtype is {dtype!r}; it must be a torch dtype or its name, such as 'bfloat16'")
+    return found
 
 
 @contextmanager
