@@ -141,6 +141,36 @@ def test_batch_indices_pick_rows_where_keys_and_values_lie_differently(capacity:
             torch.testing.assert_close(out[b], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_cache_with_more_rows_than_sequences(masked: bool) -> None:
+    """Without cache_batch_idx sequence b is in row b, and the other rows are for more sequences."""
+    q, new = draw(2, 2, HEADS, DIM), draw(2, 2, KV_HEADS, DIM, seed=5)
+    k_cache, v_cache = (draw(4, CAPACITY, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    kept = k_cache.clone()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=7, causal=masked)
+    kept[:2, 7:9] = new
+    for b in range(2):
+        wanted = plain(q[b], k_cache[b, :9], v_cache[b, :9], masked, (-1, -1))[0]
+        torch.testing.assert_close(out[b], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(k_cache, kept)
+
+
+@pytest.mark.parametrize("page_size", [512, 768, 48])
+def test_pages_of_sizes_that_kernels_do_not_have(page_size: int) -> None:
+    """flash-attn takes multiples of 256; what the table holds behind a sequence's last page may be anything."""
+    q, new = draw(2, 1, HEADS, DIM), draw(2, 1, KV_HEADS, DIM, seed=5)
+    k_cache, v_cache = (draw(4, page_size, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    table = torch.tensor([[3, 1, -1], [0, 2**31 - 1, -1]], dtype=torch.int32)
+    lengths = [page_size + 9, page_size - 1]
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, new, new, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table
+    )
+    for b, pages in enumerate([[3, 1], [0]]):
+        keys, values = (x[pages].flatten(0, 1)[: lengths[b] + 1] for x in (k_cache, v_cache))
+        assert torch.equal(keys[-1], new[b, 0])
+        torch.testing.assert_close(out[b], plain(q[b], keys, values, True, (-1, -1))[0], atol=1e-5, rtol=1e-5)
+
+
 def test_without_lengths_the_whole_cache_is_read() -> None:
     q, k, v = draw(2, 1, HEADS, DIM), draw(2, 20, KV_HEADS, DIM, seed=1), draw(2, 20, KV_HEADS, DIM, seed=2)
     wanted = expected(q, list(k), list(v), False, (-1, -1))[0]

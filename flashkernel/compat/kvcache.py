@@ -1,8 +1,8 @@
 """flash-attn 2's attention with a KV cache, with its signature and meaning.
 
-Differences: any float dtype, any device; pages of 16 to 256 keys; `num_splits` is accepted and not needed, since the
-split schedule balances programs for any lengths; positions beyond the cache are not written (flash-attn writes past
-its end). The new keys and values are appended in place.
+Differences: any float dtype, any device; pages of any multiple of 16 keys; `num_splits` is accepted and not needed,
+since the split schedule balances programs for any lengths; positions beyond the cache are not written (flash-attn
+writes past its end). The new keys and values are appended in place.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.rope import rope
 
 NAME = "flash_attn_with_kvcache"
+PAGE_SIZES = (256, 128, 64, 32, 16)  # that kernels have
 
 
 class _Cache(NamedTuple):
@@ -67,7 +68,7 @@ def flash_attn_with_kvcache(
             causal and windows, q is rotated by the first of them throughout.
         rotary_sin: as rotary_cos.
         cache_seqlens: keys in the cache before the call, a number or int32 (batch,); None is all of it.
-        cache_batch_idx: (batch,), the cache's row of each sequence.
+        cache_batch_idx: (batch,), the cache's row of each sequence; None: sequence b is in row b.
         cache_leftpad: not supported.
         block_table: int32 (batch, max_blocks), the page numbers of each sequence.
         softmax_scale: what Q K^T is multiplied by; None is 1 / sqrt(head_dim).
@@ -112,6 +113,10 @@ def flash_attn_with_kvcache(
         seqlens = seqlens + k.shape[1]
     if cache_batch_idx is not None:
         k_cache, v_cache, block_table = _rows_as_pages(k_cache, v_cache, cache_batch_idx)
+    elif block_table is None:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]  # sequence b is in row b
+    else:
+        k_cache, v_cache, block_table = _smaller_pages(k_cache, v_cache, block_table)
     window = _window(seqlen_q, bool(causal), sides)
     packed = seqlen_q > 1 and not masked  # every query sees every key: queries are so many more heads of a group
     rows = _pack_queries(q, k_cache.shape[2]) if packed else q
@@ -197,17 +202,37 @@ def _slots(position: Tensor, cache: _Cache) -> Tensor:
 def _rows_as_pages(k: Tensor, v: Tensor, batch_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of a cache as pages and their table, so that they are read where they are; copied where they cannot be."""
     capacity = k.shape[1]
-    size = next((size for size in (256, 128, 64, 32, 16) if capacity % size == 0), 0)
-    if size == 0 or any(cache.stride(0) != capacity * cache.stride(1) for cache in (k, v)):
-        size = next(size for size in (256, 128, 64, 32, 16) if capacity >= size or size == 16)
+    size = _divisor(k, v)
+    if size == 0:
+        size = next(size for size in PAGE_SIZES if capacity >= size or size == 16)
         row, short = batch_idx.long(), -capacity % size
         k, v = (torch.nn.functional.pad(cache[row], (0, 0, 0, 0, 0, short)) for cache in (k, v))
         batch_idx = torch.arange(batch_idx.shape[0], device=k.device)
-        capacity += short
-    each = capacity // size
-    table = batch_idx.to(torch.int32)[:, None] * each + torch.arange(each, dtype=torch.int32, device=k.device)
+    return _divided(k, v, batch_idx.to(torch.int32)[:, None], size)
+
+
+def _smaller_pages(k: Tensor, v: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of a size that kernels do not have as several of one that they have, where they lie so in memory."""
+    if k.shape[1] in PAGE_SIZES or block_table.ndim != 2:
+        return k, v, block_table
+    size = _divisor(k, v)
+    return _divided(k, v, block_table, size) if size else (k, v, block_table)
+
+
+def _divisor(k: Tensor, v: Tensor) -> int:
+    """The largest size of pages into which rows of a cache are divided where they lie; 0 if there is none."""
+    capacity = k.shape[1]
+    if any(cache.shape[0] > 1 and cache.stride(0) != capacity * cache.stride(1) for cache in (k, v)):
+        return 0
+    return next((size for size in PAGE_SIZES if capacity % size == 0), 0)
+
+
+def _divided(k: Tensor, v: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache as pages of `size` keys, and the table of those of the rows int32 [batch, n] of each sequence."""
+    each = k.shape[1] // size
+    table = rows[:, :, None] * each + torch.arange(each, dtype=torch.int32, device=k.device)
     k_pages, v_pages = (cache.view(cache.shape[0] * each, size, *cache.shape[2:]) for cache in (k, v))
-    return k_pages, v_pages, table.to(torch.int32)
+    return k_pages, v_pages, table.flatten(1)
 
 
 def _pack_queries(q: Tensor, kv_heads: int) -> Tensor:
