@@ -113,6 +113,7 @@ NAMED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda b, h, q, k: ~(ex.minimum(q * float("nan"), 1.0) < 2) & (ex.maximum(k, 4) < 6),
         lambda b, h, q, k: max(k, 4) < 6,
     ),
+    "nan in abs": (lambda b, h, q, k: ~(abs(q * float("nan")) >= 0) & (k < 3), lambda b, h, q, k: k < 3),
     "inf less inf": (
         lambda b, h, q, k: ~(ex.where(q < 3, float("inf"), 0.0) - ex.where(k < 3, float("inf"), 0.0) <= float("inf")),
         lambda b, h, q, k: q < 3 and k < 3,
