@@ -280,8 +280,9 @@ def custom(function: Callable[..., Any], name: str = "custom") -> Mask:
     The function is called once, with variables. Kernels run the expression it returns, on 32-bit integers.
 
     Args:
-        function: of the indices of batch, head, query and key; it returns a condition. Tensors are read through
-            `Table(tensor)[index]`, and reads outside a table give 0.
+        function: of the indices of batch, head, query and key; it returns a condition. Tensors are read by
+            `tensor[index]`, and reads outside of them give 0. torch.where, minimum, maximum, abs, tanh, exp, exp2 and
+            logical_and, or, not are taken as well.
         name: how the mask is written in messages.
 
     Returns:
