@@ -45,7 +45,7 @@ def _untiled(q: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or q.is_meta
-        or type(q) not in (Tensor, torch.nn.Parameter)
+        or type(q).__torch_dispatch__ is not Tensor.__torch_dispatch__
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
