@@ -42,7 +42,7 @@ from flashkernel.blocks.mask_type import (
     tensor_mask,
 )
 from flashkernel.blocks.nodes import INTEGERS
-from flashkernel.core.argument_types import type_checked
+from flashkernel.core.argument_types import plain_number, type_checked
 from flashkernel.core.arguments import static
 
 __all__ = [
@@ -324,7 +324,7 @@ def checked(
 
 def check_causal_window(caller: str, causal: bool, window: int | None) -> int | None:
     """An operator's argument `window` as a Python integer; TypeError or ValueError where it or `causal` is wrong."""
-    if type(causal) is not bool:
+    if type(plain_number(causal)) is not bool:
         advice = "; a mask goes into mask=" if isinstance(causal, Traced) or callable(causal) else ""
         raise TypeError(f"{caller}: causal is a {type(causal).__name__}; it must be True or False{advice}")
     if window is None:
