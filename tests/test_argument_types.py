@@ -80,8 +80,8 @@ def test_numpy_numbers_and_subclasses_are_taken() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 16)
     expected = fk.attention(q, k, v, causal=True, window=3, scale=0.5, softcap=3.0)
     found = fk.attention(
-        q.as_subclass(Tagged), torch.nn.Parameter(k), v, causal=True, window=np.int64(3), scale=np.float32(0.5),
-        softcap=np.int32(3), return_lse=np.bool_(False),
+        q.as_subclass(Tagged), torch.nn.Parameter(k), v, causal=np.bool_(True), window=np.int64(3),
+        scale=np.float32(0.5), softcap=np.int32(3), return_lse=np.bool_(False),
     )  # fmt: skip
     assert torch.equal(found, expected)
 

@@ -91,10 +91,18 @@ def test_a_score_is_a_number() -> None:
         fk.score_function(lambda s, b, h, q, k: k <= q)
 
 
-@pytest.mark.parametrize("name", SCORES)
+FINITE: dict[str, Callable[..., Any]] = {  # of -inf, too
+    "raised": lambda s, b, h, q, k: ex.maximum(s, -0.5),
+    "raised by another": lambda s, b, h, q, k: ex.maximum(0.5 * s + 0.25, s * s - k),
+    "between": lambda s, b, h, q, k: torch.maximum(torch.minimum(s, q - 2.0), torch.tanh(s) - 0.5),
+    "exp2": lambda s, b, h, q, k: torch.exp2(-s * (h + 1)) * q,
+}
+
+
+@pytest.mark.parametrize("name", [*SCORES, *FINITE])
 def test_derivatives_are_those_of_autograd(name: str) -> None:
     """Ties of min and max, and abs at 0, included; and nothing of a score that does not matter is left in the text."""
-    expression = ex.trace_score(SCORES[name])
+    expression = ex.trace_score({**SCORES, **FINITE}[name])
     s = torch.linspace(-3, 3, 121, dtype=torch.float64).requires_grad_()
     values = {"b": 0, "h": 1, "q": torch.tensor(3), "k": torch.tensor(5)}
     (expected,) = torch.autograd.grad(ex.evaluate(expression, {**values, "score": s}).sum(), s)

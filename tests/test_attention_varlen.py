@@ -90,7 +90,8 @@ def test_every_kind_of_config(forward: Forward, backward: BackwardConfig) -> Non
         _check(case)
 
 
-def test_other_sequences_may_hold_anything() -> None:
+@pytest.mark.parametrize("backend", ["hopper", "torch"])
+def test_other_sequences_may_hold_anything(backend: str) -> None:
     """Tiles end with their sequence: NaN beside it, and behind the last one, reaches neither outputs nor gradients."""
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, 30, 50])
@@ -101,10 +102,31 @@ def test_other_sequences_may_hold_anything() -> None:
     found = []
     for tensors in (leaves, spoiled):
         q, k, v = (x.requires_grad_() for x in tensors)
-        out = fk.attention_varlen(q, k, v, cu_seqlens, causal=True, backend="hopper")
+        out = fk.attention_varlen(q, k, v, cu_seqlens, causal=True, backend=backend)
         gradients = torch.autograd.grad(out[:30].float().square().sum(), (q, k, v))
         found.append([out[:30], *(gradient[:30] for gradient in gradients)])
     assert all(torch.equal(*pair) for pair in zip(*found))
+
+
+def test_tokens_of_no_sequence_see_nothing() -> None:
+    """Before the first one and behind the last; their lse is that of the sinks alone."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(12, 2, 16).requires_grad_() for _ in range(3))
+    sinks, cu_seqlens = torch.randn(2), torch.tensor([2, 2, 6, 9])
+    out, lse = fk.attention_varlen(q, k, v, cu_seqlens, sinks=sinks, return_lse=True, backend="torch")
+    assert not out[:2].any()
+    assert not out[9:].any()
+    torch.testing.assert_close(lse[:, 9:], sinks[:, None].expand(2, 3))
+    inside, inside_lse = fk.attention(q[None, 2:6], k[None, 2:6], v[None, 2:6], sinks=sinks, return_lse=True)
+    torch.testing.assert_close(out[2:6], inside[0])
+    torch.testing.assert_close(lse[:, 2:6], inside_lse[0])
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 5, 13], [0, 7, 5, 12], [-1, 5, 12]])
+def test_lengths_that_do_not_fit_are_refused_on_a_cpu(cu_seqlens: list[int]) -> None:
+    q = torch.randn(12, 2, 16)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is \[.*must not decrease, or go beyond the 12 tokens of q"):
+        fk.attention_varlen(q, q, q, torch.tensor(cu_seqlens), backend="torch")
 
 
 def _visible(tile: TileShape, row: int, other: int, lengths: tuple[int, int], sides: tuple[int, int]) -> bool:

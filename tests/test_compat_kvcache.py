@@ -34,9 +34,10 @@ def rotated(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int], softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """One sequence: q (sq, heads, dim), k and v (sk, heads_k, dim)."""
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int], softcap: float = 0.0,
+    slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One sequence: q (sq, heads, dim), k and v (sk, heads_k, dim), slopes (heads,)."""
     if k.shape[0] == 0:
         return torch.zeros_like(q), torch.full((q.shape[1], q.shape[0]), -math.inf)
     groups = q.shape[1] // k.shape[1]
@@ -45,6 +46,8 @@ def plain(
         scores = softcap * torch.tanh(scores / softcap)
     i = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
     j = torch.arange(k.shape[0])[None, :]
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * (i - j).abs()
     left, right = window[0], 0 if causal else window[1]
     hidden = ((j < i - left) if left >= 0 else j < 0) | ((j > i + right) if right >= 0 else j < 0)
     blind = hidden.all(-1)
@@ -141,6 +144,78 @@ def test_batch_indices_pick_rows_where_keys_and_values_lie_differently(capacity:
             torch.testing.assert_close(out[b], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["rows", "batch_idx", "pages"])
+@pytest.mark.parametrize("queries, causal, window", [
+    (1, False, (-1, -1)), (3, True, (-1, -1)), (3, False, (-1, -1)), (3, False, (6, 2)), (3, False, (-1, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("leftpad, slopes", [(True, None), (False, "heads"), (True, "batch"), (False, None)])
+def test_what_the_kernels_for_decoding_do_not_have(
+    layout: str, queries: int, causal: bool, window: tuple[int, int], leftpad: bool, slopes: str | None
+) -> None:
+    """Keys that begin behind a row's start, ALiBi, and windows in which several queries see later keys; the cache holds
+    NaN where nothing was written."""
+    begin = [2, 0, 9] if leftpad else [0, 0, 0]
+    q, k, v = draw(BATCH, queries, HEADS, DIM), *(draw(BATCH, 2, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    rows_k, rows_v = (draw(BATCH, CAPACITY, KV_HEADS, DIM, seed=s) for s in (3, 4))
+    for b, (start, length) in enumerate(zip(begin, LENGTHS)):
+        for rows in (rows_k, rows_v):
+            rows[b, :start], rows[b, length:] = math.nan, math.nan
+    where: dict[str, Tensor] = {}
+    k_cache, v_cache = rows_k.clone(), rows_v.clone()
+    if layout == "batch_idx":
+        where["cache_batch_idx"] = torch.tensor([2, 1, 0], dtype=torch.int32)
+        k_cache, v_cache = k_cache.flip(0).contiguous(), v_cache.flip(0).contiguous()
+    elif layout == "pages":
+        where["block_table"] = torch.arange(9, dtype=torch.int32).view(3, 3)
+        k_cache, v_cache = (x.view(9, 16, KV_HEADS, DIM) for x in (k_cache, v_cache))
+    of_head = torch.rand(BATCH, HEADS) if slopes == "batch" else torch.rand(HEADS).expand(BATCH, HEADS)
+    cos, sin = (function(draw(CAPACITY, 4, seed=4)) for function in (torch.cos, torch.sin))
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, torch.tensor(LENGTHS, dtype=torch.int32), causal=causal,
+        window_size=window, cache_leftpad=torch.tensor(begin, dtype=torch.int32) if leftpad else None,
+        alibi_slopes={None: None, "heads": of_head[0], "batch": of_head}[slopes], return_softmax_lse=True, **where,
+    )  # fmt: skip
+    masked = causal or window != (-1, -1)
+    for b, (start, length) in enumerate(zip(begin, LENGTHS)):
+        at = length - start + torch.arange(2)  # rotary positions count from the first key
+        turned = rotated(q[b], length - start + torch.arange(queries) * masked, cos, sin, True)
+        keys = torch.cat([rows_k[b, start:length], rotated(k[b], at, cos, sin, True)])
+        values = torch.cat([rows_v[b, start:length], v[b]])
+        wanted = plain(turned, keys, values, causal, window, slopes=None if slopes is None else of_head[b])
+        torch.testing.assert_close(out[b], wanted[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[b], wanted[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_cache_with_more_rows_than_sequences(masked: bool) -> None:
+    """Without cache_batch_idx sequence b is in row b, and the other rows are for more sequences."""
+    q, new = draw(2, 2, HEADS, DIM), draw(2, 2, KV_HEADS, DIM, seed=5)
+    k_cache, v_cache = (draw(4, CAPACITY, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    kept = k_cache.clone()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=7, causal=masked)
+    kept[:2, 7:9] = new
+    for b in range(2):
+        wanted = plain(q[b], k_cache[b, :9], v_cache[b, :9], masked, (-1, -1))[0]
+        torch.testing.assert_close(out[b], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(k_cache, kept)
+
+
+@pytest.mark.parametrize("page_size", [512, 768, 48])
+def test_pages_of_sizes_that_kernels_do_not_have(page_size: int) -> None:
+    """flash-attn takes multiples of 256; what the table holds behind a sequence's last page may be anything."""
+    q, new = draw(2, 1, HEADS, DIM), draw(2, 1, KV_HEADS, DIM, seed=5)
+    k_cache, v_cache = (draw(4, page_size, KV_HEADS, DIM, seed=s) for s in (1, 2))
+    table = torch.tensor([[3, 1, -1], [0, 2**31 - 1, -1]], dtype=torch.int32)
+    lengths = [page_size + 9, page_size - 1]
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, new, new, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table
+    )
+    for b, pages in enumerate([[3, 1], [0]]):
+        keys, values = (x[pages].flatten(0, 1)[: lengths[b] + 1] for x in (k_cache, v_cache))
+        assert torch.equal(keys[-1], new[b, 0])
+        torch.testing.assert_close(out[b], plain(q[b], keys, values, True, (-1, -1))[0], atol=1e-5, rtol=1e-5)
+
+
 def test_without_lengths_the_whole_cache_is_read() -> None:
     q, k, v = draw(2, 1, HEADS, DIM), draw(2, 20, KV_HEADS, DIM, seed=1), draw(2, 20, KV_HEADS, DIM, seed=2)
     wanted = expected(q, list(k), list(v), False, (-1, -1))[0]
@@ -196,12 +271,10 @@ def test_signature_is_flash_attns() -> None:
 def test_refusals_say_what_to_do() -> None:
     q, cache, new = draw(2, 2, HEADS, DIM), draw(2, 16, KV_HEADS, DIM), draw(2, 2, KV_HEADS, DIM)
     some = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="cache_leftpad"):
-        flash_attn_with_kvcache(q, cache, cache, cache_leftpad=some)
-    with pytest.raises(NotImplementedError, match=r"flashkernel\.attention takes them"):
-        flash_attn_with_kvcache(q, cache, cache, alibi_slopes=torch.ones(HEADS))
-    with pytest.raises(NotImplementedError, match="use causal=True"):
-        flash_attn_with_kvcache(q, cache, cache, window_size=(3, 2))
+    with pytest.raises(ValueError, match=r"cache_leftpad is torch.int32 \(1,\); it must be int32 \(2,\)"):
+        flash_attn_with_kvcache(q, cache, cache, cache_leftpad=some[:1])
+    with pytest.raises(ValueError, match=r"alibi_slopes has shape \(3,\); it must be \(4,\) or \(2, 4\)"):
+        flash_attn_with_kvcache(q, cache, cache, alibi_slopes=torch.ones(3))
     with pytest.raises(ValueError, match="says where the new k and v go"):
         flash_attn_with_kvcache(q, cache, cache, new, new)
     with pytest.raises(ValueError, match="rotary_cos only with them"):

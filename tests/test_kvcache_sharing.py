@@ -95,6 +95,18 @@ def test_fork_shares_until_one_writes() -> None:
     assert cache.pool.in_use == 0
 
 
+def test_a_shared_page_behind_all_windows_makes_room_for_the_sequences_that_leave_it() -> None:
+    """Both give up the first page in the step in which they need one each, and one page is free."""
+    cache = KVCache(4, 4, max_num_seqs=2, window=4, prefix_caching=False)
+    first = cache.add()
+    cache.grow(first, 8)
+    rows = [first, cache.fork(first)]
+    cache.grow(rows)
+    assert cache.page_table[rows, 0].tolist() == [0, 0]
+    assert sorted(cache.page_table[rows, 2].tolist()) == [1, 3]
+    assert cache.pool.available == 0
+
+
 def test_a_findable_page_is_not_overwritten_behind_the_index() -> None:
     cache = KVCache(20, 4)
     row = cache.add([1] * 8)

@@ -113,6 +113,7 @@ NAMED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda b, h, q, k: ~(ex.minimum(q * float("nan"), 1.0) < 2) & (ex.maximum(k, 4) < 6),
         lambda b, h, q, k: max(k, 4) < 6,
     ),
+    "nan in abs": (lambda b, h, q, k: ~(abs(q * float("nan")) >= 0) & (k < 3), lambda b, h, q, k: k < 3),
     "inf less inf": (
         lambda b, h, q, k: ~(ex.where(q < 3, float("inf"), 0.0) - ex.where(k < 3, float("inf"), 0.0) <= float("inf")),
         lambda b, h, q, k: q < 3 and k < 3,
@@ -136,9 +137,39 @@ def test_named_functions(name: str) -> None:
     assert not ((status == FULL) & ~tiles.all(5).all(3)).any()
 
 
+RANKS, HIDDEN = torch.arange(16) % 5, torch.arange(16) % 3 == 0
+PAIRS = torch.arange(2 * 16).view(2, 16) % 7
+OF_TORCH: dict[str, Callable[..., Any]] = {
+    "a captured tensor": lambda b, h, q, k: RANKS[q] == RANKS[k],
+    "a captured condition": lambda b, h, q, k: HIDDEN[q] & (q < k),
+    "indices below zero": lambda b, h, q, k: RANKS[q - k] < PAIRS[h, k - 4],
+    "a table of a table": lambda b, h, q, k: PAIRS[b, RANKS[q] + 2] <= k,
+    "where": lambda b, h, q, k: torch.where(q < 3, k, q - k) > 2,
+    "minimum and maximum": lambda b, h, q, k: torch.minimum(q, k) + 3 > torch.maximum(q, k),
+    "logic": lambda b, h, q, k: torch.logical_and(torch.logical_not(q == k), torch.logical_or(q % 2, k < 4)),
+    "tanh and exp": lambda b, h, q, k: torch.tanh((q - k) * 0.1) + 0.05 < torch.exp(-0.3 * torch.abs(q - k)),
+    "exp2": lambda b, h, q, k: torch.exp2(-q / 2) * 3.1 > k,
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_functions_written_for_flex_attention(name: str) -> None:
+    """They read captured tensors and call torch's functions, here of tensors of indices, which vmap would give them."""
+    function = OF_TORCH[name]
+    indices = (torch.arange(size).view([-1 if axis == dim else 1 for axis in range(4)])
+               for dim, size in enumerate((2, 2, 16, 16)))  # fmt: skip
+    expected = function(*indices).expand(2, 2, 16, 16)
+    mask = fk.custom(function)
+    assert torch.equal(_whole(mask, (2, 2, 16, 16)), expected)
+    assert torch.equal(_by_triton(mask, (2, 2, 16, 16)), expected)
+
+
 @pytest.mark.parametrize(
     "function, message",
     [
+        (lambda b, h, q, k: torch.sigmoid(q) > 0.5, r"sigmoid cannot stand .* there are tensor\[index\], torch\.where"),
+        (lambda b, h, q, k: torch.where(q > k, input=q, other=k) > 1, "where with input= cannot stand"),
+        (lambda b, h, q, k: PAIRS[h, :] > 1, "slice cannot stand"),
         (lambda b, h, q, k: q - k, "x != 0"),
         (lambda b, h, q, k: 1, "x != 0"),
         (lambda b, h, q, k: (k <= q) & k, "x != 0"),
@@ -161,7 +192,7 @@ def test_named_functions(name: str) -> None:
         (lambda b, h, q, k: fk.Table(torch.ones(()))[()] > 0, "write a single number as it is"),
         (lambda b, h, q, k: fk.Table(torch.ones(4, dtype=torch.complex64))[k] > 0, r"\.to\(dtype\)"),
         (lambda b, h, q, k: fk.Table([1, 2])[k] > 0, "not of list"),
-        (lambda b, h, q, k: torch.ones(4) > k, "Table"),
+        (lambda b, h, q, k: torch.ones(4) > k, r"Tensor cannot stand .* tensor\[index\]"),
         (torch.ones(4, 4, dtype=torch.bool), "tensor_mask"),
     ],
 )

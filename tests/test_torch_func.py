@@ -1,4 +1,5 @@
-"""torch.func and views with the sign reversed: transforms of operators are right or refused, never silently wrong."""
+"""torch.func, tensors without values and views with the sign reversed: what operators do with tensors that are no plain
+ones is right or refused, never silently wrong."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -125,6 +127,68 @@ def test_reverse_mode() -> None:
         torch.testing.assert_close(pulled, other)
     rows = torch.autograd.functional.jacobian(_norm, X[0, :1])
     torch.testing.assert_close(torch.func.jacrev(_norm)(X[0, :1]), rows)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 4.0},
+    "slopes": {"alibi_slopes": torch.rand(2)},
+    "sinks": {"sinks": torch.randn(2)},
+    "score": {"score": lambda s, b, h, i, j: s * 0.5 + h},
+    "documents": {"softcap": 4.0, "mask": fk.documents(IDS)},
+    "dropout": {"dropout": 0.25, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS.keys())
+def test_attention_by_torch_operators(options: dict[str, Any]) -> None:
+    """Forward mode, reverse mode and vmap of calls whose tiles are an autograd.Function of their own in eager mode."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fk.attention(q, k, v, causal=True, backend="torch", **options)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).sin().sum()
+
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for one, other in zip(torch.func.grad(loss, argnums=(0, 1, 2))(Q, K, V), expected):
+        torch.testing.assert_close(one, other)
+    direction = torch.randn_like(Q)
+    (tangent,) = torch.func.jvp(lambda q: loss(q, K, V), (Q,), (direction,))[1:]
+    torch.testing.assert_close(tangent, (expected[0] * direction).sum())
+    many = torch.stack([Q, 2 * Q])
+    found = torch.vmap(attend, in_dims=(0, None, None))(many, K, V)
+    torch.testing.assert_close(found, torch.stack([attend(one, K, V) for one in many]))
+
+
+_WITHOUT_VALUES = (
+    "attention", "attention_varlen", "rotary_attention", "attention_fp8", "decode_attention", "paged_attention",
+    "append_kv", "rope",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _WITHOUT_VALUES)
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_tensors_without_values(name: str, backend: str | None) -> None:
+    """On the meta device, and FakeTensors: results have the shapes and dtypes of those with values."""
+    op = registry()[name]
+    for case in op.cases[::3]:
+        given = op.make_inputs(case, case.dtypes[0])
+        call = partial(op.call, **case.options, backend=backend)
+        expected = named(call(**{name: x.clone() for name, x in given.items()}))
+        meta = call(**{name: x.to("meta") for name, x in given.items()})
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = call(**{name: mode.from_tensor(x) for name, x in given.items()})
+        for found in (named(meta), named(fake)):
+            assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+                name: (x.shape, x.dtype) for name, x in expected.items()
+            }, case.name
+
+
+def test_a_quantized_weight_without_values() -> None:
+    """Its product is a kernel's on a CPU, which has no memory to read."""
+    weight = fk.Weight.quantize(torch.empty(64, 64, device="meta"), "int4")
+    assert fk.linear(torch.empty(3, 64, device="meta"), weight).shape == (3, 64)
 
 
 @pytest.mark.parametrize("times", [1, 5])

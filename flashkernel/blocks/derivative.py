@@ -52,10 +52,11 @@ def _either(condition: Expression, a: Expression, b: Expression) -> Expression:
     return a if alike else where(condition, a, b)
 
 
-def _of_lower(low: Expression, high: Expression, dlow: Expression, dhigh: Expression) -> Expression:
-    """The derivative of whichever of two is lower; where they are equal the mean, as torch has it."""
-    mean = _times(Constant(0.5), _sum(dlow, dhigh))
-    return _either(low < high, dlow, _either(high < low, dhigh, mean))
+def _of_chosen(first: Expression, second: Expression, d: Any) -> Expression:
+    """The derivative of whichever of two is chosen, the one if `first` holds and the other if `second` does; where they
+    are equal the mean, as torch has it."""
+    mean = _times(Constant(0.5), _sum(d[0], d[1]))
+    return _either(first, d[0], _either(second, d[1], mean))
 
 
 _DERIVATIVES: dict[str, Callable[[Any, Any], Expression]] = {
@@ -66,7 +67,7 @@ _DERIVATIVES: dict[str, Callable[[Any, Any], Expression]] = {
     "tanh": lambda x, d: _times(d[0], 1.0 - tanh(x[0]) * tanh(x[0])),
     "exp": lambda x, d: _times(d[0], exp(x[0])),
     "abs": lambda x, d: where(x[0] < 0, _less(Constant(0.0), d[0]), where(x[0] > 0, d[0], 0.0)),
-    "min": lambda x, d: _of_lower(x[0], x[1], d[0], d[1]),
-    "max": lambda x, d: _of_lower(x[1], x[0], d[1], d[0]),
+    "min": lambda x, d: _of_chosen(x[0] < x[1], x[1] < x[0], d),
+    "max": lambda x, d: _of_chosen(x[1] < x[0], x[0] < x[1], d),
     "where": lambda x, d: _either(x[0], d[1], d[2]),
 }

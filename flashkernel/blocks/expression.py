@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashkernel.blocks import torch_functions  # noqa: F401  registers them
 from flashkernel.blocks.derivative import derivative
 from flashkernel.blocks.nodes import (
     BOOLEAN,
@@ -132,7 +133,7 @@ def score_function(function: Callable[..., Any]) -> Traced:
 
     Args:
         function: of the score and the indices of batch, head, query and key, written with Python's operators; it
-            returns the new score. Tensors are read through `Table(tensor)[index]`.
+            returns the new score. Tensors are read by `tensor[index]`; `custom` names the functions of torch.
 
     Returns:
         What `attention(..., score=...)` takes.

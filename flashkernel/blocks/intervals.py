@@ -139,7 +139,7 @@ def _not(a: Any) -> Any:
 
 def _magnitude(a: Interval) -> Interval:
     low = _most(a.low, -a.high, 0)
-    return Interval(low, _most(-a.low, a.high))
+    return Interval(_pick(_may_be_nan(a), -math.inf, low) if _is_float(low) else low, _most(-a.low, a.high))
 
 
 def _unbounded(*_: Any) -> Interval:

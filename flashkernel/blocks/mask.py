@@ -42,7 +42,7 @@ from flashkernel.blocks.mask_type import (
     tensor_mask,
 )
 from flashkernel.blocks.nodes import INTEGERS
-from flashkernel.core.argument_types import type_checked
+from flashkernel.core.argument_types import plain_number, type_checked
 from flashkernel.core.arguments import static
 
 __all__ = [
@@ -280,8 +280,9 @@ def custom(function: Callable[..., Any], name: str = "custom") -> Mask:
     The function is called once, with variables. Kernels run the expression it returns, on 32-bit integers.
 
     Args:
-        function: of the indices of batch, head, query and key; it returns a condition. Tensors are read through
-            `Table(tensor)[index]`, and reads outside a table give 0.
+        function: of the indices of batch, head, query and key; it returns a condition. Tensors are read by
+            `tensor[index]`, and reads outside of them give 0. torch.where, minimum, maximum, abs, tanh, exp, exp2 and
+            logical_and, or, not are taken as well.
         name: how the mask is written in messages.
 
     Returns:
@@ -323,7 +324,7 @@ def checked(
 
 def check_causal_window(caller: str, causal: bool, window: int | None) -> int | None:
     """An operator's argument `window` as a Python integer; TypeError or ValueError where it or `causal` is wrong."""
-    if type(causal) is not bool:
+    if type(plain_number(causal)) is not bool:
         advice = "; a mask goes into mask=" if isinstance(causal, Traced) or callable(causal) else ""
         raise TypeError(f"{caller}: causal is a {type(causal).__name__}; it must be True or False{advice}")
     if window is None:

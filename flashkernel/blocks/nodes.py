@@ -22,6 +22,9 @@ BOOLEAN, INTEGER, FLOAT = "condition", "integer", "float"  # kinds, as error mes
 WIDEST = 2**31  # integers are 32 bits wide in kernels, unless a table of int64 takes part
 
 
+TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # what they are of expressions (blocks/torch_functions.py)
+
+
 class Expression:
     """A condition or a number computed from indices; `kind` says which.
 
@@ -134,6 +137,19 @@ class Expression:
 
     def __hash__(self) -> int:
         return id(self)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`tensor[index]`, torch.where and others, as functions for FlexAttention are written."""
+        build = TORCH_FUNCTIONS.get(function)
+        if build is None or kwargs:
+            name = getattr(function, "__name__", str(function))
+            known = [f"torch.{one.__name__}" for one in TORCH_FUNCTIONS if one is not Tensor.__getitem__]
+            raise TypeError(
+                f"{name}{f' with {next(iter(kwargs))}=' if kwargs else ''} cannot stand in a traced function; of torch "
+                f"there are tensor[index], {', '.join(known)}"
+            )
+        return build(*args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +288,7 @@ def lift(value: Any) -> Expression:
     if isinstance(value, (bool, int, float)):
         return Constant(value)
     raise TypeError(
-        f"{type(value).__name__} cannot stand in a traced function; use numbers, operators and Table(tensor)[index]"
+        f"{type(value).__name__} cannot stand in a traced function; use numbers, operators and tensor[index]"
     )
 
 

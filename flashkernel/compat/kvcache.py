@@ -1,8 +1,9 @@
 """flash-attn 2's attention with a KV cache, with its signature and meaning.
 
-Differences: any float dtype, any device; pages of 16 to 256 keys; `num_splits` is accepted and not needed, since the
-split schedule balances programs for any lengths; positions beyond the cache are not written (flash-attn writes past
-its end). The new keys and values are appended in place.
+Differences: any float dtype, any device; pages of any multiple of 16 keys; `num_splits` is accepted and not needed,
+since the split schedule balances programs for any lengths; positions beyond the cache are not written (flash-attn
+writes past its end). The new keys and values are appended in place. With cache_leftpad, alibi_slopes, or a window that
+lets several queries see later keys, the cache is copied first: kernels for decoding have none of these.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashkernel.blocks.expression import Table, score_function
+from flashkernel.blocks.mask import custom
 from flashkernel.compat.arguments import integer, optional_number, positive_softcap, window_sides
 from flashkernel.ops.append_kv import append_kv
+from flashkernel.ops.attention import attention
 from flashkernel.ops.decode import decode_attention
 from flashkernel.ops.rope import rope
 
 NAME = "flash_attn_with_kvcache"
+PAGE_SIZES = (256, 128, 64, 32, 16)  # that kernels have
 
 
 class _Cache(NamedTuple):
@@ -28,6 +33,7 @@ class _Cache(NamedTuple):
     v: Tensor
     batch_idx: Tensor | None
     block_table: Tensor | None
+    leftpad: Tensor | None  # where its keys begin
 
 
 def flash_attn_with_kvcache(
@@ -67,15 +73,16 @@ def flash_attn_with_kvcache(
             causal and windows, q is rotated by the first of them throughout.
         rotary_sin: as rotary_cos.
         cache_seqlens: keys in the cache before the call, a number or int32 (batch,); None is all of it.
-        cache_batch_idx: (batch,), the cache's row of each sequence.
-        cache_leftpad: not supported.
+        cache_batch_idx: (batch,), the cache's row of each sequence; None: sequence b is in row b.
+        cache_leftpad: int32 (batch,), where each sequence's keys begin in its row; cache_seqlens counts from the row's
+            start, rotary positions from there.
         block_table: int32 (batch, max_blocks), the page numbers of each sequence.
         softmax_scale: what Q K^T is multiplied by; None is 1 / sqrt(head_dim).
         causal: a query sees no key behind its own.
         window_size: (left, right), the keys a query sees before and behind its own; -1 is no limit.
         softcap: scores are softcap * tanh(score / softcap); 0 is none.
         rotary_interleaved: pairs are adjacent dims instead of the two halves of the rotated dims.
-        alibi_slopes: not supported with a cache.
+        alibi_slopes: (heads,) or (batch, heads), ALiBi's slopes.
         num_splits: accepted, not needed.
         return_softmax_lse: also return the LSE.
 
@@ -91,14 +98,15 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    _refuse(cache_leftpad, alibi_slopes, cache_batch_idx, block_table)
+    if cache_batch_idx is not None and block_table is not None:
+        raise ValueError(f"{NAME}: cache_batch_idx picks rows of a cache without pages; leave it or block_table out")
     batch, seqlen_q = q.shape[:2]
     sides = window_sides(NAME, window_size)
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError(f"{NAME}: rotary_cos and rotary_sin come together; give both, or none")
     masked = bool(causal) or sides[0] >= 0 or sides[1] >= 0
     seqlens = _cache_seqlens(cache_seqlens, batch, k_cache, block_table, q.device)
-    cache = _Cache(k_cache, v_cache, cache_batch_idx, block_table)
+    cache = _Cache(k_cache, v_cache, cache_batch_idx, block_table, _leftpad(cache_leftpad, batch, q.device))
     if k is None or v is None:
         if k is not None or v is not None or rotary_cos is not None:
             raise ValueError(f"{NAME}: k and v come together, and rotary_cos only with them; give both, or none")
@@ -110,31 +118,26 @@ def flash_attn_with_kvcache(
             angles = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": bool(rotary_interleaved)}
         q = _append(q, k, v, cache, seqlens, angles, masked)
         seqlens = seqlens + k.shape[1]
+    softcap, scale = positive_softcap(NAME, softcap), optional_number(NAME, "softmax_scale", softmax_scale)
+    later = seqlen_q > 1 and not causal and sides[1] != 0 and max(sides) >= 0  # than a query's own: keys that it sees
+    if later or cache_leftpad is not None or alibi_slopes is not None:
+        out, lse = _attend_copy(q, cache, seqlens, (sides[0], 0 if causal else sides[1]), alibi_slopes, scale, softcap)
+        return (out, lse) if return_softmax_lse else out
     if cache_batch_idx is not None:
         k_cache, v_cache, block_table = _rows_as_pages(k_cache, v_cache, cache_batch_idx)
-    window = _window(seqlen_q, bool(causal), sides)
+    elif block_table is None:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]  # sequence b is in row b
+    else:
+        k_cache, v_cache, block_table = _smaller_pages(k_cache, v_cache, block_table)
+    window = None if sides[0] < 0 else sides[0] + 1  # flash-attn does not count a query's own key
     packed = seqlen_q > 1 and not masked  # every query sees every key: queries are so many more heads of a group
     rows = _pack_queries(q, k_cache.shape[2]) if packed else q
     out, lse = decode_attention(
-        rows, k_cache, v_cache, seqlens, block_table, window=window, softcap=positive_softcap(NAME, softcap),
-        scale=optional_number(NAME, "softmax_scale", softmax_scale), return_lse=True,
-    )  # fmt: skip
+        rows, k_cache, v_cache, seqlens, block_table, window=window, softcap=softcap, scale=scale, return_lse=True
+    )
     if packed:
         out, lse = _unpack_queries(out, seqlen_q, k_cache.shape[2]), lse.view(batch, -1, seqlen_q)
     return (out, lse) if return_softmax_lse else out
-
-
-def _refuse(
-    leftpad: Tensor | None, slopes: Tensor | None, batch_idx: Tensor | None, block_table: Tensor | None
-) -> None:
-    if leftpad is not None:
-        raise NotImplementedError(f"{NAME}: cache_leftpad is not supported; shift the cache, or use pages")
-    if slopes is not None:
-        raise NotImplementedError(
-            f"{NAME}: alibi_slopes are not supported with a cache; flashkernel.attention takes them"
-        )
-    if batch_idx is not None and block_table is not None:
-        raise ValueError(f"{NAME}: cache_batch_idx picks rows of a cache without pages; leave it or block_table out")
 
 
 def _cache_seqlens(
@@ -150,15 +153,13 @@ def _cache_seqlens(
     return torch.full((batch,), integer(NAME, "cache_seqlens", given), dtype=torch.int32, device=device)
 
 
-def _window(seqlen_q: int, causal: bool, window_size: tuple[int, int]) -> int | None:
-    """flash-attn's (left, right) as a number of keys that a query sees, itself included."""
-    left, right = window_size
-    if seqlen_q > 1 and not causal and right != 0 and (left >= 0 or right > 0):
-        raise NotImplementedError(
-            f"{NAME}: window_size={window_size} without causal lets {seqlen_q} queries see keys behind their own; use "
-            "causal=True, one query, or flash_attn_func"
-        )
-    return None if left < 0 else left + 1
+def _leftpad(given: Tensor | None, batch: int, device: torch.device) -> Tensor | None:
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) or given.shape != (batch,) or given.is_floating_point():
+        described = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        raise ValueError(f"{NAME}: cache_leftpad is {described}; it must be int32 ({batch},)")
+    return given.to(device, torch.int32)
 
 
 def _append(
@@ -168,6 +169,8 @@ def _append(
     seqlen_new = k.shape[1]
     position = seqlens[:, None] + torch.arange(seqlen_new, dtype=torch.int32, device=k.device)  # [batch, seqlen_new]
     write = partial(append_kv, k.flatten(0, 1), v.flatten(0, 1), cache.k, cache.v, _slots(position, cache).flatten())
+    if cache.leftpad is not None:  # angles count from a sequence's first key
+        seqlens, position = seqlens - cache.leftpad, position - cache.leftpad[:, None]
     if not angles:
         write()
         return q
@@ -194,20 +197,81 @@ def _slots(position: Tensor, cache: _Cache) -> Tensor:
     return torch.where(position < max_blocks * size, page * size + position % size, -1)
 
 
+def _attend_copy(
+    q: Tensor, cache: _Cache, seqlens: Tensor, window: tuple[int, int], slopes: Tensor | None, scale: float | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) by `attention` over a copy of the sequences' rows, in which keys that nobody wrote are zeros."""
+    batch, seqlen_q, heads, _ = q.shape
+    k, v = (_copied_rows(x, cache, batch) for x in (cache.k, cache.v))
+    capacity = k.shape[1]
+    end = seqlens.clamp(max=capacity)
+    begin = torch.zeros_like(end) if cache.leftpad is None else cache.leftpad
+    key = torch.arange(capacity, dtype=torch.int32, device=q.device)
+    written = ((begin[:, None] <= key) & (key < end[:, None]))[:, :, None, None]
+    k, v = torch.where(written, k, 0), torch.where(written, v, 0)
+    own = end - seqlen_q  # the key that query 0 is aligned with
+    first, last = Table(begin), Table(end)
+    aligned = Table(own)
+    mask = custom(lambda b, h, i, j: (first[b] <= j) & (j < last[b]), "cache")
+    left, right = (min(side, capacity + seqlen_q) for side in window)
+    if left >= 0:
+        mask = mask & custom(lambda b, h, i, j: aligned[b] + i - left <= j, "left")
+    if right >= 0:
+        mask = mask & custom(lambda b, h, i, j: j <= aligned[b] + i + right, "right")
+    score = None
+    if slopes is not None:
+        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            raise ValueError(
+                f"{NAME}: alibi_slopes has shape {tuple(slopes.shape)}; it must be ({heads},) or ({batch}, {heads})"
+            )
+        slope = Table(slopes.detach().float().expand(batch, heads))
+        score = score_function(lambda s, b, h, i, j: s - slope[b, h] * abs(aligned[b] + i - j))
+    return attention(q, k, v, mask=mask, score=score, scale=scale, softcap=softcap, return_lse=True)  # type: ignore[return-value]
+
+
+def _copied_rows(x: Tensor, cache: _Cache, batch: int) -> Tensor:
+    """Each sequence's keys or values, (batch, capacity, heads_k, dim)."""
+    if cache.block_table is not None:
+        pages = cache.block_table.long().clamp(0, max(0, x.shape[0] - 1))  # behind the last key they may be anything
+        return x[pages].flatten(1, 2)
+    return x[:batch] if cache.batch_idx is None else x[cache.batch_idx.long()]
+
+
 def _rows_as_pages(k: Tensor, v: Tensor, batch_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of a cache as pages and their table, so that they are read where they are; copied where they cannot be."""
     capacity = k.shape[1]
-    size = next((size for size in (256, 128, 64, 32, 16) if capacity % size == 0), 0)
-    if size == 0 or any(cache.stride(0) != capacity * cache.stride(1) for cache in (k, v)):
-        size = next(size for size in (256, 128, 64, 32, 16) if capacity >= size or size == 16)
+    size = _divisor(k, v)
+    if size == 0:
+        size = next(size for size in PAGE_SIZES if capacity >= size or size == 16)
         row, short = batch_idx.long(), -capacity % size
         k, v = (torch.nn.functional.pad(cache[row], (0, 0, 0, 0, 0, short)) for cache in (k, v))
         batch_idx = torch.arange(batch_idx.shape[0], device=k.device)
-        capacity += short
-    each = capacity // size
-    table = batch_idx.to(torch.int32)[:, None] * each + torch.arange(each, dtype=torch.int32, device=k.device)
+    return _divided(k, v, batch_idx.to(torch.int32)[:, None], size)
+
+
+def _smaller_pages(k: Tensor, v: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of a size that kernels do not have as several of one that they have, where they lie so in memory."""
+    if k.shape[1] in PAGE_SIZES or block_table.ndim != 2:
+        return k, v, block_table
+    size = _divisor(k, v)
+    return _divided(k, v, block_table, size) if size else (k, v, block_table)
+
+
+def _divisor(k: Tensor, v: Tensor) -> int:
+    """The largest size of pages into which rows of a cache are divided where they lie; 0 if there is none."""
+    capacity = k.shape[1]
+    if any(cache.shape[0] > 1 and cache.stride(0) != capacity * cache.stride(1) for cache in (k, v)):
+        return 0
+    return next((size for size in PAGE_SIZES if capacity % size == 0), 0)
+
+
+def _divided(k: Tensor, v: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache as pages of `size` keys, and the table of those of the rows int32 [batch, n] of each sequence."""
+    each = k.shape[1] // size
+    table = rows[:, :, None] * each + torch.arange(each, dtype=torch.int32, device=k.device)
     k_pages, v_pages = (cache.view(cache.shape[0] * each, size, *cache.shape[2:]) for cache in (k, v))
-    return k_pages, v_pages, table.to(torch.int32)
+    return k_pages, v_pages, table.flatten(1)
 
 
 def _pack_queries(q: Tensor, kv_heads: int) -> Tensor:

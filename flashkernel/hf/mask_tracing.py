@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.expression import Constant, Expression, Table, Variable
+from flashkernel.blocks.torch_functions import condition_of
 
 
 class Untraceable(Exception):
@@ -67,12 +68,6 @@ class _TraceIndexing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _condition(value: Any) -> Expression:
-    """A value as torch's logical functions take it: nonzero is True."""
-    lifted = ex.lift(value)
-    return lifted if lifted.kind == ex.BOOLEAN else lifted != 0
-
-
 _OPERATIONS: dict[str, Callable[..., Expression]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -89,13 +84,13 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
     "ne": operator.ne,
     "and": lambda a, b: ex.lift(a) & b,
     "bitwise_and": lambda a, b: ex.lift(a) & b,
-    "logical_and": lambda a, b: _condition(a) & _condition(b),
+    "logical_and": lambda a, b: condition_of(a) & condition_of(b),
     "or": lambda a, b: ex.lift(a) | b,
     "bitwise_or": lambda a, b: ex.lift(a) | b,
-    "logical_or": lambda a, b: _condition(a) | _condition(b),
+    "logical_or": lambda a, b: condition_of(a) | condition_of(b),
     "invert": operator.invert,
     "bitwise_not": operator.invert,
-    "logical_not": lambda a: ~_condition(a),
+    "logical_not": lambda a: ~condition_of(a),
     "neg": operator.neg,
     "abs": ex.absolute,
     "where": ex.where,

@@ -163,7 +163,7 @@ class KVCache:
         copies, overwritten = self._first_pages(rows, old, new)
         behind = self._behind_window(rows, old)
         pool = self.pool
-        gained = 0 if behind is None else int((pool.references[self.page_table[behind]] == 1).sum())
+        gained = 0 if behind is None else pool.count_freed(self.page_table[behind])
         if needed + len(copies) > pool.available + gained:
             raise OutOfPages(needed + len(copies), pool.available + gained)
         if behind is not None:

@@ -133,6 +133,15 @@ class PagePool:
         if freed.size < unused.size:
             self.index.retire(unused[registered].tolist())
 
+    def count_freed(self, pages: np.ndarray) -> int:
+        """How many pages `release` would make available: those whose references are all among `pages`.
+
+        Args:
+            pages: Int32 page numbers, one as often as references of it are to be removed.
+        """
+        each, times = np.unique(pages, return_counts=True)
+        return int((self.references[each] == times).sum())
+
     def forget(self, page: int) -> None:
         """Removes a page from the prefix index, because its content is about to change.
 

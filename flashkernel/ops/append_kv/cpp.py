@@ -13,6 +13,8 @@ from flashkernel.ops.append_kv.params import NewTokens, Pages
 
 def forward(new: NewTokens, pages: Pages, slots: Tensor, rotation: Rotation) -> Tensor:
     k, cos, sin = new.k, None, None
+    if k.is_meta:  # no memory to read or write
+        return k.new_empty(0 if new.q is None else new.q.shape)
     if rotation.dim:
         tables = token_tables(
             k[None], rotation.cos, rotation.sin, rotation.positions, None, rotation.dim, rotation.interleaved

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashkernel.blocks.rope import rotate
+from flashkernel.core.library import traced
 from flashkernel.ops.append_kv.params import AppendOptions
 from flashkernel.ops.append_kv.reference import as_bytes, quantize
 
@@ -46,7 +47,7 @@ def append_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Ten
 
 def _all_written(slots: Tensor, pages: Tensor) -> bool:
     """Whether every token is written. Only a CPU looks: elsewhere the host would wait for the answer."""
-    if slots.device.type != "cpu" or torch.compiler.is_compiling() or not pages.is_contiguous():
+    if slots.device.type != "cpu" or traced(slots) or not pages.is_contiguous():
         return False
     numbers = slots.tolist()
     return min(numbers) >= 0 and max(numbers) < pages.shape[0] * pages.shape[1]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashkernel.blocks import expression as ex
 from flashkernel.blocks.mask import Mask, causal
@@ -28,7 +29,7 @@ def attention(
     extended = extended or (options.scale is not None and options.scale <= 0)  # for which torch may return NaN
     if not extended and _fused_can(q, k, v, bias, options.mask):
         return _fused(q, k, v, bias, options.mask, options.scale)
-    if torch.compiler.is_compiling():  # a graph cannot hold a loop over tiles whose length depends on the mask
+    if _untiled(q):
         return _in_one_piece(q, k, v, bias, sinks, alibi_slopes, **given)
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
     score = None if options.score is None else ex.trace_score(options.score)
@@ -36,6 +37,18 @@ def attention(
     call = TiledAttention(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], params)
     out, lse = Tiled.apply(q, k, v, bias, sinks, alibi_slopes, call)
     return (out, lse) if options.return_lse else out
+
+
+def _untiled(q: Tensor) -> bool:
+    """Whether a call cannot loop over the tiles that a mask leaves: a graph (torch.compile), tensors without values
+    (FakeTensor, meta) and transforms (torch.func, forward mode) have no mask to look at, or no such loop."""
+    return (
+        torch.compiler.is_compiling()
+        or q.is_meta
+        or type(q).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _in_one_piece(q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None, **options: Any) -> Any:

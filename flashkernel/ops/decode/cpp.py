@@ -10,6 +10,9 @@ from flashkernel.ops.decode.params import CachedKV, DecodeParams
 
 
 def forward(q: Tensor, cache: CachedKV, sinks: Tensor | None, params: DecodeParams) -> tuple[Tensor, Tensor]:
+    if q.is_meta:  # no memory to read
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        return q.new_empty((*q.shape[:3], cache.v.shape[3])), lse
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device="cpu")
     if cache.page_table is not None:
         _check_pages(cache.page_table, cache.seqlens, cache.k)

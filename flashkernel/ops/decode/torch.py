@@ -1,7 +1,7 @@
 """Attention over a cache by torch's operators.
 
 On a CPU one sequence at a time, over the keys it sees and no others, without a copy where its pages are adjacent. On a
-GPU, and in a graph, all sequences at once with a mask, so that the host does not wait for `lengths`.
+GPU, in a graph and in transforms, all sequences at once with a mask: the host does not wait for `lengths`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernel.core.library import traced
 from flashkernel.ops.decode import reference
 from flashkernel.ops.decode.params import AttendOptions
 from flashkernel.ops.decode.reference import at_least_float32, attend, gather_cache, query_positions
@@ -69,7 +70,7 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`options` are the fields of AttendOptions; a shared prefix makes no difference here."""
     given = AttendOptions(**options)
-    if torch.compiler.is_compiling() or q.device.type != "cpu":
+    if traced(q) or q.device.type != "cpu":
         keys, values = gather_cache(k, v, page_table, given, at_least_float32(q.dtype))
         found = attend(q.to(keys.dtype), keys, values, query_positions(q, lengths, keys.shape[1]), given)
         return (found[0].to(q.dtype), found[1]) if given.return_lse else found[0].to(q.dtype)
@@ -89,7 +90,7 @@ def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, page_table: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     given = AttendOptions(**options)
-    if torch.compiler.is_compiling() or q.device.type != "cpu":
+    if traced(q) or q.device.type != "cpu":
         options["return_lse"] = True
         wide = q.to(at_least_float32(q.dtype))
         found = reference.paged_attention(wide, k, v, cu_seqlens_q, lengths, page_table, **options)

@@ -27,8 +27,8 @@ def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: Line
     epilogue = Epilogue.parse(chain)
     gated = epilogue.gated
     outputs = weights[0].shape[0] if gated else sum([weight.shape[0] for weight in weights])
-    out = torch.empty((x.shape[0], outputs), dtype=dtype, device="cpu")
-    if out.numel() == 0:
+    out = torch.empty((x.shape[0], outputs), dtype=dtype, device=x.device)
+    if out.numel() == 0 or x.is_meta:  # meta: no memory to read
         return out
     by_gemm = x.shape[0] >= GEMM_ROWS and any(weight.activation_dtype is None for weight in weights)
     if by_gemm or not _fused(epilogue, weights):

@@ -56,7 +56,7 @@ def attention_varlen(
         k: (tokens, kv_heads, head_dim), in q's dtype.
         v: (tokens, kv_heads, value_dim), in q's dtype.
         cu_seqlens_q: int32 or int64 (sequences + 1,), the cumulative lengths of the queries, from 0 on. They must not
-            decrease or go beyond the tokens, which is not checked, since that would wait for the device.
+            decrease or go beyond the tokens, which is checked on a CPU alone, since it would wait for the device.
         cu_seqlens_k: the same of the keys; None for those of the queries.
         sinks: (heads,), learned logits (see `attention`).
         causal: a query sees the keys up to its own position; the last query of a sequence is aligned with its last key.
