@@ -188,7 +188,6 @@ def test_a_fact_that_no_call_has_is_an_error_that_names_it(question: str, monkey
     monkeypatch.setitem(Op.declared, "rms_norm", op)  # before `replace`, which declares what it makes
     answers: dict[str, Any] = {"supports": lambda call: None, question: asks}
     first = replace(op.backends[0], auto_devices=("cpu", "cuda"), **answers)
-    monkeypatch.setitem(Op.declared, "rms_norm", op)  # to be restored: what `replace` makes declares itself
     monkeypatch.setattr("flashkernel.ops.norm.spec.RMS_NORM", replace(op, backends=(first, *op.backends[1:])))
     wrong = r"rms_norm: backend 'triton' asks for the fact 'widht', .* gives to choose\(\): .*width"
     for call in (flashkernel.rms_norm, lambda x: flashkernel.explain(flashkernel.rms_norm, x)):
