@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mask_programs as programs
@@ -199,6 +199,42 @@ def test_functions_written_for_flex_attention(name: str) -> None:
 def test_what_cannot_run_everywhere_is_refused_when_a_mask_is_made(function: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         fk.custom(function)
+
+
+@pytest.fixture
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64], indirect=True)
+def test_torchs_default_dtype_makes_no_difference(default_dtype: None) -> None:
+    """As it is where a model is made in bfloat16, which holds no positions beyond 256."""
+    q, k = torch.arange(600)[:, None], torch.arange(600)[None, :]
+    for function, expected in (
+        (lambda b, h, q, k: q * 0.5 < k, q < 2 * k),
+        (lambda b, h, q, k: q / 2 <= k, q <= 2 * k),
+        (lambda b, h, q, k: k < 300.5 + 0 * q, (k <= 300) & (q >= 0)),
+        (lambda b, h, q, k: ex.maximum(q, 301.5) <= k, (q <= k) & (k > 301)),
+        (lambda b, h, q, k: fk.where(q < 3, 299.5, k) > 299, (q < 3) | (k > 299)),
+    ):
+        mask = fk.custom(function)
+        assert torch.equal(_whole(mask, (1, 1, 600, 600))[0, 0], expected), mask.text
+        status = mask.tiles(1, 1, 600, 600, 20, 20)[0, 0]
+        tiles = expected.unflatten(1, (30, 20)).unflatten(0, (30, 20))  # [30, rows, 30, columns]
+        assert not ((status == EMPTY) & tiles.any(3).any(1)).any(), mask.text
+        assert not ((status == FULL) & ~tiles.all(3).all(1)).any(), mask.text
+    inputs = torch.randn(3, 1, 12, 2, 16, dtype=torch.float32)
+    score = fk.score_function(lambda s, b, h, i, j: s + fk.where(i < j, 0.1234, j * 0.3))
+    options: dict[str, Any] = {"dropout": 0.3, "seed": 5, "score": score}
+    found, exact = (
+        fk.attention(*inputs.to(dtype), **options, backend=backend)
+        for dtype, backend in ((torch.float32, "torch"), (torch.float64, "reference"))
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_masks_are_not_truth_values() -> None:

@@ -19,6 +19,7 @@ from flashkernel.blocks import torch_functions  # noqa: F401  registers them
 from flashkernel.blocks.derivative import derivative
 from flashkernel.blocks.nodes import (
     BOOLEAN,
+    FLOATS,
     Constant,
     Expression,
     Gather,
@@ -56,6 +57,7 @@ __all__ = [
     "derivative",
     "evaluate",
     "exp",
+    "integers_as_float32",
     "lift",
     "maximum",
     "minimum",
@@ -231,15 +233,26 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }
 
 
-def as_tensor(a: Any) -> Tensor:
-    """A number as a tensor, on the CPU whatever torch's default device is; a tensor as it is."""
-    return a if isinstance(a, Tensor) else torch.as_tensor(a, device="cpu")
+def as_tensor(a: Any, device: torch.device | str = "cpu") -> Tensor:
+    """A number as a tensor, on the CPU and a float in float32, whatever torch's defaults are; a tensor as it is."""
+    if isinstance(a, Tensor):
+        return a
+    return torch.as_tensor(a, dtype=torch.float32 if isinstance(a, float) else None, device=device)
 
 
 def as_tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     """Both as tensors, on the device of whichever is one."""
     device = next((value.device for value in (a, b) if isinstance(value, Tensor)), "cpu")
-    return torch.as_tensor(a, device=device), torch.as_tensor(b, device=device)
+    return as_tensor(a, device), as_tensor(b, device)
+
+
+def integers_as_float32(*values: Any) -> list[Any]:
+    """The values with integer tensors in float32, in which kernels compute: beside Python's floats, torch would take
+    its default dtype, and bfloat16 holds no positions beyond 256."""
+    return [
+        x.to(torch.float32) if isinstance(x, Tensor) and x.dtype != torch.bool and not x.is_floating_point() else x
+        for x in values
+    ]
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
@@ -260,4 +273,7 @@ def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
         found = expression.table[tuple(torch.broadcast_tensors(*limits))].to(read_dtype(expression.table))
         return torch.where(inside, found, torch.zeros((), dtype=found.dtype, device=found.device))
     assert isinstance(expression, Operation)
-    return _TORCH[expression.name](*(evaluate(arg, values) for arg in expression.args))
+    args = [evaluate(arg, values) for arg in expression.args]
+    if expression.name in FLOATS or any(isinstance(arg, float) for arg in args):
+        args = integers_as_float32(*args)
+    return _TORCH[expression.name](*args)

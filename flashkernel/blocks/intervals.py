@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernel.blocks.expression import BOOLEAN, Constant, Expression, Gather, Operation, Variable, as_tensors
+from flashkernel.blocks.expression import (
+    BOOLEAN,
+    Constant,
+    Expression,
+    Gather,
+    Operation,
+    Variable,
+    as_tensors,
+    integers_as_float32,
+)
 from flashkernel.blocks.nodes import FLOAT, maximum, minimum, where
 
 
@@ -48,7 +57,10 @@ def bounds(expression: Expression, tiles: Mapping[str, Interval], gather: Callab
         found = gather(expression)
         return Truth(found.high != 0, found.low != 0) if expression.kind == BOOLEAN else found
     assert isinstance(expression, Operation)
-    return _BOUNDS[expression.name](*(bounds(arg, tiles, gather) for arg in expression.args))
+    args = [bounds(arg, tiles, gather) for arg in expression.args]
+    if any(isinstance(arg, Interval) and (type(arg.low) is float or type(arg.high) is float) for arg in args):
+        args = [Interval(*integers_as_float32(arg.low, arg.high)) if isinstance(arg, Interval) else arg for arg in args]
+    return _BOUNDS[expression.name](*args)
 
 
 def _least(*values: Any) -> Any:

@@ -205,7 +205,7 @@ class Operation(Expression):
     def __post_init__(self) -> None:
         if self.name in _CONDITIONS:
             kind = BOOLEAN
-        elif self.name in _FLOATS:
+        elif self.name in FLOATS:
             kind = FLOAT
         elif self.name == "where" and self.args[1].kind == BOOLEAN:
             kind = BOOLEAN
@@ -220,7 +220,7 @@ class Operation(Expression):
 
 
 _CONDITIONS = ("lt", "le", "eq", "and", "or", "not")
-_FLOATS = ("div", "tanh", "exp")
+FLOATS = ("div", "tanh", "exp")  # of integers too
 _OF_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
     "lt": operator.lt, "le": operator.le, "eq": operator.eq,

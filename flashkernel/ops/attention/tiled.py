@@ -123,12 +123,12 @@ class TiledAttention:
         visible = ex.evaluate(self.params.mask.expression, self.indices(tile, scores.device))
         return scores.masked_fill(~torch.as_tensor(visible, device=scores.device), -math.inf)
 
-    def dropout_factors(self, tile: Tile, device: torch.device) -> Tensor:
+    def dropout_factors(self, tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor:
         """1 / (1 - dropout) where a probability is kept, else 0: [B, Hq, BM, BN]."""
         at = self.indices(tile, device)
         probability, sizes = self.params.dropout, (self.heads, self.seqlen_q, self.seqlen_k)
         kept = keep_pairs(self.params.seed, at["b"], at["h"], at["q"], at["k"], *sizes, probability)
-        return kept / (1 - probability)
+        return kept.to(dtype) / (1 - probability)
 
     def by_kv_head(self, x: Tensor) -> Tensor:
         """[B, Hq, BM, ...] -> [B, Hkv, group_size * BM, ...]: the query heads of a key/value head side by side."""
@@ -200,7 +200,7 @@ def tiled_forward(
             rescale = torch.exp(row_max - finite)  # acc and row_sum are relative to the old row max
             row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
             if call.params.dropout:
-                p = p * call.dropout_factors(tile, q.device)
+                p = p * call.dropout_factors(tile, q.device, wide)
             values = _part(v, tile.start, tile.stop)  # [B, Hkv, BN, Dv]
             acc = acc * rescale + call.by_head(call.by_kv_head(p) @ values)
             row_max = new_max
@@ -243,7 +243,7 @@ def tiled_backward(
         dp = call.by_head(do_tile @ values.transpose(2, 3))  # [B, Hq, BM, BN]
         dropped = p
         if call.params.dropout:
-            factors = call.dropout_factors(tile, q.device)
+            factors = call.dropout_factors(tile, q.device, wide)
             dropped, dp = p * factors, dp * factors
         dv[:, keys] += (call.by_kv_head(dropped).transpose(2, 3) @ do_tile).transpose(1, 2)
         ds = p * (dp - delta[:, :, queries, None])
