@@ -221,15 +221,17 @@ def test_the_precision_of_products_is_what_it_is_now(repeated: list[Any]) -> Non
     assert len(set(repeated)) == 2
 
 
+def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy into zeros, and a kernel on a view of what came of it: (the rms_norm of x, zeros)."""
+    held = torch.zeros(2, *x.shape)
+    held[1].copy_(x)
+    inner = norm.norm.forward.function
+    y = inner(held[1], None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
+    return y.view(-1), held[0]
+
+
 def test_what_torch_computes_is_repeated_or_not_recorded(repeated: list[Any]) -> None:
     inner = norm.norm.forward.function
-
-    def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
-        """A clone, a sum into zeros, and a kernel on a view of what came of it."""
-        held = torch.zeros(2, *x.shape)
-        held[1].copy_(x)
-        y = inner(held[1], None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
-        return y.view(-1), held[0]
 
     def scaled(x: Tensor) -> Tensor:
         return inner(x * x, None, None, None, 1e-6, 0.0, True, "flashkernel.ops.norm.triton")[0]
