@@ -139,3 +139,14 @@ def test_tables_have_no_gradient(backend: str) -> None:
         with torch.no_grad():
             fk.attention(q, q, q, score=given, backend=backend)
     fk.attention(q, q, q, mask=fk.custom(lambda b, h, i, j: read[h] * i >= j), backend=backend)
+
+
+def test_a_softcap_keeps_the_digits_of_small_scores_in_float32() -> None:
+    """The capped score is off by roundings of the score, not of the softcap."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 24, 2, 16) * size for size in (0.1, 0.1, 1))
+    wide = {"backend": "reference", "softcap": 50.0, "return_lse": True}
+    wanted, lse = fk.attention(q.double(), k.double(), v.double(), **wide)
+    found, found_lse = fk.attention(q, k, v, **wide | {"backend": "triton"})
+    assert (found - wanted).abs().max() < 3e-7
+    assert (found_lse - lse).abs().max() < 8e-7

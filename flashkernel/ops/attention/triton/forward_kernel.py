@@ -88,7 +88,7 @@ def attention_forward(
                 k_tile = load_tile(k_matrix, first, BLOCK_N, HEAD_DIM, BLOCK_D, clip, TMA)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
                 if not TRAITS.PLAIN:
-                    s = transform(s, at, head, params, SCORE).score
+                    s = transform(s, at, head, params, SCORE, PRECISION).score
                 if MASKED == 1:
                     seen = visible(at, sizes, mask_tables, MASK, TRAITS.EVEN)
                     s = tl.where(seen, s, float("-inf"))

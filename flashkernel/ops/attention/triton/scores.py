@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LOG2E, tanh
+from flashkernel.blocks.softmax_triton import LOG2E, accurate_tanh, tanh
 from flashkernel.ops.attention.triton.dropout import load_seed
 
 
@@ -145,12 +145,15 @@ def seed_of(dropout):
 
 
 @triton.jit
-def transform(product, at, head, params, SCORE: tl.constexpr):
+def transform(product, at, head, params, SCORE: tl.constexpr, PRECISION: tl.constexpr):
     """The `Scores` of a tile of q . k."""
     sizes, bias, terms = params.sizes, params.bias, params.terms
     capped = product * terms.softmax_scale
     if terms.softcap is not None:
-        capped = terms.softcap * tanh(capped / terms.softcap)
+        if PRECISION == "ieee":  # the error of the other is that of softcap itself, however small the score is
+            capped = terms.softcap * accurate_tanh(capped / terms.softcap)
+        else:
+            capped = terms.softcap * tanh(capped / terms.softcap)
     before = capped
     if terms.alibi_slopes is not None:
         before -= head.slope * tl.abs(at.q + (sizes.seqlen_k - sizes.seqlen_q) - at.k)
