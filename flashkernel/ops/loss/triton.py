@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashkernel.blocks.softmax_triton import LOG2E
+from flashkernel.blocks.softmax_triton import LOG2E, accurate_tanh
 from flashkernel.core import device, tune
 from flashkernel.core.launch import launch
 from flashkernel.ops.loss.configs import BACKWARD, FORWARD, IN_PLACE, ScanConfig
@@ -21,7 +21,7 @@ def _load_logits(row, column, classes, softcap, SOFTCAP: tl.constexpr):
     """A block of a row in float32, capped; -inf beyond its end."""
     value = tl.load(row + column, mask=column < classes, other=float("-inf")).to(tl.float32)
     if SOFTCAP:
-        value = tl.where(column < classes, softcap * (2 * tl.sigmoid(2 * value / softcap) - 1), float("-inf"))
+        value = tl.where(column < classes, softcap * accurate_tanh(value / softcap), float("-inf"))
     return value
 
 
@@ -69,7 +69,7 @@ def cross_entropy_forward(
     known = (label >= 0) & (label < classes)
     target_logit = tl.load(row + label, mask=known & (scan_width > 0), other=0.0).to(tl.float32)
     if SOFTCAP:
-        target_logit = softcap * (2 * tl.sigmoid(2 * target_logit / softcap) - 1)
+        target_logit = softcap * accurate_tanh(target_logit / softcap)
     value = (
         row_lse
         - (1 - label_smoothing) * target_logit
