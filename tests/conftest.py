@@ -217,12 +217,15 @@ def older_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.fixture
-def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A call is recorded the second time its key is seen, and replayed from the third on."""
     from flashkernel.core import replay
 
     monkeypatch.setattr(replay, "RECORD_AFTER", 1)
     for calls in replay._caches:
+        calls.clear()
+    yield
+    for calls in replay._caches:  # some tests replace what was recorded
         calls.clear()
 
 

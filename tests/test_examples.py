@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashkernel.lab import moe_study, results
 
@@ -46,7 +47,6 @@ def test_mistakes_end_in_a_message(
 
 def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA on attention and router; the experts' bytes stay as they were stored."""
-    import torch
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -80,6 +80,8 @@ def test_gpt_oss_from_its_released_layout(tmp_path: Path, monkeypatch: pytest.Mo
 def test_moe_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("moe_study")
+    text = torch.tensor(list(b"the sea and the sky and the shore, " * 300))  # three steps must teach something
+    monkeypatch.setattr(example, "corpus", lambda: text)  # documents change
     names = ["softmax+cv", "sigmoid+bias", "expert choice (leaks)"]
     paths = [tmp_path / name for name in ("study.svg", "usage.png", "cpu/moe_study.json")]
     runs = example.main(["--tiny", "--steps", "3", "--only", *names, "--out", str(paths[0]), "--usage", str(paths[1]),
