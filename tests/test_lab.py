@@ -254,6 +254,10 @@ class TestSelection:
 
     def test_axes(self) -> None:
         assert selection.with_axes(SMALL, ["rows=2x3", "width=5"], RMS_NORM).axes == {"rows": (2, 3), "width": 5}
+        attention = registry()["attention"]
+        for settings, dims in ((["head_dim=96"], (96, 96)), (["value_dim=32", "head_dim=96"], (96, 32))):
+            axes = selection.with_axes(attention.cases[0], settings, attention).axes
+            assert (axes["head_dim"], axes["value_dim"]) == dims
         with pytest.raises(selection.UnknownNameError, match="no axis 'depth'; it has rows, width"):
             selection.with_axes(SMALL, ["depth=1"], RMS_NORM)
         with pytest.raises(selection.UnknownNameError, match="no size for axis rows"):

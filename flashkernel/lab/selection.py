@@ -166,7 +166,10 @@ def shapes_only(op: Op, case: Case, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 
 def with_axes(case: Case, settings: Sequence[str], op: Op) -> Case:
-    """The case with axes changed as in "rows=128" or, for several leading dims, "rows=2x64"."""
+    """The case with axes changed as in "rows=128" or, for several leading dims, "rows=2x64".
+
+    Values are as wide as keys unless value_dim is given, where they were in the case.
+    """
     changed: dict[str, Any] = {}
     for setting in settings:
         axis, _, value = setting.partition("=")
@@ -176,6 +179,8 @@ def with_axes(case: Case, settings: Sequence[str], op: Op) -> Case:
         if not all(size.isdigit() for size in sizes):
             raise UnknownNameError(f"{setting!r} has no size for axis {axis}; write {axis}=128 or {axis}=2x64")
         changed[axis] = int(sizes[0]) if len(sizes) == 1 else tuple(int(size) for size in sizes)
+    if "head_dim" in changed and case.axes.get("value_dim") == case.axes["head_dim"]:
+        changed.setdefault("value_dim", changed["head_dim"])
     return replace(case, axes=op.with_sizes(case.axes, changed))
 
 
