@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
@@ -162,27 +162,49 @@ def test_compile_fullgraph(op: Op, case: Case, device: str, dynamic: bool) -> No
         assert not failures, "\n".join(failures)
 
 
+def _counters_of_streams(monkeypatch: pytest.MonkeyPatch, made: Callable[[], object]) -> Callable[[int], torch.Tensor]:
+    """The counters of a stream, as if no kernel had used any; `made` is called when a table is made, of 32 streams."""
+    kernels = importlib.import_module("flashkernel.ops.gemm.counters")
+
+    def zeros(where: torch.device) -> torch.Tensor:
+        made()
+        return torch.arange(64).view(32, 2)
+
+    def counters(stream: int) -> torch.Tensor:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda where: SimpleNamespace(cuda_stream=stream))
+        return kernels.counters(torch.device("cuda:0"))
+
+    monkeypatch.setattr(kernels, "_tables", {})
+    monkeypatch.setattr(kernels, "_rows", {})
+    monkeypatch.setattr(kernels, "_zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return counters
+
+
 def test_counters_that_stay_are_not_made_where_a_graph_may_own_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile sends what the calling thread allocates to its graph's memory, also before it captures."""
-    kernels = importlib.import_module("flashkernel.ops.gemm.counters")
     makers: list[int] = []
-    table = torch.arange(64).view(32, 2)
-    monkeypatch.setattr(kernels, "_tables", {})
-    monkeypatch.setattr(kernels, "_slots", {})
-    monkeypatch.setattr(kernels, "_zeros", lambda where: makers.append(threading.get_ident()) or table)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    streams = iter([7, 7, 8])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: SimpleNamespace(cuda_stream=next(streams)))
-    rows = [kernels.counters(torch.device("cuda:0")).tolist() for _ in range(3)]
-    assert rows == [[0, 1], [0, 1], [2, 3]]
+    counters = _counters_of_streams(monkeypatch, lambda: makers.append(threading.get_ident()))
+    assert [counters(stream).tolist() for stream in (7, 7, 8)] == [[0, 1], [0, 1], [2, 3]]
     assert len(makers) == 1
     assert makers[0] != threading.get_ident()
+
+
+def test_no_two_streams_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on two streams may run at the same time, of however many that there are."""
+    tables: list[None] = []
+    counters = _counters_of_streams(monkeypatch, lambda: tables.append(None))
+    found = [counters(stream) for stream in range(70)]
+    assert len({row.data_ptr() for row in found}) == 70
+    assert len(tables) == 3
+    assert [counters(stream).data_ptr() for stream in range(70)] == [row.data_ptr() for row in found]
 
 
 @pytest.mark.gpu
 def test_a_compiled_graph_may_be_the_first_to_share_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = importlib.import_module("flashkernel.ops.gemm.counters")
     monkeypatch.setattr(kernels, "_tables", {})
+    monkeypatch.setattr(kernels, "_rows", {})
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16) / 64
     torch._dynamo.reset()

@@ -323,6 +323,9 @@ def test_configs_that_cannot_run_are_refused() -> None:
     assert "registers" in (LINEAR.valid(LinearConfig("vector", 16, 2048, 1, 1), device, one) or "")
     assert "one program" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1, 132), device, one) or "")
     assert "contiguous" in (LINEAR.valid(LinearConfig("vector", 4, 256, 4, 1), device, {**one, "transposed": 1}) or "")
+    many = {**shape, "rows": MAX_ROWS + 1, "bytes": 1, "dequantized": 1}
+    assert "tile of rows" in (LINEAR.valid(LinearConfig("tensor", 64, 64, 4, 4, 132), device, many) or "")
+    assert LINEAR.valid(LinearConfig("tensor", 64, 64, 4, 4), device, many) is None
     assert row_tile(17) == 32
 
 
@@ -399,8 +402,8 @@ def test_shared_tiles_on_a_gpu(programs: int) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(captured, first)
-    for table in counters._tables.values():
-        assert not table.any()
+    for tables in counters._tables.values():
+        assert not any(table.any() for table in tables)
 
 
 @pytest.mark.parametrize("rows", [3, 80])

@@ -7,9 +7,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import compiled
 
 import flashkernel as fk
+from flashkernel.core import device as devices
+from flashkernel.core.launch import collect_launches
 from flashkernel.ops.loss import linear
+from flashkernel.ops.loss import triton as kernels
+from flashkernel.ops.loss.params import LossParams
 
 BACKENDS = ("reference", "torch", "triton")
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -159,3 +164,16 @@ def test_wrong_inputs() -> None:
         fk.linear_cross_entropy(logits, torch.randn(3, 11).half(), target)
     with pytest.raises(ValueError, match="bias"):
         fk.linear_cross_entropy(logits, torch.randn(3, 11), target, torch.randn(4))
+
+
+@pytest.mark.compile
+def test_no_thread_overwrites_the_logit_of_a_target_that_another_has_yet_to_load() -> None:
+    """In place, the gradient of a row begins behind a barrier that follows the load of the target's logit."""
+    logits, loss = torch.empty((8, 4096), dtype=torch.bfloat16, device="meta"), torch.empty(8, device="meta")
+    target = torch.empty(8, dtype=torch.int64, device="meta")
+    with devices.pretend(devices.KNOWN["h200"]), collect_launches() as launches:
+        kernels.launch_forward(logits, target, loss, loss, None, LossParams(), True)
+    sass = compiled(launches[0], 90).sass
+    after_load = sass.index("LDG.E.U16")
+    gradient = sass.index("LDG.E.128", after_load)  # the row is read again
+    assert "BAR.SYNC" in sass[after_load:gradient]

@@ -277,3 +277,16 @@ def test_the_largest_logit_is_always_kept(backend: str, setting: dict[str, float
     settings = {name: torch.full((4,), value) for name, value in setting.items()}
     found = fk.sample(logits, torch.arange(4), torch.zeros(4, dtype=torch.int64), **settings, backend=backend)
     assert torch.equal(found, logits.argmax(1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("steps", range(4))
+def test_neighboring_floats_are_told_apart(device: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More logits than are bisected in registers have two values with no float between them; top-k keeps the larger."""
+    monkeypatch.setattr(kernels, "CAPACITY", 16)
+    bits = torch.tensor(1.0).view(torch.int32) + steps + torch.arange(1500, dtype=torch.int32) % 2
+    logits, seeds = bits.view(torch.float32).expand(20, -1).to(device), torch.arange(20, device=device)
+    top_k = torch.full((20,), 5, dtype=torch.int32, device=device)
+    with tune.override("sample", SampleConfig(512, 4, 4, 1)):
+        tokens = fk.sample(logits, seeds, torch.zeros_like(seeds), top_k=top_k, backend="triton")
+    assert bool((tokens % 2 == 1).all())

@@ -183,6 +183,8 @@ def _valid(config: LinearConfig, device: Device, shape: Mapping[str, int]) -> st
     staged = (loaded * shape["bytes"] + row_tile(shape["rows"]) * config.block_k * x_bytes) * config.num_stages
     if device.shared_per_block and staged > device.shared_per_block:
         return f"{config} needs {staged} bytes of shared memory; a block has {device.shared_per_block}"
+    if config.programs and shape["rows"] > MAX_ROWS:
+        return f"programs share the sums of one tile of rows; {shape['rows']} rows have more than {MAX_ROWS}"
     if config.programs and ceil_div(shape["columns"], config.block_n) > MAX_COUNTERS - 2:
         return f"no more than {MAX_COUNTERS} tiles can be shared between programs"
     return None

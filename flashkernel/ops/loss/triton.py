@@ -88,6 +88,7 @@ def cross_entropy_forward(
             weight = tl.minimum(number, stored_scale) / number
         if scan_width > 0:
             weight = tl.where(known, weight, float("nan"))
+            tl.debug_barrier()  # every thread has loaded the target's logit before one of them overwrites it
             _write_gradient(row, row, classes, label, row_lse, weight, label_smoothing, z_loss, softcap, SOFTCAP, BLOCK)
         else:
             for start in range(0, classes, BLOCK):

@@ -58,11 +58,12 @@ def _weight(x, largest, temperature, COUNT: tl.constexpr):
 def _pivot(low, high, spread, temperature, OFFSET: tl.constexpr, SHARE: tl.constexpr):
     """A pivot between low and high: at an offset below high if low is not known yet, else by its share of the way.
 
-    After four passes it is the share of the floats between them: those near 0 would halve 150 times.
+    After four passes it is the share of the floats between them, at least one float above low: those near 0 would halve
+    150 times.
     """
     below, above = _order(low), _order(high)
     half = (((above >> 1) - (below >> 1)).to(tl.float32) * SHARE).to(tl.int32)  # the whole may exceed 31 bits
-    by_order = _value(below + half + half)
+    by_order = _value(below + tl.maximum(half + half, 1))
     inside = tl.where(spread > 1e6, by_order, low + (high - low) * SHARE)
     return tl.where(low > LOWEST, inside, high - OFFSET * spread * temperature)
 
