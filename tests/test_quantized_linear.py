@@ -216,6 +216,23 @@ def test_a_gated_layer_emulated() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2e-3, atol=2e-3)
 
 
+def test_operands_that_tma_cannot_read_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at one address, and tiles that begin between multiples of 16 bytes."""
+    weight = _weight((128, 128)).tiled()
+    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in weight.tensors]
+    assert any(x.data_ptr() % 16 for x in shifted)
+    given: list[kernels.Call] = []
+    monkeypatch.setattr(kernels, "launch", given.append)
+    x = torch.randn(1, 128).half().expand(40, 128)
+    extras = LinearExtras(None, None, "", "halves", 0.0, 0.0, torch.float16)
+    kernels.forward(x, [Weight.from_tensors(shifted, weight.layout)], [], extras)
+    [call] = given
+    assert call.x.stride() == (128, 1)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in call.weights[0].tensors)
+    assert torch.equal(call.x, x)
+    assert torch.equal(call.weights[0].dequantize(torch.float32), weight.dequantize(torch.float32))
+
+
 @needs_nvrtc
 @pytest.mark.compile
 @pytest.mark.parametrize("rows, format, symmetric", [(16, "int4", True), (64, "int4", False), (4096, "mxfp4", True)])

@@ -73,7 +73,7 @@ def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: Line
     if len({bias.dtype for bias in biases}) > 1:
         biases = [bias.float() for bias in biases]
     residual = residual if residual is None or residual.dtype in TYPES else residual.float()
-    x = cuda.vectorized(x)
+    x = cuda.vectorized(x if x.stride(0) or x.shape[0] == 1 else x.contiguous())  # TMA takes no rows at one address
     if gated:
         launch(Call(x, tuple(weights), y, tuple(biases), residual, chain))
         return y.to(dtype)
@@ -84,9 +84,12 @@ def forward(x: Tensor, weights: list[Weight], biases: list[Tensor], extras: Line
 
 
 def _contiguous(weight: Weight) -> Weight:
-    if all(tensor.is_contiguous() for tensor in weight.tensors):
+    """The weight as bulk copies read it: contiguous, from multiples of 16 bytes on."""
+    if all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in weight.tensors):
         return weight
-    return Weight.from_tensors([tensor.contiguous() for tensor in weight.tensors], weight.layout)
+    return Weight.from_tensors(
+        [tensor.clone(memory_format=torch.contiguous_format) for tensor in weight.tensors], weight.layout
+    )
 
 
 def _readable(bias: Tensor) -> Tensor:
