@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from loop_bounds import inlined, lost_values
 
 from flashkernel.core import versions
 from flashkernel.core.launch import Launch, tuple_like
@@ -27,6 +28,7 @@ class MachineCode:
     shared: int  # bytes per block
     cubin: bytes
     ttir: str = ""
+    lost: tuple[str, ...] = ()  # values that Triton loses (loop_bounds.py)
 
     @cached_property
     def sass(self) -> str:
@@ -76,9 +78,11 @@ def compile_for(launch: Launch, arch: int) -> MachineCode:
     found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage of {launch.name}")
-    return MachineCode(
-        int(found[1]), int(found[2]), code.metadata.shared, cubin, "" if launch.kernel.is_gluon() else code.asm["ttir"]
-    )
+    ttir = "" if launch.kernel.is_gluon() else code.asm["ttir"]
+    lost: list[str] = []
+    if (versions.triton_version() or (0, 0)) < (3, 7):  # later versions print and lose other things
+        lost = lost_values(ttir or inlined(code.asm["source"], arch))
+    return MachineCode(int(found[1]), int(found[2]), code.metadata.shared, cubin, ttir, tuple(lost))
 
 
 @dataclass(frozen=True)

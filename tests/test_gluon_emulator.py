@@ -10,7 +10,18 @@ import torch
 from gluon_emulator.barriers import Barrier, barrier_arrive, barrier_init, barrier_wait
 from gluon_emulator.machine import Deadlock, Machine, local
 
-from flashkernel.core.gluon import TensorDescriptor, gl, gluon, load_tile, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from flashkernel.core.gluon import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from flashkernel.core.launch import Launch
 
 
@@ -73,3 +84,32 @@ def test_the_emulator_finds_a_buffer_handed_back_too_early(early: bool) -> None:
         gluon_emulator.run(Launch(_square_kernel, (1,), (out, described), {"EARLY": early}), seed=seed)
         right.append(torch.allclose(out, expected, rtol=1e-3))
     assert all(right) != early
+
+
+@gluon.jit
+def _fence_kernel(out, x, EARLY: gl.constexpr, LATE: gl.constexpr):
+    tile = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
+    if EARLY:
+        fence_async_shared()
+    tile.store(gl.zeros([64, 64], gl.float16, None))
+    if LATE:
+        fence_async_shared()
+    product = warpgroup_mma(tile, tile.permute((1, 0)), gl.zeros([64, 64], gl.float32, None), is_async=True)
+    gl.store(out, gl.sum(gl.sum(warpgroup_mma_wait(0, deps=[product]), 1), 0))
+    store_tile(x, [0, 0], tile)
+    tma.store_wait(0)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_emulator_finds_a_missing_fence(early: bool, late: bool) -> None:
+    """WGMMA and TMA see what a thread wrote to shared memory only if it fenced after the write."""
+    x, out = torch.ones(64, 64).half(), torch.ones(1)
+    described = TensorDescriptor(x, [64, 64], [64, 1], [64, 64], gl.NVMMASharedLayout(128, 16))
+    launch = Launch(_fence_kernel, (1,), (out, described), {"EARLY": early, "LATE": late})
+    if late:
+        gluon_emulator.run(launch)
+        assert float(out) == float(x.abs().max()) == 0
+    else:
+        with pytest.raises(AssertionError, match="without a fence"):
+            gluon_emulator.run(launch)

@@ -251,6 +251,24 @@ def test_random_interleavings(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
         _close(c, a.double() @ b.double(), a.double().abs() @ b.double().abs())
 
 
+@pytest.mark.parametrize("k, streamed", [(128, 0), (256, 0), (320, 1), (640, 1)])
+def test_stream_k_gives_every_program_a_share(k: int, streamed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six tiles for five programs. A tile with fewer K blocks than programs is not shared out: the program that
+    finishes it would wait forever for those without a block."""
+    a, b = _operand((1, 300, k), False), _operand((1, k, 100), True)
+    with (
+        devices.pretend(replace(H200, sms=5)), tune.override(HOPPER_MATMUL, CONFIGS["stream-k"]),
+        collect_launches() as launches,
+    ):  # fmt: skip
+        monkeypatch.setattr(hopper.launch, "launch", launch)
+        c = hopper.forward(a, b, MatmulParams(torch.float32), MatmulTensors())
+    (one,) = launches
+    assert one.args[one.kernel.arg_names.index("num_streamed")] == streamed
+    assert (streamed > 0) == one.constants["TRAITS"].STREAM_K
+    gluon_emulator.run(one)
+    _close(c, a.double() @ b.double(), a.double().abs() @ b.double().abs())
+
+
 def test_the_cost_rule_chooses_valid_configs() -> None:
     chance = random.Random(0)
     for _ in range(300):
@@ -268,6 +286,8 @@ def test_the_cost_rule_chooses_valid_configs() -> None:
     assert replace(HOPPER_MATMUL.heuristic(H200, large), stream_k=False) == HopperMatmul(64, 256, 2, 4)
     assert not HOPPER_MATMUL.heuristic(H200, {**large, "n": 66 * 256}).stream_k  # 32 whole waves
     assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 17 * 128, "n": 16 * 256}).stream_k  # one wave and a bit
+    # One tile is left over, of fewer K blocks than there are SMs.
+    assert not HOPPER_MATMUL.heuristic(H200, {**large, "m": 23 * 128, "n": 23 * 256, "k": 4096}).stream_k
     assert HOPPER_MATMUL.heuristic(H200, {**large, "m": 64, "n": 512}).num_splits > 1
 
 

@@ -1,10 +1,11 @@
 """Runs a recorded Gluon launch on the CPU: warps become threads, and what is asynchronous happens at random times.
 
 Triton has no interpreter for Gluon. This one knows what the kernels of this project use: it checks their arithmetic,
-every address, that barriers are neither missed nor overrun, and that a buffer is not overwritten while it is read. A
-matrix product reads its operands, and a tile copy moves its bytes, at some moment between issue and wait. When all
-threads wait and nothing is under way, that is reported as a deadlock. One thread runs at a time, and the seed decides
-which, so that a failure can be repeated. Layouts are not looked at.
+every address, that barriers are neither missed nor overrun, that a buffer is not overwritten while it is read, and that
+what threads write to shared memory is fenced before WGMMA or TMA reads it. A matrix product reads its operands, and a
+tile copy moves its bytes, at some moment between issue and wait. When all threads wait and nothing is under way, that
+is reported as a deadlock. One thread runs at a time, and the seed decides which, so that a failure can be repeated.
+Layouts are not looked at.
 """
 
 from __future__ import annotations

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gluon_emulator.barriers import Barrier, Barriers
 from gluon_emulator.machine import local, this_machine
-from gluon_emulator.memory import Descriptor, Pointer, Shared
+from gluon_emulator.memory import Descriptor, Pointer, Shared, check_fenced, mark_written
 from gluon_emulator.values import as_value, poison
 
 
 def load_tile(source: Descriptor, place: Any, barrier: Barrier, target: Shared) -> None:
     place = [int(x) for x in place]
+    check_fenced(target.data)
     target.data.fill_(poison(target.dtype))  # under way: whoever reads it now reads nothing
 
     def arrive() -> None:
@@ -28,11 +29,13 @@ def load_tile(source: Descriptor, place: Any, barrier: Barrier, target: Shared) 
 
 def store_tile(target: Descriptor, place: Any, source: Shared) -> None:
     place = [int(x) for x in place]
+    check_fenced(source.data)
     this_machine().later(lambda: target.write(place, source.data.clone()))
 
 
 def add_tile(target: Descriptor, place: Any, source: Shared) -> None:
     place = [int(x) for x in place]
+    check_fenced(source.data)
     this_machine().later(lambda: target.write(place, target.read(place) + source.data.view(target.block)))
 
 
@@ -57,6 +60,9 @@ class Product:
 
 
 def mma(a: Any, b: Shared, accumulator: Any, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            check_fenced(operand.data)
     product = Product(a.clone() if isinstance(a, Tensor) else a, b, accumulator, bool(use_acc))
     queue = local.__dict__.setdefault("products", [])
     queue.append(product)
@@ -99,7 +105,7 @@ class Copies:
             while pending:
                 pending.pop()()
 
-        local.__dict__.setdefault("copies", []).append(finish)
+        local.__dict__.setdefault("copies", []).append((finish, target.data))
         this_machine().later(finish)
 
     @staticmethod
@@ -110,8 +116,9 @@ class Copies:
     def wait(left: int = 0) -> None:
         groups = local.__dict__.setdefault("groups", [])
         while len(groups) > left:
-            for finish in groups.pop(0):
+            for finish, written in groups.pop(0):
                 finish()
+                mark_written(written)
 
 
 def allocate(dtype: torch.dtype, shape: Any, layout: Any) -> Any:

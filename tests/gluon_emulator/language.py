@@ -27,7 +27,7 @@ from gluon_emulator.instructions import (
     store_wait,
 )
 from gluon_emulator.machine import this_machine
-from gluon_emulator.memory import atomic_add, load_global, reinterpret, store_global
+from gluon_emulator.memory import atomic_add, fence_async_shared, load_global, reinterpret, store_global
 from gluon_emulator.values import UNSIGNED, as_tensors, as_value, where
 from gluon_emulator.warps import specialize, specialize_warps
 
@@ -63,7 +63,7 @@ KNOWN: dict[str, Any] = {
     "gl": LANGUAGE, "tl": LANGUAGE, "mbarrier": MBARRIER, "tma": types.SimpleNamespace(store_wait=store_wait),
     "load_tile": load_tile, "store_tile": store_tile, "add_tile": add_tile,
     "specialize_warps": specialize_warps,
-    "reinterpret": reinterpret, "fence_async_shared": lambda: None, "synchronize": lambda: None,
+    "reinterpret": reinterpret, "fence_async_shared": fence_async_shared, "synchronize": lambda: None,
     "consumer_release": lambda barrier: barrier_arrive(barrier, 128),
     "copy_async": Copies.copy,
     "async_copy": types.SimpleNamespace(

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 
 class Deadlock(AssertionError):
     pass
@@ -22,6 +24,8 @@ class Machine:
         self.events: list[tuple[int, Callable[[], None]]] = []  # (thread, what happens)
         self.failure: BaseException | None = None
         self.named: dict[int, set[int]] = {}  # who has come to a named barrier
+        # Of (thread, address of shared memory): what the thread wrote there since its last fence.
+        self.unfenced: dict[tuple[int, int], Tensor] = {}
 
     def later(self, event: Callable[[], None]) -> None:
         self.events.append((threading.get_ident(), event))

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gluon_emulator.machine import this_machine
 from gluon_emulator.values import as_value
+
+
+def _marks(written: Tensor, data: Tensor) -> Tensor:
+    """Which elements of a view are marked, in a tensor of marks as large as the view's storage."""
+    return torch.as_strided(written, data.shape, data.stride(), data.storage_offset())
+
+
+def mark_written(data: Tensor) -> None:
+    """This thread wrote there through the generic proxy: WGMMA and TMA see it after the thread's next fence only."""
+    storage = data.untyped_storage()
+    unfenced, own = this_machine().unfenced, (threading.get_ident(), storage.data_ptr())
+    for (_, address), written in unfenced.items():
+        if address == storage.data_ptr():
+            _marks(written, data).fill_(False)
+    size = storage.nbytes() // data.element_size()
+    _marks(unfenced.setdefault(own, torch.zeros(size, dtype=torch.bool)), data).fill_(True)
+
+
+def fence_async_shared() -> None:
+    """What this thread wrote is visible to the asynchronous proxy."""
+    unfenced = this_machine().unfenced
+    for place in [place for place in unfenced if place[0] == threading.get_ident()]:
+        del unfenced[place]
+
+
+def check_fenced(data: Tensor) -> None:
+    """WGMMA or TMA reads or writes there."""
+    for (_, address), written in this_machine().unfenced.items():
+        if address == data.untyped_storage().data_ptr():
+            assert not bool(_marks(written, data).any()), "WGMMA or TMA meets what was written without a fence"
 
 
 class Shared:
@@ -35,6 +67,7 @@ class Shared:
         assert tuple(value.shape) == tuple(self.data.shape)
         assert value.dtype == self.data.dtype
         self.data.copy_(value)
+        mark_written(self.data)
 
     def load(self, layout: Any) -> Tensor:
         return self.data.clone()

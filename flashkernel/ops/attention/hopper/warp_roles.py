@@ -207,10 +207,10 @@ def _produce_work_tiles(args, num_loaded, num_tiles, TRAITS: gl.constexpr, RETRY
         _load_q(args, this_tile, sequence, num_tiles, TRAITS)
         kv_head = this_tile.head // args.group_size
         for index in range(num_ranges):
+            begin, end = block_begin, block_end
             if index > 0:
-                block_begin = gl.load(ranges + index * 3)
-                block_end = gl.load(ranges + index * 3 + 1)
-            for block in range(block_begin, block_end):
+                begin, end = gl.load(ranges + index * 3), gl.load(ranges + index * 3 + 1)
+            for block in range(begin, end):
                 _load_kv(args, batch, kv_head, block, num_loaded, TRAITS)
                 num_loaded += 1
         num_ranges, ranges, block_begin, block_end = next_num_ranges, next_ranges, next_begin, next_end

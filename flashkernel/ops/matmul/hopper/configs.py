@@ -122,9 +122,12 @@ def _tiles(config: HopperMatmul, shape: Mapping[str, int]) -> int:
     return shape["batch"] * ceil_div(shape["m"], config.block_m) * ceil_div(shape["n"], config.block_n)
 
 
-def num_streamed(tiles: int, num_programs: int) -> int:
-    """Returns how many tiles are shared out along K."""
-    return tiles % num_programs
+def num_streamed(tiles: int, num_programs: int, blocks: int) -> int:
+    """Returns how many tiles, of `blocks` K blocks each, are shared out along K: those that do not divide evenly among
+    the programs, or none where a program would get no block. Whoever finishes a tile waits for all programs from the
+    tile's first one on, and one without a share would never signal."""
+    rest = tiles % num_programs
+    return rest if rest * blocks >= num_programs else 0
 
 
 def _valid_tile_width(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> str | None:
@@ -190,11 +193,12 @@ def _cycles(config: HopperMatmul, device: Device, shape: Mapping[str, int]) -> f
     step = max(products, loads) + _LOAD_SHARE * loads
     epilogue = _TILE_CYCLES + config.block_m * config.block_n / _STORE_RATE
     tiles = _tiles(config, shape) * config.num_splits
-    if config.stream_k:
-        blocks = num_streamed(tiles, device.sms) * steps / device.sms  # of the streamed tiles, for each program
+    streamed = num_streamed(tiles, device.sms, steps) if config.stream_k else 0
+    if streamed:
+        blocks = streamed * steps / device.sms  # of the streamed tiles, for each program
         partials = 2 * config.block_m * config.block_n * 4 / _L2_RATE  # written by one program and read by another
         time = tiles // device.sms * (steps * step + epilogue)
-        return time + blocks * step + epilogue + partials + _STREAM_CYCLES if blocks else time
+        return time + blocks * step + epilogue + partials + _STREAM_CYCLES
     if config.pingpong:  # the epilogue of one consumer runs beside the products of the others
         waves = ceil_div(tiles, device.sms)
         large = config.rows * config.block_n == 16384

@@ -158,8 +158,9 @@ def _multiply(
     m_tiles, n_tiles = tune.ceil_div(m, config.block_m), tune.ceil_div(n, tile_n)
     entries = c.shape[0] // (matrices if partial else 1)
     tiles, sms = m_tiles * n_tiles * entries, device.properties(a.device).sms
-    num_programs = sms if config.stream_k else min(sms, tiles)
-    streamed = num_streamed(tiles, num_programs) if config.stream_k else 0
+    k_blocks = tune.ceil_div(k, block_k)
+    streamed = num_streamed(tiles, sms, k_blocks) if config.stream_k else 0
+    num_programs = sms if streamed else min(sms, tiles)
     residual = epilogue.residual
     traits = MatmulTraits(
         ROWS=config.rows,
@@ -201,9 +202,7 @@ def _multiply(
             torch.empty(size, dtype=torch.float32, device=a.device),
             torch.zeros((num_programs, config.num_consumers), dtype=torch.int32, device=a.device),
         )
-    schedule = Schedule(
-        m_tiles, n_tiles, tune.ceil_div(k, block_k), entries // config.num_splits, config.num_splits, streamed
-    )
+    schedule = Schedule(m_tiles, n_tiles, k_blocks, entries // config.num_splits, config.num_splits, streamed)
     target: Any = tile_descriptor(c, (config.rows, chunk_n)) if tma_store else c
     z_targets = [tile_descriptor(x, (config.rows, chunk_n)) for x in written]
     second = (b_operand, second_n) if up_operand is None else (up_operand, tile_n)

@@ -3,12 +3,12 @@
 A program takes tiles program, program + num_programs, ... of all tiles, and with split-K a part of K of each.
 
 Stream-K: where tiles do not divide evenly among the programs, the last `num_streamed` tiles are laid end to end along
-K, as one row of num_streamed * k_blocks K blocks, and every program takes an equal share of that row. A share may begin
-and end within a tile. The program whose share holds a tile's last K block finishes the tile: it waits for the partial
-sums of the programs before it, adds them in their order, and applies the epilogue. A program works on its share from
-the end to the beginning: what others wait for comes first, what it may have to wait for last. In the other order each
-program would wait for all those before it. No program waits for one with a higher index, so that this ends even if not
-all programs run at the same time.
+K, as one row of num_streamed * k_blocks K blocks, and every program takes an equal share of that row, at least one
+block (`configs.num_streamed`). A share may begin and end within a tile. The program whose share holds a tile's last K
+block finishes the tile: it waits for the partial sums of the programs before it, adds them in their order, and applies
+the epilogue. A program works on its share from the end to the beginning: what others wait for comes first, what it may
+have to wait for last. In the other order each program would wait for all those before it. No program waits for one
+with a higher index, so that this ends even if not all programs run at the same time.
 """
 
 from typing import Any, NamedTuple
