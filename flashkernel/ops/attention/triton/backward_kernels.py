@@ -56,7 +56,8 @@ def _probabilities(
     if TRAITS.PLAIN:
         scores = Scores(product, product, product)
     else:
-        scores = transform(product, at, head, params, SCORE, TRAITS.PRECISION)
+        PRECISION: tl.constexpr = TRAITS.PRECISION
+        scores = transform(product, at, head, params, SCORE, PRECISION)
     p = tl.exp2(scores.score * params.scale_log2 - lse)
     if MASKED == 1:
         seen = visible(at, params.sizes, params.mask_tables, MASK, TRAITS.EVEN)
