@@ -44,7 +44,7 @@ def _model(format: str | None = None) -> Transformer:
 
 
 def _launches(format: str | None = None) -> list[compile_ahead.AnyLaunch]:
-    return precompile.launches_of(precompile._describe(_model(format)), SIZES, H200)
+    return precompile.launches_of(precompile.describe(_model(format)), SIZES, H200)
 
 
 def _triton_key(launch: Launch) -> str:
@@ -85,7 +85,7 @@ def test_every_architecture_is_found_on_the_meta_device(name: str, tmp_path: Pat
     tiny_models.save(name, tmp_path)
     model = load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.bfloat16)
     sizes = replace(SIZES, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
-    found = compile_ahead.distinct(precompile.launches_of(precompile._describe(model), sizes, H200))
+    found = compile_ahead.distinct(precompile.launches_of(precompile.describe(model), sizes, H200))
     names = {compile_ahead.name_of(launch) for launch in found}
     assert {"append_kv_kernel", "paged_prefill", "sample_rows"} <= names
     assert len(names) > 5

@@ -18,11 +18,14 @@ import torch
 from tiny_engine import _drained, _other, _tokens
 
 from flashkernel.core import build_counter, cpp, tune
-from flashkernel.engine import LLM, SamplingParams, precompile
+from flashkernel.core.device import KNOWN
+from flashkernel.engine import LLM, SamplingParams, build, precompile, step_memory
 from flashkernel.engine.dummy_weights import tiny_transformer
 from flashkernel.engine.model_runner import ModelRunner, StepGraph
 from flashkernel.engine.step_shapes import StepShape, StepShapes, decode_sizes
+from flashkernel.engine.transformer import Transformer
 from flashkernel.kvcache import BatchTensors, KVCache
+from flashkernel.kvcache.storage import bytes_per_page
 
 
 class _EagerGraph:
@@ -219,9 +222,9 @@ def test_decodes_are_padded_before_the_prompts() -> None:
 def test_workers_have_a_copy_of_the_model_without_values() -> None:
     """One layer of each kind, the same shapes, and no memory."""
     model = tiny_transformer()
-    payload = precompile._describe(model)
+    payload = precompile.describe(model)
     assert len(payload) < model.nbytes
-    runner = precompile._build(payload, precompile.EngineSizes(4, 64, 128, 16, torch.float32))
+    runner = precompile.build_runner(precompile.load(payload), precompile.EngineSizes(4, 64, 128, 16, torch.float32))
     assert len(runner.model.layers) == 1
     assert runner.model.layers[0].qkv_proj.shape == model.layers[0].qkv_proj.shape
     assert runner.device.type == "meta"
@@ -240,6 +243,66 @@ def test_what_was_compiled_is_remembered_by_all_it_depends_on() -> None:
         *(precompile._markers(model.quantized(format), sizes) for format in ("int8", "fp8")),
     ]
     assert len({path for paths in (first, *others) for path in paths}) == 8
+
+
+SIZES = precompile.EngineSizes(8, 256, 128, 16, torch.bfloat16)
+EXPERTS, INNER = 16, 192
+
+
+class _OnSecondGpu(Transformer):
+    """A model that says that it lies on a GPU."""
+
+    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
+
+def _with_experts(format: str | None) -> Transformer:
+    """Two experts of 16 for each token, plain or in MXFP4."""
+    base = tiny_transformer(dtype=torch.bfloat16)
+    stacks = {
+        "gate_up_proj": torch.zeros(EXPERTS, 2 * INNER, 32, dtype=torch.bfloat16),
+        "down_proj": torch.zeros(EXPERTS, 32, INNER, dtype=torch.bfloat16),
+        "router": torch.zeros(EXPERTS, 32, dtype=torch.bfloat16),
+    }
+    config = replace(base.config, num_experts=EXPERTS, num_experts_per_token=2)
+    model = Transformer(config, base.weights, [replace(layer, **stacks) for layer in base.layers])
+    return model if format is None else model.with_mxfp4_experts()
+
+
+def test_steps_memory_has_experts_that_are_dequantized() -> None:
+    """For many tokens both stacks of a layer are, whatever the backend; rows of all experts of a token count."""
+    plain, quantized = (step_memory.measure(_with_experts(format), SIZES, KNOWN["l4"]) for format in (None, "mxfp4"))
+    dense = EXPERTS * 3 * INNER * 32 * 2
+    assert quantized.step - plain.step >= 0.9 * dense
+    assert plain.step >= 2 * 264 * (INNER + 32) * 2  # between the products, and behind them
+    assert plain.buffers == quantized.buffers >= (SIZES.max_num_seqs + 1) * 100 * 4  # counts of tokens
+    fewer = step_memory.measure(_with_experts(None), replace(SIZES, max_num_batched_tokens=64), KNOWN["l4"])
+    assert fewer.step < plain.step
+
+
+@pytest.mark.parametrize("format", [None, "mxfp4"])
+def test_the_kv_cache_leaves_memory_for_steps(format: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a step runs before it is captured, and its graph has memory of its own: both must fit."""
+    model = _with_experts(format)
+    on_gpu = _OnSecondGpu(model.config, model.weights, model.layers)
+    steps, page = step_memory.measure(model, SIZES, KNOWN["l4"]), bytes_per_page(2, 16, 2, 8, torch.bfloat16)
+    usable = SIZES.max_num_seqs * SIZES.max_model_len // SIZES.block_size * page
+    total = 10**9
+    free = total // 100 + steps.buffers + 2 * steps.step + usable // 2
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        assert device.index == 1
+        return free, total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(build.devices, "properties", lambda device: KNOWN["l4"])
+    blocks = {}
+    for eager in (False, True):
+        args = build.EngineArgs(gpu_memory_utilization=0.99, enforce_eager=eager)
+        blocks[eager] = build._num_blocks(on_gpu, args, SIZES)
+        assert blocks[eager] * page + steps.buffers + (1 if eager else 2) * steps.step <= free - total // 100
+    assert 0.8 * usable // 2 < blocks[False] * page < blocks[True] * page
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flashkernel.core import device as devices
+from flashkernel.engine import step_memory
 from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import ModelError
 from flashkernel.engine.llm_engine import LLMEngine
@@ -140,11 +141,10 @@ def build_engine(
         )
     block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
     on_progress = progress or (lambda what, done, total: None)
-    compiled = 0
+    compiled, sizes = 0, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype)
     if engine_args.warm_up and device.type == "cuda":  # before the KV cache takes the memory
-        compiled = precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), on_progress)
-    block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, dtype)
-    blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
+        compiled = precompile(model, sizes, on_progress)
+    blocks = _num_blocks(model, engine_args, sizes)
     blocks += 1  # block 0 stays empty
     max_model_len = min(wanted, (blocks - 1) * block_size)
     if engine_args.max_model_len is not None and max_model_len < wanted:
@@ -167,21 +167,17 @@ def build_engine(
     return engine
 
 
-def _num_blocks(
-    model: Transformer, args: EngineArgs, block_size: int, block_bytes: int, max_num_seqs: int, tokens: int, length: int
-) -> int:
+def _num_blocks(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int:
     """Number of KV cache blocks: as asked for, or what fits."""
+    config, block_size = model.config, sizes.block_size
     if args.kv_cache_tokens is not None:
         return -(-args.kv_cache_tokens // block_size)
-    usable = max_num_seqs * -(-length // block_size)  # more could never be used
-    config = model.config
+    usable = sizes.max_num_seqs * -(-sizes.max_model_len // block_size)  # more could never be used
+    block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, sizes.kv_cache_dtype)
     if model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
         free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-        widest = max(layer.gate_up_proj.shape[-2] for layer in model.layers)
-        activations = (tokens + max_num_seqs) * (8 * config.hidden_size + 3 * widest) * model.dtype.itemsize
-        logits = 5 * max_num_seqs * config.vocab_size * 4  # logits, changed logits, counts of tokens, and copies
-        available = free - int((1 - args.gpu_memory_utilization) * total) - activations - logits
+        available = free - int((1 - args.gpu_memory_utilization) * total) - _bytes_of_steps(model, args, sizes)
     else:
         available = int(min(CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE * _main_memory()))
     blocks = min(usable, available // block_bytes)
@@ -191,6 +187,16 @@ def _num_blocks(
             "choose a smaller model or dtype, a smaller max_num_batched_tokens, or another device"
         )
     return blocks
+
+
+def _bytes_of_steps(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int:
+    """Bytes of a GPU's memory that steps take beside weights and KV cache.
+
+    A step runs once before it is captured, in memory that its graph cannot use. Log probabilities come after it.
+    """
+    memory = step_memory.measure(model, sizes, devices.properties(model.device))
+    logprobs = 3 * sizes.max_num_seqs * model.config.vocab_size * 4  # logits of the rows that ask, their softmax, ranks
+    return memory.buffers + (1 if args.enforce_eager else 2) * memory.step + logprobs
 
 
 def _main_memory() -> int:
