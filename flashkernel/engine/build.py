@@ -36,7 +36,7 @@ class EngineArgs:
     Args:
         device: "cpu", "cuda" or "cuda:1"; the GPU if there is one.
         dtype: Of weights and activations: "float32", "float16" or "bfloat16". By default float32 on a CPU; on a GPU
-            the dtype that the model is stored in, or float16 for bfloat16 on a GPU that has none (before sm_80).
+            the dtype that the model is stored in; before sm_80 float16, for which alone there are kernels.
         max_model_len: Most tokens of a sequence, prompt and output together; by default the model's own limit, if the
             KV cache holds it.
         max_num_seqs: Most sequences that run at the same time; further requests wait. 256 on a GPU, 64 on a CPU.
@@ -223,8 +223,8 @@ def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.
         return DTYPES[requested]
     if device.kind == "cpu":
         return torch.float32
-    wanted = DTYPES.get(stored, torch.bfloat16)
-    return half if wanted == torch.bfloat16 else wanted
+    # Before sm_80 there is no bfloat16, and attention over pages in float32 is torch's: a prompt takes 100 GB.
+    return DTYPES.get(stored, half) if half == torch.bfloat16 else half
 
 
 def parse_device(name: str | None) -> torch.device:
