@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -148,6 +149,43 @@ def test_what_is_captured_in_service_is_counted(base: LLM, padded: LLM) -> None:
     prompts, params = _mixed_load(padded.config.vocab_size, 6)
     assert _tokens(padded, prompts, params) == _tokens(base, prompts, params)
     assert padded.engine.stats().compiled_in_service == padded.engine.runner.num_graphs > 0
+
+
+def test_nothing_is_collected_in_a_capture_in_service(padded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection frees, such as another model's graphs, a capture may forbid."""
+    during: list[bool] = []
+
+    def watched(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
+        during.append(gc.isenabled())
+        return _capture(runner, compute)
+
+    monkeypatch.setattr(ModelRunner, "_capture", watched)
+    padded.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+    assert during
+    assert not any(during)
+    assert gc.isenabled()
+
+
+class _Stream:
+    """Stands in for a CUDA stream."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[_Stream] = []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waited_for.append(other)
+
+
+def test_steps_on_different_streams_follow_one_another(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may run in `torch.cuda.stream` or in a thread with another stream, and the last step may still run."""
+    first, second = _Stream(), _Stream()
+    current = [first]
+    monkeypatch.setattr(ModelRunner, "_current_stream", lambda runner: current[0])
+    llm = _other(base, kv_cache_tokens=256)
+    for stream in (first, first, second, first):
+        current[0] = stream
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert (first.waited_for, second.waited_for) == ([second], [first])
 
 
 def test_compiled_and_tuned_kernels_are_counted() -> None:
