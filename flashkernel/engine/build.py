@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 
@@ -175,8 +176,10 @@ def _num_blocks(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int
     usable = sizes.max_num_seqs * -(-sizes.max_model_len // block_size)  # more could never be used
     block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, sizes.kv_cache_dtype)
     if model.device.type == "cuda":
+        # What torch has reserved and not allocated does not count: graphs of another engine keep it to themselves.
+        gc.collect()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
-        free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
         available = free - int((1 - args.gpu_memory_utilization) * total) - _bytes_of_steps(model, args, sizes)
     else:
         available = int(min(CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE * _main_memory()))
