@@ -73,6 +73,16 @@ def test_launches_are_told_apart_as_triton_does(format: str | None) -> None:
     assert len(compile_ahead.distinct(found)) >= len(by_key)
 
 
+def test_another_length_of_the_context_needs_no_other_kernels() -> None:
+    """Kernels are compiled ahead for the length that is wanted; the KV cache may hold less, and any number of pages."""
+    payload = precompile.describe(_model())
+    wanted, shorter = (
+        {compile_ahead._key(launch) for launch in precompile.launches_of(payload, sizes, KNOWN["l4"])}
+        for sizes in (SIZES, replace(SIZES, max_model_len=SIZES.max_model_len - SIZES.block_size))
+    )
+    assert shorter <= wanted
+
+
 ARCHITECTURES = [
     "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "phi3", "gemma3_text",
 ]  # fmt: skip
