@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_engine import _drained, _other, _tokens
+from tiny_engine import _as_on_a_gpu, _capture, _drained, _other, _tokens
 
 from flashkernel.core import build_counter, cpp, tune
 from flashkernel.core.device import KNOWN
@@ -29,30 +29,10 @@ from flashkernel.kvcache import BatchTensors, KVCache
 from flashkernel.kvcache.storage import bytes_per_page
 
 
-class _EagerGraph:
-    """Stands in for a CUDA graph: runs what would be replayed, into the same tensors."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self.compute, self.result = compute, compute()
-
-    def replay(self) -> None:
-        for old, fresh in zip(self.result, self.compute()):
-            old.copy_(fresh)
-
-
-def _capture(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
-    made = _EagerGraph(compute)
-    return StepGraph(made, made.result)  # type: ignore[arg-type]
-
-
 @pytest.fixture(name="padded")
 def padded_fixture(base: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
-    monkeypatch.setattr(ModelRunner, "_capture", _capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     llm = _other(base, kv_cache_tokens=1024, max_num_seqs=6, max_num_batched_tokens=128, enable_prefix_caching=False)
-    llm.engine.runner.padded = llm.engine.runner.use_graphs = True
-    return llm
+    return _as_on_a_gpu(llm, monkeypatch)
 
 
 def _mixed_load(vocab: int, count: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:
