@@ -44,7 +44,7 @@ def _model(format: str | None = None) -> Transformer:
 
 
 def _launches(format: str | None = None) -> list[compile_ahead.AnyLaunch]:
-    return precompile.launches_of(precompile._describe(_model(format)), SIZES, H200)
+    return precompile.launches_of(precompile.describe(_model(format)), SIZES, H200)
 
 
 def _triton_key(launch: Launch) -> str:
@@ -73,6 +73,16 @@ def test_launches_are_told_apart_as_triton_does(format: str | None) -> None:
     assert len(compile_ahead.distinct(found)) >= len(by_key)
 
 
+def test_another_length_of_the_context_needs_no_other_kernels() -> None:
+    """Kernels are compiled ahead for the length that is wanted; the KV cache may hold less, and any number of pages."""
+    payload = precompile.describe(_model())
+    wanted, shorter = (
+        {compile_ahead._key(launch) for launch in precompile.launches_of(payload, sizes, KNOWN["l4"])}
+        for sizes in (SIZES, replace(SIZES, max_model_len=SIZES.max_model_len - SIZES.block_size))
+    )
+    assert shorter <= wanted
+
+
 ARCHITECTURES = [
     "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "phi3", "gemma3_text",
 ]  # fmt: skip
@@ -85,7 +95,7 @@ def test_every_architecture_is_found_on_the_meta_device(name: str, tmp_path: Pat
     tiny_models.save(name, tmp_path)
     model = load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.bfloat16)
     sizes = replace(SIZES, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
-    found = compile_ahead.distinct(precompile.launches_of(precompile._describe(model), sizes, H200))
+    found = compile_ahead.distinct(precompile.launches_of(precompile.describe(model), sizes, H200))
     names = {compile_ahead.name_of(launch) for launch in found}
     assert {"append_kv_kernel", "paged_prefill", "sample_rows"} <= names
     assert len(names) > 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,20 @@ def test_program_of_any_number_of_threads(kind: Any, threads: int, tmp_path: Pat
     programs = [key for key in llm.model.linear_calls if key[0] == "program"]
     assert {(key[1], key[3]) for key in programs} >= {(1, threads), (3, threads)}
     assert all(llm.model.linear_calls[key] is not None for key in programs)
+
+
+def test_programs_go_with_the_cache(tmp_path: Path) -> None:
+    """A model that is served by one engine after another keeps nobody's pages."""
+    tiny_models.save_gguf(tiny_models.build("llama", intermediate_size=96), tmp_path / "model.gguf", "Q4_1")
+    model = LLM(tmp_path / "model.gguf", device="cpu", kv_cache_tokens=64).model
+    for _ in range(2):
+        llm = LLM(model, kv_cache_tokens=64)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+        programs = [call for key, call in model.linear_calls.items() if key[0] == "program"]
+        assert len(programs) == 1
+        assert programs[0] is not None
+        pages = weakref.ref(llm.engine.runner.storage.layers[0].k_pages)
+        del llm
+        gc.collect()
+        assert pages() is None
+    assert not [key for key in model.linear_calls if key[0] == "program"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from tiny_engine import _drained, _other
+from tiny_engine import _as_on_a_gpu, _drained, _other, _set_ahead
 
 from flashkernel.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 from flashkernel.engine.grammar import GrammarError
@@ -71,8 +71,9 @@ def _same(found: CompletionOutput, alone: CompletionOutput, room: int) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_each_request_says_what_it_says_alone(base: LLM, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_each_request_says_what_it_says_alone(base: LLM, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, and from the ninth seed on in padded steps, with graphs in turn, as on a GPU."""
     draw = random.Random(seed)
     llm = _other(
         base, kv_cache_tokens=draw.choice((128, 144, 160, 256)), max_num_seqs=draw.choice((2, 3, 5, 8)),
@@ -80,6 +81,8 @@ def test_each_request_says_what_it_says_alone(base: LLM, seed: int) -> None:
         num_speculative_tokens=draw.choice((0, 0, 4)),
     )  # fmt: skip
     llm.engine._async_scheduling = draw.random() < 0.5
+    if seed >= 8:
+        llm = _set_ahead(_as_on_a_gpu(llm, monkeypatch, graphs=seed % 2 == 0), True)
     requests = [one for one in _requests(draw, 10) if len(one[0]) < llm.engine.max_model_len]
     for (prompt, params), (found, text) in zip(requests, _serve(llm, draw, requests)):
         alone = base.generate([prompt], params)[0]
@@ -89,6 +92,7 @@ def test_each_request_says_what_it_says_alone(base: LLM, seed: int) -> None:
             ranks = [[one and one.rank for one in scores.prompt_logprobs or ()] for scores in (found, alone)]
             assert ranks[0] == ranks[1]
     assert _drained(llm)
+    assert not llm.engine.runner.storage.k[:, 0].any(), "padding writes nowhere"
     pool = llm.engine.scheduler.cache.pool
     assert pool.free + pool.index.idle == pool.pages - 1, "every page is free or cached"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -15,40 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_engine import _drained, _other, _tokens
+from tiny_engine import _as_on_a_gpu, _capture, _drained, _other, _tokens
 
 from flashkernel.core import build_counter, cpp, tune
-from flashkernel.engine import LLM, SamplingParams, precompile
+from flashkernel.core.device import KNOWN
+from flashkernel.engine import LLM, SamplingParams, build, precompile, step_memory
 from flashkernel.engine.dummy_weights import tiny_transformer
 from flashkernel.engine.model_runner import ModelRunner, StepGraph
 from flashkernel.engine.step_shapes import StepShape, StepShapes, decode_sizes
+from flashkernel.engine.transformer import Transformer
 from flashkernel.kvcache import BatchTensors, KVCache
-
-
-class _EagerGraph:
-    """Stands in for a CUDA graph: runs what would be replayed, into the same tensors."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self.compute, self.result = compute, compute()
-
-    def replay(self) -> None:
-        for old, fresh in zip(self.result, self.compute()):
-            old.copy_(fresh)
-
-
-def _capture(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
-    made = _EagerGraph(compute)
-    return StepGraph(made, made.result)  # type: ignore[arg-type]
+from flashkernel.kvcache.storage import bytes_per_page
 
 
 @pytest.fixture(name="padded")
 def padded_fixture(base: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """What graphs do, without a GPU: steps are padded, and read and write the tensors they were made with."""
-    monkeypatch.setattr(ModelRunner, "_capture", _capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     llm = _other(base, kv_cache_tokens=1024, max_num_seqs=6, max_num_batched_tokens=128, enable_prefix_caching=False)
-    llm.engine.runner.padded = llm.engine.runner.use_graphs = True
-    return llm
+    return _as_on_a_gpu(llm, monkeypatch)
 
 
 def _mixed_load(vocab: int, count: int = 14) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -147,6 +131,43 @@ def test_what_is_captured_in_service_is_counted(base: LLM, padded: LLM) -> None:
     assert padded.engine.stats().compiled_in_service == padded.engine.runner.num_graphs > 0
 
 
+def test_nothing_is_collected_in_a_capture_in_service(padded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection frees, such as another model's graphs, a capture may forbid."""
+    during: list[bool] = []
+
+    def watched(runner: ModelRunner, compute: Callable[[], Any]) -> StepGraph:
+        during.append(gc.isenabled())
+        return _capture(runner, compute)
+
+    monkeypatch.setattr(ModelRunner, "_capture", watched)
+    padded.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+    assert during
+    assert not any(during)
+    assert gc.isenabled()
+
+
+class _Stream:
+    """Stands in for a CUDA stream."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[_Stream] = []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waited_for.append(other)
+
+
+def test_steps_on_different_streams_follow_one_another(base: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may run in `torch.cuda.stream` or in a thread with another stream, and the last step may still run."""
+    first, second = _Stream(), _Stream()
+    current = [first]
+    monkeypatch.setattr(ModelRunner, "_current_stream", lambda runner: current[0])
+    llm = _other(base, kv_cache_tokens=256)
+    for stream in (first, first, second, first):
+        current[0] = stream
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert (first.waited_for, second.waited_for) == ([second], [first])
+
+
 def test_compiled_and_tuned_kernels_are_counted() -> None:
     """Triton tells of every kernel that it compiles; a search for configs counts as well."""
     knobs = pytest.importorskip("triton").knobs
@@ -219,9 +240,9 @@ def test_decodes_are_padded_before_the_prompts() -> None:
 def test_workers_have_a_copy_of_the_model_without_values() -> None:
     """One layer of each kind, the same shapes, and no memory."""
     model = tiny_transformer()
-    payload = precompile._describe(model)
+    payload = precompile.describe(model)
     assert len(payload) < model.nbytes
-    runner = precompile._build(payload, precompile.EngineSizes(4, 64, 128, 16, torch.float32))
+    runner = precompile.build_runner(precompile.load(payload), precompile.EngineSizes(4, 64, 128, 16, torch.float32))
     assert len(runner.model.layers) == 1
     assert runner.model.layers[0].qkv_proj.shape == model.layers[0].qkv_proj.shape
     assert runner.device.type == "meta"
@@ -240,6 +261,69 @@ def test_what_was_compiled_is_remembered_by_all_it_depends_on() -> None:
         *(precompile._markers(model.quantized(format), sizes) for format in ("int8", "fp8")),
     ]
     assert len({path for paths in (first, *others) for path in paths}) == 8
+
+
+SIZES = precompile.EngineSizes(8, 256, 128, 16, torch.bfloat16)
+EXPERTS, INNER = 16, 192
+
+
+class _OnSecondGpu(Transformer):
+    """A model that says that it lies on a GPU."""
+
+    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
+
+def _with_experts(format: str | None) -> Transformer:
+    """Two experts of 16 for each token, plain or in MXFP4."""
+    base = tiny_transformer(dtype=torch.bfloat16)
+    stacks = {
+        "gate_up_proj": torch.zeros(EXPERTS, 2 * INNER, 32, dtype=torch.bfloat16),
+        "down_proj": torch.zeros(EXPERTS, 32, INNER, dtype=torch.bfloat16),
+        "router": torch.zeros(EXPERTS, 32, dtype=torch.bfloat16),
+    }
+    config = replace(base.config, num_experts=EXPERTS, num_experts_per_token=2)
+    model = Transformer(config, base.weights, [replace(layer, **stacks) for layer in base.layers])
+    return model if format is None else model.with_mxfp4_experts()
+
+
+def test_steps_memory_has_experts_that_are_dequantized() -> None:
+    """For many tokens both stacks of a layer are, whatever the backend; rows of all experts of a token count."""
+    plain, quantized = (step_memory.measure(_with_experts(format), SIZES, KNOWN["l4"]) for format in (None, "mxfp4"))
+    dense = EXPERTS * 3 * INNER * 32 * 2
+    assert quantized.step - plain.step >= 0.9 * dense
+    assert plain.step >= 2 * 264 * (INNER + 32) * 2  # between the products, and behind them
+    assert plain.buffers == quantized.buffers >= (SIZES.max_num_seqs + 1) * 100 * 4  # counts of tokens
+    fewer = step_memory.measure(_with_experts(None), replace(SIZES, max_num_batched_tokens=64), KNOWN["l4"])
+    assert fewer.step < plain.step
+
+
+@pytest.mark.parametrize("format", [None, "mxfp4"])
+def test_the_kv_cache_leaves_memory_for_steps(format: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a step runs before it is captured, and its graph has memory of its own: both must fit."""
+    model = _with_experts(format)
+    on_gpu = _OnSecondGpu(model.config, model.weights, model.layers)
+    steps, page = step_memory.measure(model, SIZES, KNOWN["l4"]), bytes_per_page(2, 16, 2, 8, torch.bfloat16)
+    usable = SIZES.max_num_seqs * SIZES.max_model_len // SIZES.block_size * page
+    total = 10**9
+    free = total // 100 + steps.buffers + 2 * steps.step + usable // 2
+
+    cached = [10**6]  # torch returns it; the rest of what it has reserved belongs to graphs of another engine
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        assert device.index == 1
+        return free - sum(cached), total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10**8)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(build.devices, "properties", lambda device: KNOWN["l4"])
+    blocks = {}
+    for eager in (False, True):
+        args = build.EngineArgs(gpu_memory_utilization=0.99, enforce_eager=eager)
+        blocks[eager] = build._num_blocks(on_gpu, args, SIZES)
+        assert blocks[eager] * page + steps.buffers + (1 if eager else 2) * steps.step <= free - total // 100
+    assert 0.8 * usable // 2 < blocks[False] * page < blocks[True] * page
 
 
 @pytest.mark.gpu

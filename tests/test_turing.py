@@ -23,8 +23,10 @@ from flashkernel.core.driver import LaunchRecord
 from flashkernel.core.launch import collect_launches
 from flashkernel.core.op import Backend, Call, Case, Op
 from flashkernel.core.shapes import MODELS
+from flashkernel.engine import step_memory
 from flashkernel.engine.build import _dtype
 from flashkernel.engine.dummy_weights import dummy_transformer
+from flashkernel.engine.precompile import EngineSizes
 from flashkernel.engine.transformer import ModelInput
 from flashkernel.kvcache import PageStorage, Step
 from flashkernel.lab import doctor
@@ -193,11 +195,23 @@ def test_a_patched_model_runs_on_kernels(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "requested, stored, gpu, expected",
     [(None, "bfloat16", "t4", torch.float16), (None, "unknown", "t4", torch.float16),
-     (None, "float32", "t4", torch.float32), ("float16", "bfloat16", "t4", torch.float16),
+     (None, "float32", "t4", torch.float16), ("float32", "bfloat16", "t4", torch.float32),
+     ("float16", "bfloat16", "t4", torch.float16), (None, "float32", "a100", torch.float32),
+     (None, "float16", "a100", torch.float16), (None, "unknown", "a100", torch.bfloat16),
      (None, "bfloat16", "a100", torch.bfloat16), ("bfloat16", "float16", "a100", torch.bfloat16)],
 )  # fmt: skip
 def test_the_dtype_of_a_served_model(requested: str | None, stored: str, gpu: str, expected: torch.dtype) -> None:
     assert _dtype(requested, stored, devices.KNOWN[gpu]) == expected
+
+
+@pytest.mark.parametrize("learned_positions", [False, True])
+def test_a_step_in_the_default_dtype_fits_a_t4(learned_positions: bool) -> None:
+    """No operator of a step falls to one of torch's that materializes all scores, as those of float32 do."""
+    shape = replace(MODELS["gpt2"], layers=1)
+    dtype = _dtype(None, "float32", T4)
+    model = dummy_transformer(shape, "meta", dtype, learned_positions=learned_positions, max_position_embeddings=1024)
+    memory = step_memory.measure(model, EngineSizes(256, 8192, 1024, 16, dtype), T4)
+    assert memory.buffers + 2 * memory.step < 2**30
 
 
 def test_bfloat16_is_refused_where_there_is_none() -> None:

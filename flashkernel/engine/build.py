@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 
 import torch
 
 from flashkernel.core import device as devices
+from flashkernel.engine import step_memory
 from flashkernel.engine.checkpoint import Checkpoint
 from flashkernel.engine.config import ModelError
 from flashkernel.engine.llm_engine import LLMEngine
@@ -35,7 +37,7 @@ class EngineArgs:
     Args:
         device: "cpu", "cuda" or "cuda:1"; the GPU if there is one.
         dtype: Of weights and activations: "float32", "float16" or "bfloat16". By default float32 on a CPU; on a GPU
-            the dtype that the model is stored in, or float16 for bfloat16 on a GPU that has none (before sm_80).
+            the dtype that the model is stored in; before sm_80 float16, for which alone there are kernels.
         max_model_len: Most tokens of a sequence, prompt and output together; by default the model's own limit, if the
             KV cache holds it.
         max_num_seqs: Most sequences that run at the same time; further requests wait. 256 on a GPU, 64 on a CPU.
@@ -140,11 +142,10 @@ def build_engine(
         )
     block_size = engine_args.block_size or DEFAULT_BLOCK_SIZE[device.type]
     on_progress = progress or (lambda what, done, total: None)
-    compiled = 0
+    compiled, sizes = 0, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype)
     if engine_args.warm_up and device.type == "cuda":  # before the KV cache takes the memory
-        compiled = precompile(model, EngineSizes(max_num_seqs, tokens, wanted, block_size, dtype), on_progress)
-    block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, dtype)
-    blocks = _num_blocks(model, engine_args, block_size, block_bytes, max_num_seqs, tokens, wanted)
+        compiled = precompile(model, sizes, on_progress)
+    blocks = _num_blocks(model, engine_args, sizes)
     blocks += 1  # block 0 stays empty
     max_model_len = min(wanted, (blocks - 1) * block_size)
     if engine_args.max_model_len is not None and max_model_len < wanted:
@@ -167,21 +168,19 @@ def build_engine(
     return engine
 
 
-def _num_blocks(
-    model: Transformer, args: EngineArgs, block_size: int, block_bytes: int, max_num_seqs: int, tokens: int, length: int
-) -> int:
+def _num_blocks(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int:
     """Number of KV cache blocks: as asked for, or what fits."""
+    config, block_size = model.config, sizes.block_size
     if args.kv_cache_tokens is not None:
         return -(-args.kv_cache_tokens // block_size)
-    usable = max_num_seqs * -(-length // block_size)  # more could never be used
-    config = model.config
+    usable = sizes.max_num_seqs * -(-sizes.max_model_len // block_size)  # more could never be used
+    block_bytes = bytes_per_page(config.num_layers, block_size, config.kv_heads, config.head_dim, sizes.kv_cache_dtype)
     if model.device.type == "cuda":
+        # What torch has reserved and not allocated does not count: graphs of another engine keep it to themselves.
+        gc.collect()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
-        free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-        widest = max(layer.gate_up_proj.shape[-2] for layer in model.layers)
-        activations = (tokens + max_num_seqs) * (8 * config.hidden_size + 3 * widest) * model.dtype.itemsize
-        logits = 5 * max_num_seqs * config.vocab_size * 4  # logits, changed logits, counts of tokens, and copies
-        available = free - int((1 - args.gpu_memory_utilization) * total) - activations - logits
+        available = free - int((1 - args.gpu_memory_utilization) * total) - _bytes_of_steps(model, args, sizes)
     else:
         available = int(min(CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE * _main_memory()))
     blocks = min(usable, available // block_bytes)
@@ -191,6 +190,16 @@ def _num_blocks(
             "choose a smaller model or dtype, a smaller max_num_batched_tokens, or another device"
         )
     return blocks
+
+
+def _bytes_of_steps(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int:
+    """Bytes of a GPU's memory that steps take beside weights and KV cache.
+
+    A step runs once before it is captured, in memory that its graph cannot use. Log probabilities come after it.
+    """
+    memory = step_memory.measure(model, sizes, devices.properties(model.device))
+    logprobs = 3 * sizes.max_num_seqs * model.config.vocab_size * 4  # logits of the rows that ask, their softmax, ranks
+    return memory.buffers + (1 if args.enforce_eager else 2) * memory.step + logprobs
 
 
 def _main_memory() -> int:
@@ -217,8 +226,8 @@ def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.
         return DTYPES[requested]
     if device.kind == "cpu":
         return torch.float32
-    wanted = DTYPES.get(stored, torch.bfloat16)
-    return half if wanted == torch.bfloat16 else wanted
+    # Before sm_80 there is no bfloat16, and attention over pages in float32 is torch's: a prompt takes 100 GB.
+    return DTYPES.get(stored, half) if half == torch.bfloat16 else half
 
 
 def parse_device(name: str | None) -> torch.device:

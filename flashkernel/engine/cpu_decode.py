@@ -83,7 +83,7 @@ class DecodeProgram:
     Args:
         run: A pass over such a batch.
         model: The model.
-        pages: KV pages of each layer.
+        pages: KV pages of each layer; they must live as long as the program is called.
     """
 
     def __init__(self, run: TorchForwardPass, model: Transformer, pages: list[LayerPages]) -> None:
@@ -106,7 +106,7 @@ class DecodeProgram:
         tables = [torch.empty((batch, width // 2), device="cpu") for _ in range(2)] if width else []
         self._tables = [table.numpy() for table in tables]
         cos, sin = tables if tables else (None, None)
-        kept: list[Any] = [qkv, rotated, o, pages]
+        kept: list[Any] = [qkv, rotated, o]
         calls: list[tuple[Any, int]] = []
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         for index, (layer, own) in enumerate(zip(model.layers, pages)):

@@ -8,6 +8,7 @@ torch or the C++ kernels for products. The engine's README has the figures.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -348,8 +349,10 @@ class TorchForwardPass(ForwardPass):
         batch = self.model_input.input_ids.shape[0]
         if not (self.direct and self.appends and self.attends and self.decode_only):
             return None
-        key = ("program", batch, id(pages), torch.get_num_threads())
+        memory = pages[0].k_pages
+        key = ("program", batch, id(memory), torch.get_num_threads())
         if key not in self.calls:
+            weakref.finalize(memory, self.calls.pop, key, None).atexit = False  # the model may outlive its engines
             config = model.config
             plain = config.norm == "rms" and config.activation == "swiglu" and config.local_frequencies is None
             fitting = plain and batch <= MAX_BATCH and all(fits(layer) and self._reads(layer) for layer in model.layers)

@@ -114,6 +114,7 @@ class ModelRunner:
         self._graphs: dict[StepShape, StepGraph] = {}
         # One stream for all captures: kernels that keep counters keep a row of them for each stream.
         self._stream = torch.cuda.Stream(self.device) if self.use_graphs else None
+        self._last_stream = self._current_stream()  # on it weights were loaded, or the last step was launched
         self._pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
 
     @property
@@ -152,10 +153,22 @@ class ModelRunner:
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         """Launches a step and samples a token for each of `scheduled.sampled`."""
         with self._on_device():
+            self._follow_last_step()
             return self._launch(scheduled)
 
     def _on_device(self) -> _OnDevice:
         return _OnDevice(self.device)
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def _follow_last_step(self) -> None:
+        """Makes the current stream, which each thread and caller may set, wait for the last step: all use the same
+        buffers, and a step may be left in flight when a call returns."""
+        current = self._current_stream()
+        if current is not None and self._last_stream is not None and current != self._last_stream:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
 
     def _launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         for sequence in scheduled.admitted:
@@ -205,7 +218,8 @@ class ModelRunner:
         """Compiles the kernels of a shape, and captures it if it can be."""
         compute = self._prepare(SchedulerOutput(), [], shape)
         if self.use_graphs:
-            self._graphs[shape] = self._capture(compute)
+            with _without_gc():
+                self._graphs[shape] = self._capture(compute)
             build_counter.note("captured")
         else:
             compute()
@@ -365,7 +379,8 @@ class _OnDevice:
 def _without_gc() -> Iterator[None]:
     """No garbage collection inside: among what it frees may be what a capture forbids."""
     enabled = gc.isenabled()
-    gc.collect()
+    if enabled:
+        gc.collect()
     gc.disable()
     try:
         yield

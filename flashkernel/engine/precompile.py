@@ -69,7 +69,7 @@ def precompile(model: Transformer, sizes: EngineSizes, progress: Progress) -> in
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder, "work.pickle")
         on_gpu = model.device.type == "cuda"  # its driver's library is needed for launchers
-        work.write_bytes(pickle.dumps((_describe(model), sizes, properties(model.device), workers, on_gpu)))
+        work.write_bytes(pickle.dumps((describe(model), sizes, properties(model.device), workers, on_gpu)))
         start = "import sys; from flashkernel.engine import precompile; precompile.run_workers(sys.argv[1])"
         command = [sys.executable, "-c", start, str(work)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env.of_child()) as process:
@@ -106,9 +106,9 @@ def run_workers(path: str) -> None:
 
 
 def launches_of(payload: bytes, sizes: EngineSizes, device: Device) -> list[compile_ahead.AnyLaunch]:
-    """What steps of every shape launch on `device`, for the model that `_describe` gave."""
+    """What steps of every shape launch on `device`, for the model that `describe` gave."""
     with compile_ahead.collect(device) as found:
-        runner = _build(payload, sizes)
+        runner = build_runner(load(payload), sizes)
         for shape in runner.shapes.all():
             runner.run_padding(shape)
     return found
@@ -166,7 +166,7 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def _describe(model: Transformer) -> bytes:
+def describe(model: Transformer) -> bytes:
     """The model with one layer of each kind, pickled without values."""
     windows = {id(layer): window for layer, window in zip(model.layers, model.config.sliding_windows)}
     layers = _distinct(model)
@@ -178,9 +178,14 @@ def _describe(model: Transformer) -> bytes:
     return buffer.getvalue()
 
 
-def _build(payload: bytes, sizes: EngineSizes) -> ModelRunner:
-    config, weights, layers = pickle.loads(payload)
-    model = Transformer(config, weights, layers)
+def load(payload: bytes) -> Transformer:
+    """The model that `describe` gave, on the meta device."""
+    return Transformer(*pickle.loads(payload))
+
+
+def build_runner(model: Transformer, sizes: EngineSizes) -> ModelRunner:
+    """A runner of padded steps of a model on the meta device."""
+    config = model.config
     storage = PageStorage(
         config.num_layers, NUM_BLOCKS, sizes.block_size, config.kv_heads, config.head_dim, dtype=sizes.kv_cache_dtype,
         device=model.device,

@@ -16,6 +16,7 @@ from torch import Tensor
 from flashkernel.kvcache.cache import KVCache, Rows
 
 ALIGNMENT = 16  # bytes
+DIVISOR = 16  # Triton compiles in whether a stride divides by it
 
 
 class Step(NamedTuple):
@@ -89,7 +90,8 @@ class BatchTensors:
         # Two alternating host buffers: one may still be copied to the device while the other is written.
         self._hosts = [_Host(fields, self.device) for _ in range(2 if self.device.type == "cuda" else 1)]
         self._next_host = 0
-        table = torch.zeros((max_num_seqs, cache.max_pages), dtype=torch.int32, device=self.device)
+        columns = -(-cache.max_pages // DIVISOR) * DIVISOR
+        table = torch.zeros((max_num_seqs, columns), dtype=torch.int32, device=self.device)[:, : cache.max_pages]
         if self.device.type != "cpu":
             self._bytes = torch.zeros(_offset(fields, None), dtype=torch.uint8, device=self.device)
             self._views = _views(self._bytes, fields)
