@@ -273,6 +273,10 @@ class _OnSecondGpu(Transformer):
     device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
 
 
+def _parts(model: Transformer) -> tuple[Any, ...]:
+    return model.config, model.weights, model.layers
+
+
 def _with_experts(format: str | None) -> Transformer:
     """Two experts of 16 for each token, plain or in MXFP4."""
     base = tiny_transformer(dtype=torch.bfloat16)
@@ -301,7 +305,7 @@ def test_steps_memory_has_experts_that_are_dequantized() -> None:
 def test_the_kv_cache_leaves_memory_for_steps(format: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a step runs before it is captured, and its graph has memory of its own: both must fit."""
     model = _with_experts(format)
-    on_gpu = _OnSecondGpu(model.config, model.weights, model.layers)
+    on_gpu = _OnSecondGpu(*_parts(model))
     steps, page = step_memory.measure(model, SIZES, KNOWN["l4"]), bytes_per_page(2, 16, 2, 8, torch.bfloat16)
     usable = SIZES.max_num_seqs * SIZES.max_model_len // SIZES.block_size * page
     total = 10**9
@@ -324,6 +328,15 @@ def test_the_kv_cache_leaves_memory_for_steps(format: str | None, monkeypatch: p
         blocks[eager] = build._num_blocks(on_gpu, args, SIZES)
         assert blocks[eager] * page + steps.buffers + (1 if eager else 2) * steps.step <= free - total // 100
     assert 0.8 * usable // 2 < blocks[False] * page < blocks[True] * page
+
+
+def test_a_start_goes_on_without_the_memory_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_memory, "measure", lambda *_: 1 // 0)
+    monkeypatch.setattr(build.devices, "properties", lambda device: KNOWN["l4"])
+    args = build.EngineArgs(gpu_memory_utilization=0.9)
+    with pytest.warns(UserWarning, match=r"not measured \(ZeroDivisionError.*left 10 GiB.*kv_cache_tokens"):
+        found = build._bytes_of_steps(_OnSecondGpu(*_parts(_with_experts(None))), args, SIZES, 80 << 30)
+    assert found == 10 << 30
 
 
 @pytest.mark.gpu

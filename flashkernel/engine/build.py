@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -180,7 +181,7 @@ def _num_blocks(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
-        available = free - int((1 - args.gpu_memory_utilization) * total) - _bytes_of_steps(model, args, sizes)
+        available = free - int((1 - args.gpu_memory_utilization) * total) - _bytes_of_steps(model, args, sizes, total)
     else:
         available = int(min(CPU_KV_CACHE_BYTES, MAX_CPU_MEMORY_SHARE * _main_memory()))
     blocks = min(usable, available // block_bytes)
@@ -192,12 +193,20 @@ def _num_blocks(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int
     return blocks
 
 
-def _bytes_of_steps(model: Transformer, args: EngineArgs, sizes: EngineSizes) -> int:
-    """Bytes of a GPU's memory that steps take beside weights and KV cache.
+def _bytes_of_steps(model: Transformer, args: EngineArgs, sizes: EngineSizes, total: int) -> int:
+    """Bytes of a GPU's memory, `total` in all, that steps take beside weights and KV cache.
 
     A step runs once before it is captured, in memory that its graph cannot use. Log probabilities come after it.
     """
-    memory = step_memory.measure(model, sizes, devices.properties(model.device))
+    try:
+        memory = step_memory.measure(model, sizes, devices.properties(model.device))
+    except Exception as error:  # steps run without the estimate
+        warnings.warn(
+            f"engine: the memory of steps was not measured ({type(error).__name__}: {error}); they are left "
+            f"{total >> 33} GiB, an eighth of the GPU's; kv_cache_tokens sets the size of the KV cache",
+            stacklevel=2,
+        )
+        return total // 8
     logprobs = 3 * sizes.max_num_seqs * model.config.vocab_size * 4  # logits of the rows that ask, their softmax, ranks
     return memory.buffers + (1 if args.enforce_eager else 2) * memory.step + logprobs
 
