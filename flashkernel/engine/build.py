@@ -235,7 +235,7 @@ def _dtype(requested: str | None, stored: str, device: devices.Device) -> torch.
         return DTYPES[requested]
     if device.kind == "cpu":
         return torch.float32
-    # Before sm_80 there is no bfloat16, and attention over pages in float32 is torch's: a prompt takes 100 GB.
+    # Before sm_80 there is no bfloat16, and attention over pages in float32 is torch's, which holds all scores.
     return DTYPES.get(stored, half) if half == torch.bfloat16 else half
 
 
